@@ -1,0 +1,31 @@
+# Each target does its own set-up: a virtual environment in .venv and the installation of everything it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-all lint clean
+
+demo: $(INSTALLED)
+	$(BIN)/shardplan demo
+
+# The quick tests and the doctests.
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# The slow ones too: wheels, notebooks, whole models compiled for GPUs.
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m ""
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[models,audit,notebook,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
