@@ -1,1 +1,17 @@
-"""shardplan.models"""
+"""Models to plan as users plan theirs: an MLP, a GPT and a ResNet-50 in Flax, each with its Optax optimiser.
+
+Each module has a `Config` and a function `training(config)`, which gives a `Training`: the step, and what it takes, as
+shapes (enough to plan) or as arrays (to run).
+
+>>> from shardplan.models import gpt
+>>> training = gpt.training(gpt.Config(layers=1, width=64, heads=4, vocabulary=256, sequence=32, batch=8))
+>>> training.state["params"]["head"]["kernel"]
+ShapeDtypeStruct(shape=(64, 256), dtype=float32)
+>>> state, loss = training.train_step(training.init(), training.example())
+>>> loss.shape, int(state["step"])
+((), 1)
+"""
+
+from shardplan.models.training import Batch as Batch
+from shardplan.models.training import State as State
+from shardplan.models.training import Training as Training

@@ -1,0 +1,128 @@
+"""A GPT: pre-LN transformer blocks, learned positions, causal attention, GELU MLP of four times the width, AdamW.
+
+>>> from shardplan.models import gpt
+>>> gpt.training(gpt.Config()).parameters // 10**6
+93
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from shardplan.models.training import Batch, State, Training, make_training
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Sizes. Parameters are float32; `compute_dtype` is what the layers compute in (softmax and loss: float32)."""
+
+    layers: int = 2
+    width: int = 1024
+    heads: int = 16
+    vocabulary: int = 32768
+    sequence: int = 1024
+    batch: int = 16
+    tied_head: bool = False
+    compute_dtype: DTypeLike = jnp.float32
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+
+
+class Attention(nn.Module):
+    """Causal self-attention: `[batch, sequence, width]` to the same."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, sequence, width = x.shape
+        per_head = (batch, sequence, self.config.heads, width // self.config.heads)
+        dense = partial(nn.Dense, width, dtype=self.config.compute_dtype)
+        query = dense(name="query")(x).reshape(per_head)
+        key = dense(name="key")(x).reshape(per_head)
+        value = dense(name="value")(x).reshape(per_head)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) / per_head[-1] ** 0.5
+        causal = jnp.tril(jnp.ones((sequence, sequence), bool))
+        weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
+        return dense(name="out")(mixed.reshape(x.shape))
+
+
+class MLP(nn.Module):
+    """Up to four times the width, GELU, and down again."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dense = partial(nn.Dense, dtype=self.config.compute_dtype)
+        hidden = nn.gelu(dense(4 * self.config.width, name="up")(x))
+        return dense(self.config.width, name="down")(hidden)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalised before and added to what it read."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        norm = partial(nn.LayerNorm, dtype=self.config.compute_dtype)
+        x = x + Attention(self.config, name="attention")(norm(name="attention_norm")(x))
+        return x + MLP(self.config, name="mlp")(norm(name="mlp_norm")(x))
+
+
+class GPT(nn.Module):
+    """Tokens to logits: int32 `[batch, sequence]` to float32 `[batch, sequence, vocabulary]`."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        config = self.config
+        normal = nn.initializers.normal(0.02)
+        embed = nn.Embed(
+            config.vocabulary, config.width, dtype=config.compute_dtype, embedding_init=normal, name="tokens"
+        )
+        positions = self.param("positions", normal, (config.sequence, config.width))
+        x = embed(tokens) + positions.astype(config.compute_dtype)
+        for number in range(config.layers):
+            x = Block(config, name=f"layer_{number}")(x)
+        x = nn.LayerNorm(dtype=config.compute_dtype, name="norm")(x)
+        if config.tied_head:
+            logits = embed.attend(x)
+        else:
+            logits = nn.Dense(config.vocabulary, use_bias=False, dtype=config.compute_dtype, name="head")(x)
+        return logits.astype(jnp.float32)
+
+
+def training(config: Config) -> Training:
+    """The training step: mean cross-entropy of the next token, AdamW.
+
+    The batch is `inputs` and `labels`, int32 `[batch, sequence]`. Raises `ValueError` where the heads do not divide the
+    width.
+    """
+    if config.width % config.heads:
+        raise ValueError(f"`heads` must divide `width`: got {config.heads} heads and a width of {config.width}")
+    model = GPT(config)
+    shape = (config.batch, config.sequence)
+
+    def init(key: jax.Array) -> State:
+        return dict(model.init(key, jnp.zeros(shape, jnp.int32)))
+
+    def make_batch(key: jax.Array) -> Batch:
+        tokens = jax.random.randint(key, (config.batch, config.sequence + 1), 0, config.vocabulary)
+        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
+        logits = model.apply({"params": params}, batch["inputs"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), others
+
+    optimizer = optax.adamw(config.learning_rate, weight_decay=config.weight_decay)
+    return make_training(init, make_batch, loss_function, optimizer)

@@ -1,0 +1,89 @@
+"""What the models have in common: a training step that is a pure function of plain pytrees.
+
+The state is a dictionary (`params`, `opt_state`, `step`, and `batch_stats` where a model has them), so that a leaf's
+path says what it is: `params/layer_0/mlp/up/kernel`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+State = dict[str, Any]
+Batch = dict[str, Any]
+LossFunction = Callable[[Any, State, Batch], tuple[jax.Array, State]]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A training step with what it takes.
+
+    `train_step(state, batch) -> (state, loss)` is pure and not yet jitted. `make_state` and `make_batch` make its
+    arguments from a random key; `parameters` counts the trained numbers.
+    """
+
+    train_step: Callable[[State, Batch], tuple[State, jax.Array]]
+    make_state: Callable[[jax.Array], State]
+    make_batch: Callable[[jax.Array], Batch]
+
+    @property
+    def state(self) -> State:
+        """The state as `jax.ShapeDtypeStruct`s: nothing is computed or allocated."""
+        return jax.eval_shape(self.make_state, jax.random.key(0))
+
+    @property
+    def batch(self) -> Batch:
+        """The batch as `jax.ShapeDtypeStruct`s."""
+        return jax.eval_shape(self.make_batch, jax.random.key(0))
+
+    @property
+    def parameters(self) -> int:
+        """The number of trained numbers."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.state["params"]))
+
+    def init(self, seed: int = 0) -> State:
+        """The state as arrays, the same ones for the same seed."""
+        return jax.jit(self.make_state)(jax.random.key(seed))
+
+    def example(self, seed: int = 0) -> Batch:
+        """A batch of random numbers, to run the step without data."""
+        return jax.jit(self.make_batch)(jax.random.key(seed))
+
+
+def make_training(
+    init: Callable[[jax.Array], State],
+    make_batch: Callable[[jax.Array], Batch],
+    loss_function: LossFunction,
+    optimizer: optax.GradientTransformation,
+) -> Training:
+    """A `Training` of a model that is given by its initial variables and its loss.
+
+    `init(key)` gives the variables: `params` and others that the step carries on.
+    `loss_function(params, others, batch)` gives the loss, a scalar, and the new others.
+    """
+
+    def make_state(key: jax.Array) -> State:
+        variables = init(key)
+        return {
+            **variables,
+            "opt_state": optimizer.init(variables["params"]),
+            "step": jnp.zeros((), jnp.int32),
+        }
+
+    def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        others = {name: value for name, value in state.items() if name not in ("params", "opt_state", "step")}
+        gradient_function = jax.value_and_grad(loss_function, has_aux=True)
+        (loss, others), gradients = gradient_function(state["params"], others, batch)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
+        new_state = {
+            **others,
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+        }
+        return new_state, loss
+
+    return Training(train_step, make_state, make_batch)
