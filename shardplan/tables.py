@@ -1,0 +1,57 @@
+"""Aligned text tables and their HTML form, for everything that the library prints.
+
+>>> print(text_table(("kind", "MB"), [("all-reduce", "12.0"), ("total", "12.0")], numbers=(1,)))
+kind          MB
+----------  ----
+all-reduce  12.0
+total       12.0
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+
+
+def text_table(header: Sequence[str], rows: Rows, numbers: Sequence[int] = ()) -> str:
+    """A header, a rule and one line per row; the columns in `numbers` are aligned to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    aligned = (
+        [cell.rjust(width) if column in numbers else cell.ljust(width) for column, (cell, width) in enumerate(cells)]
+        for cells in (list(zip(line, widths, strict=True)) for line in lines)
+    )
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def html_table(header: Sequence[str], rows: Rows, numbers: Sequence[int] = (), caption: str = "") -> str:
+    """The same table for a notebook."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        sides = ["right" if column in numbers else "left" for column in range(len(cells))]
+        inside = (
+            f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+            for side, cell in zip(sides, cells, strict=True)
+        )
+        return f"<tr>{''.join(inside)}</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}<thead>{line('th', header)}</thead><tbody>{body}</tbody></table>"
+
+
+def markdown_table(header: Sequence[str], rows: Rows) -> str:
+    """The same table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def megabytes(size: float) -> str:
+    """Bytes in units of 10^6, as all tables give them.
+
+    >>> megabytes(234_881_031), megabytes(1_250)
+    ('234.9', '0.0')
+    """
+    return f"{size / 1e6:,.1f}"

@@ -1,0 +1,156 @@
+"""Compiles for GPUs that are not there: XLA:GPU only needs to be told what they are.
+
+    mesh = gpu_mesh("h100", (2, 4), ("data", "model"))
+    lowered = jax.jit(step, in_shardings=...).lower(*shapes)     # shardings on `mesh`
+    compiled, seconds = compile_for(lowered)
+    compiled.as_text()                                           # what eight H100 would run
+
+The compiler comes with the extra `audit` (Linux on x86-64). Its devices live beside the real or emulated ones of the
+same process, whether or not JAX has been used before; nothing has to be set in the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import pkgutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import resources
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from shardplan.errors import ArgumentError, ShardplanError
+
+DEVICES_PER_HOST = 8
+"""GPUs in one host of every target (HGX and DGX boards of H100, H200 and A100)."""
+
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""Without a device there is nothing to tune kernels on, and some matrix products then find no Triton tiling at all.
+The collectives are the same without Triton. Other backends ignore the option."""
+
+_SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+class TargetNotInstalledError(ShardplanError):
+    """The compiler for GPU targets is missing on this machine."""
+
+
+def targets() -> tuple[str, ...]:
+    """The names of the GPU types that programs can be compiled for.
+
+    >>> targets()
+    ('a100', 'h100', 'h200')
+    """
+    files = resources.files("shardplan").joinpath("gpu_targets").iterdir()
+    return tuple(sorted(file.name.removesuffix(".txtpb") for file in files if file.name.endswith(".txtpb")))
+
+
+def gpu_mesh(target: str, shape: Sequence[int], axis_names: Sequence[str], hosts: int | None = None) -> Mesh:
+    """A mesh of compile-only devices of one GPU type, its axes of type Auto.
+
+    Args:
+        target: one of `targets()`.
+        shape: the size of each mesh axis; the devices are laid out in row-major order.
+        axis_names: one name per axis.
+        hosts: machines that the devices are spread over evenly; by default as many as boards of eight need.
+
+    Raises:
+        ArgumentError: an unknown target, a shape that does not fit its names, devices that hosts do not divide.
+        TargetNotInstalledError: the extra `audit` is not installed.
+    """
+    if len(shape) != len(axis_names):
+        raise ArgumentError(
+            f"a mesh shape `{tuple(shape)}` of {len(shape)} axes has {len(axis_names)} axis names "
+            f"`{tuple(axis_names)}`: give one name per axis."
+        )
+    devices = gpu_devices(target, math.prod(shape), hosts)
+    return Mesh(np.array(devices).reshape(tuple(shape)), tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def gpu_devices(target: str, count: int, hosts: int | None = None) -> list[jax.Device]:
+    """Compile-only devices of one GPU type; see `gpu_mesh` for the arguments and the errors."""
+    if target not in targets():
+        raise ArgumentError(f"there is no GPU target `{target}`: choose one of {', '.join(targets())}.")
+    if count < 1:
+        raise ArgumentError(f"`{count}` devices were asked for: a target needs at least one.")
+    if hosts is None:
+        hosts = count // DEVICES_PER_HOST if count % DEVICES_PER_HOST == 0 else 1
+    if hosts < 1 or count % hosts:
+        raise ArgumentError(f"{count} devices do not spread evenly over `{hosts}` hosts: choose a divisor of {count}.")
+    return list(_topology(target, count, hosts).devices)
+
+
+def compile_for(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
+    """Compiles a lowered program for the devices of its shardings, with the options that a GPU target needs.
+
+    Returns:
+        The compiled program, and the seconds that compiling took.
+    """
+    started = time.perf_counter()
+    compiled = lowered.compile(compiler_options=dict(COMPILER_OPTIONS))
+    return compiled, time.perf_counter() - started
+
+
+@lru_cache(maxsize=64)
+def _topology(target: str, count: int, hosts: int) -> topologies.TopologyDescription:
+    """The topology of `count` devices; cached, since devices of two topologies are never equal."""
+    facts = resources.files("shardplan").joinpath("gpu_targets", f"{target}.txtpb").read_text(encoding="utf-8")
+    plugins = _cuda_plugins()
+    if not plugins:
+        raise TargetNotInstalledError(_missing("JAX's CUDA plugin is not installed"))
+    with _no_driver_needed():
+        try:
+            return _describe(facts, count, hosts)
+        except NotImplementedError:
+            pass
+        # JAX looked for its plugins earlier in this process, found no driver and left the compiler out: register it.
+        for plugin in plugins:
+            importlib.import_module(plugin).initialize()
+        try:
+            return _describe(facts, count, hosts)
+        except NotImplementedError as error:
+            raise TargetNotInstalledError(_missing(str(error))) from error
+
+
+def _describe(facts: str, count: int, hosts: int) -> topologies.TopologyDescription:
+    """Asks XLA for a topology of one slice with `hosts` machines."""
+    shape = f"1x{hosts}x{count // hosts}"
+    return topologies.get_topology_desc(platform="cuda", target_config=facts, topology=shape)
+
+
+def _cuda_plugins() -> list[str]:
+    """Modules of the installed CUDA plugins of JAX."""
+    try:
+        namespace = importlib.import_module("jax_plugins")
+    except ImportError:
+        return []
+    names = (module.name for module in pkgutil.iter_modules(namespace.__path__))
+    return [f"jax_plugins.{name}" for name in names if name.startswith("xla_cuda")]
+
+
+@contextmanager
+def _no_driver_needed() -> Iterator[None]:
+    """JAX's plugin registers itself without checking for CUDA libraries, which compiling does not use."""
+    before = os.environ.get(_SKIP_CHECK)
+    os.environ[_SKIP_CHECK] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_SKIP_CHECK]
+        else:
+            os.environ[_SKIP_CHECK] = before
+
+
+def _missing(reason: str) -> str:
+    return (
+        f"cannot compile for a GPU target here: {reason}. Install the extra `audit` (Linux on x86-64): "
+        'pip install "shardplan[audit]".'
+    )
