@@ -1,0 +1,136 @@
+"""What the demo prints: a plan's layouts and collectives as tables, and the usual ways to split compiled beside it."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.table import Table
+
+import shardplan
+from shardplan.audit import Audit, measure
+from shardplan.target import gpu_mesh
+
+AXIS = "data"
+
+
+def plan_summary(plan: "shardplan.Plan", seconds: float) -> str:
+    """Communication, how near the optimum the plan is, and how long planning took."""
+    return (
+        f"planned in {seconds:.1f} s: {plan.communication_bytes / 1e6:,.2f} MB sent per device and step, "
+        f"at most {100 * plan.gap:.4f} % above the optimum, {plan.peak_bytes / 1e6:,.1f} MB per device at the peak"
+    )
+
+
+def layout_table(plan: "shardplan.Plan", params: Any) -> Table:
+    """The layout per group of parameters: layers with the same layout are one row."""
+    table = Table(title="Chosen layouts of the parameters", title_justify="left")
+    for heading in ("parameters", "shape", "layout", "tensors"):
+        table.add_column(heading)
+    groups: Counter[tuple[str, str, str]] = Counter()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        shape = " x ".join(str(size) for size in leaf.shape)
+        groups[re.sub(r"layer_\d+", "layer_*", name), shape, layout_text(plan.layouts[f"0/params/{name}"])] += 1
+    for (name, shape, layout), tensors in groups.items():
+        table.add_row(name, shape, layout, str(tensors))
+    return table
+
+
+def layout_text(spec: PartitionSpec) -> str:
+    """A layout in words.
+
+    >>> layout_text(PartitionSpec(None, ("data", "model")))
+    'dimension 1 over data, model'
+    >>> layout_text(PartitionSpec())
+    'replicated'
+    """
+    split = [
+        f"dimension {number} over {axes if isinstance(axes, str) else ', '.join(axes)}"
+        for number, axes in enumerate(spec)
+        if axes
+    ]
+    return "; ".join(split) or "replicated"
+
+
+def collective_table(plan: "shardplan.Plan") -> Table:
+    """The planned collectives, added up by kind and mesh axes."""
+    table = Table(title="Planned collectives, per device and step", title_justify="left")
+    for heading in ("collective", "mesh axes"):
+        table.add_column(heading)
+    for heading in ("times", "kB sent"):
+        table.add_column(heading, justify="right")
+    times: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for collective in plan.collectives:
+        key = (collective.kind, ", ".join(collective.axes))
+        times[key] += collective.times
+        sent[key] += collective.bytes * collective.times
+    for key in sorted(times, key=lambda key: -sent[key]):
+        table.add_row(*key, str(times[key]), f"{sent[key] / 1e3:,.1f}")
+    return table
+
+
+def data_parallel(leaf: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:
+    """Data parallelism: the state is whole on every device."""
+    return PartitionSpec()
+
+
+def fully_sharded(leaf: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:
+    """FSDP (ZeRO 3): every tensor of the state is split on its largest dimension that the devices divide.
+
+    >>> fully_sharded(jax.ShapeDtypeStruct((3, 64), "float32"), 8)
+    PartitionSpec(None, 'data')
+    """
+    dividing = [number for number, size in enumerate(leaf.shape) if size % devices == 0 and size > 0]
+    if not dividing:
+        return PartitionSpec()
+    largest = max(dividing, key=lambda number: leaf.shape[number])
+    return PartitionSpec(*[AXIS if number == largest else None for number in range(largest + 1)])
+
+
+def lower_by_hand(
+    mesh: Mesh,
+    layout: Callable[[jax.ShapeDtypeStruct, int], PartitionSpec],
+    train_step: Callable,
+    state: Any,
+    batch: Any,
+) -> jax.stages.Lowered:
+    """A step as people split it by hand: the batch over the devices, the state by `layout`, the rest up to XLA."""
+    devices = mesh.devices.size
+    state_layouts = jax.tree.map(lambda leaf: NamedSharding(mesh, layout(leaf, devices)), state)
+    batch_layouts = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(AXIS)), batch)
+    loss_layout = NamedSharding(mesh, PartitionSpec())
+    step = jax.jit(
+        train_step,
+        in_shardings=(state_layouts, batch_layouts),
+        out_shardings=(state_layouts, loss_layout),
+        donate_argnums=0,
+    )
+    return step.lower(state, batch)
+
+
+def compiled_table(audit: Audit, train_step: Callable, state: Any, batch: Any) -> Table:
+    """Bytes sent and memory of the compiled plan, of data parallelism and of FSDP, all for the same GPUs."""
+    mesh_axes = dict(audit.compiled.mesh_axes)
+    mesh = gpu_mesh(audit.target, tuple(mesh_axes.values()), tuple(mesh_axes))
+    rows = {"shardplan": audit.compiled}
+    for name, layout in (("data parallelism", data_parallel), ("FSDP by in_shardings", fully_sharded)):
+        rows[name] = measure(lower_by_hand(mesh, layout, train_step, state, batch), mesh_axes)
+    table = Table(title=f"Compiled for {mesh.devices.size} {audit.target.upper()}, per device", title_justify="left")
+    table.add_column("")
+    for heading in ("MB sent per step", "shardplan sends", "peak memory, MB", "compiled in"):
+        table.add_column(heading, justify="right")
+    own = audit.compiled.communication_bytes
+    for name, report in rows.items():
+        sent = report.communication_bytes
+        table.add_row(
+            name,
+            f"{sent / 1e6:,.1f}",
+            f"{own / sent:.2f} of it" if name != "shardplan" and sent else "",
+            f"{report.memory.peak / 1e6:,.0f}",
+            f"{report.compile_seconds:.1f} s",
+        )
+    return table
