@@ -93,7 +93,9 @@ class HardwareProfile:
                 return self.flops[listed]
         able = [listed for listed in self.flops if _is_float(listed) or not _is_float(name)] or list(self.flops)
         wide_enough = [listed for listed in able if _bits(listed) >= _bits(name)]
-        return self.flops[min(wide_enough or able, key=lambda listed: (_bits(listed), listed))]
+        if not wide_enough:
+            return self.flops[max(able, key=_bits)]
+        return self.flops[min(wide_enough, key=_bits)]
 
     def links(self, mesh_axes: Mapping[str, int]) -> dict[str, Link]:
         """The link along each axis of a mesh whose devices are numbered in row-major order, host by host."""
@@ -159,8 +161,9 @@ def _shipped(name: str) -> HardwareProfile:
 
 
 def _bits(dtype_name: str) -> int:
+    """Bits of a number of an element type; of its real part for a complex one."""
     found = re.search(r"\d+", dtype_name)
-    return int(found[0]) if found else 8
+    return (int(found[0]) if found else 8) // (2 if dtype_name.startswith("complex") else 1)
 
 
 def _is_float(dtype_name: str) -> bool:

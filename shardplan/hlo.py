@@ -261,6 +261,8 @@ class _Reader:
         if opcode == "conditional":
             branches = [self._flatten(name) for name in _names(_BRANCHES, instruction.line)]
             return max(branches, key=lambda branch: sum(c.bytes_sent * c.times for c in branch), default=())
+        if opcode in ("async-update", "async-done"):
+            return ()  # counted at its start
         inner = [c for name in _names(_CALLED, instruction.line) for c in self._flatten(name)]
         if opcode == "while":
             trips = _TRIPS.search(instruction.line)
