@@ -1,1 +1,11 @@
-"""shardplan.search"""
+"""Search over networks of cost tables; see `shardplan.search.network` for what they are."""
+
+from shardplan.search.methods import METHODS as METHODS
+from shardplan.search.methods import solve as solve
+from shardplan.search.network import Annotation as Annotation
+from shardplan.search.network import Network as Network
+from shardplan.search.network import NetworkError as NetworkError
+from shardplan.search.network import Usage as Usage
+from shardplan.search.solution import STATUSES as STATUSES
+from shardplan.search.solution import Progress as Progress
+from shardplan.search.solution import Solution as Solution

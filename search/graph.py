@@ -1,0 +1,223 @@
+"""The network as the searches work on it: simple, finite where it can be, and consistent.
+
+`Graph.of` takes a `Network` apart: ties are merged, excluded choices dropped, equal edges added up, so that a pair of
+variables has at most one table. Every later change (see `shardplan.search.reductions`) appends to `undo` what is
+needed to get the dropped variables' choices back; `expand` runs that backwards. The cost of a graph's assignment
+equals the network's cost of the expanded one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.network import EXCLUDED, Network
+from shardplan.search.tables import Tables
+
+__all__ = ["Best", "Follow", "Graph", "Infeasible", "Keep"]
+
+Array = NDArray[np.float64]
+Spans = list[tuple[Array, int, int]]
+
+
+class Infeasible(Exception):
+    """No assignment satisfies the exclusions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Undo: the variable takes its cheapest choice, given those of its neighbours (tables `[self, neighbour]`)."""
+
+    variable: int
+    costs: Array
+    neighbours: tuple[tuple[int, Array], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Undo: the variable's choice is `mapping[choice of leader]`."""
+
+    variable: int
+    leader: int
+    mapping: NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Undo: the variable's choices were renumbered; `kept[choice]` is the earlier number."""
+
+    variable: int
+    kept: NDArray[np.intp]
+
+
+class Graph:
+    """A network under reduction. Variables keep their ids; those that are gone are `None` in `costs`."""
+
+    def __init__(self, count: int) -> None:
+        self.tables = Tables()
+        self.costs: list[Array | None] = [None] * count
+        self.neighbours: list[dict[int, Array]] = [{} for _ in range(count)]
+        self.spans: list[Spans] = [[] for _ in range(count)]
+        """Per variable its usages: (amounts per choice, start, end)."""
+        self.usage_limit: float | None = None
+        self.fixed_spans: list[tuple[float, int, int]] = []
+        """Usages that no longer depend on a choice."""
+        self.constant = 0.0
+        self.undo: list[Best | Follow | Keep] = []
+
+    @classmethod
+    def of(cls, network: Network) -> Graph:
+        """The network with ties merged, exclusions dropped and edges added up; raises `Infeasible`."""
+        graph = cls(len(network))
+        leaders = _merge_ties(network)
+        tables = graph.tables
+        for v, costs in enumerate(network.costs):
+            values = tables.scale(tables.unique(_exclude(costs)), network.multiplicities[v])
+            u = leaders[v]
+            known = graph.costs[u]
+            graph.costs[u] = values if known is None else tables.add(known, values)
+        unique = [tables.unique(_exclude(table)) for table in network.tables]
+        for u, v, index in network.edges:
+            graph.add_edge(leaders[u], leaders[v], unique[index])
+        for usage in network.usages if network.usage_limit is not None else ():
+            graph.spans[leaders[usage.variable]].append((usage.amounts, usage.start, usage.end))
+        graph.usage_limit = network.usage_limit
+        followers = [(v, u) for v, u in enumerate(leaders) if v != u]
+        for v, u in followers:
+            graph.undo.append(Follow(v, u, np.arange(network.costs[v].size)))
+        graph.make_consistent()
+        return graph
+
+    def live(self) -> list[int]:
+        """Ids of the variables that are left, ascending."""
+        return [v for v, costs in enumerate(self.costs) if costs is not None]
+
+    def size(self, v: int) -> int:
+        """Number of choices of a variable that is left."""
+        return len(self.costs[v])  # type: ignore[arg-type]
+
+    def add_edge(self, u: int, v: int, table: Array) -> None:
+        """Adds `table[u, v]`, onto the table that the pair has already."""
+        if u == v:
+            self.costs[u] = self.tables.add(self.costs[u], np.diagonal(table).copy())  # type: ignore[arg-type]
+            return
+        known = self.neighbours[u].get(v)
+        if known is not None:
+            table = self.tables.add(known, table)
+        self.neighbours[u][v] = table
+        self.neighbours[v][u] = self.tables.transpose(table)
+
+    def remove(self, v: int) -> tuple[tuple[int, Array], ...]:
+        """Takes a variable out, and returns its former neighbours with the tables `[v, neighbour]`."""
+        neighbours = tuple(self.neighbours[v].items())
+        for w, _ in neighbours:
+            del self.neighbours[w][v]
+        self.neighbours[v] = {}
+        self.costs[v] = None
+        return neighbours
+
+    def restrict(self, v: int, keep: NDArray[np.bool_]) -> None:
+        """Drops the choices of `v` where `keep` is False."""
+        if keep.all():
+            return
+        rows = keep.tobytes()
+        self.undo.append(Keep(v, np.flatnonzero(keep)))
+        self.costs[v] = self.tables.restrict(self.costs[v], rows)  # type: ignore[arg-type]
+        for w, table in self.neighbours[v].items():
+            every = np.ones(table.shape[1], dtype=bool).tobytes()
+            smaller = self.tables.restrict(table, rows, every)
+            self.neighbours[v][w] = smaller
+            self.neighbours[w][v] = self.tables.transpose(smaller)
+        self.spans[v] = [(amounts[keep], start, end) for amounts, start, end in self.spans[v]]
+
+    def make_consistent(self) -> None:
+        """Drops every choice that has an infinite cost, or none to go with it at some neighbour."""
+        masks: dict[int, NDArray[np.bool_]] = {}
+        finite = self.tables.finite
+        queue: list[int] = []
+        for v, costs in enumerate(self.costs):
+            if costs is None:
+                continue
+            mask = np.isfinite(costs)
+            masks[v] = mask
+            if not mask.all() or any(finite(table) is not None for table in self.neighbours[v].values()):
+                queue.append(v)
+        waiting = set(queue)
+        queue.reverse()
+        while queue:
+            v = queue.pop()
+            waiting.discard(v)
+            mask = masks[v]
+            if not mask.any():
+                raise Infeasible(f"variable {v} has no choice left")
+            for w, table in self.neighbours[v].items():
+                where = finite(table)
+                if where is None:
+                    continue
+                supported = where[mask].any(axis=0)
+                reduced = masks[w] & supported
+                if (reduced != masks[w]).any():
+                    masks[w] = reduced
+                    if w not in waiting:
+                        waiting.add(w)
+                        queue.append(w)
+        self._apply_masks(masks)
+
+    def _apply_masks(self, masks: dict[int, NDArray[np.bool_]]) -> None:
+        changed = {v: mask for v, mask in masks.items() if not mask.all()}
+        rows = {v: mask.tobytes() for v, mask in masks.items()}
+        for v, mask in changed.items():
+            if not mask.any():
+                raise Infeasible(f"variable {v} has no choice left")
+            self.undo.append(Keep(v, np.flatnonzero(mask)))
+            self.costs[v] = self.tables.restrict(self.costs[v], rows[v])  # type: ignore[arg-type]
+            self.spans[v] = [(amounts[mask], start, end) for amounts, start, end in self.spans[v]]
+        for v in changed:
+            for w, table in self.neighbours[v].items():
+                if w in changed and w < v:
+                    continue
+                smaller = self.tables.restrict(table, rows[v], rows[w])
+                self.neighbours[v][w] = smaller
+                self.neighbours[w][v] = self.tables.transpose(smaller)
+
+    def expand(self, choices: dict[int, int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Choices of all the network's variables, from those of the variables that are left."""
+        full = np.zeros(len(self.costs), dtype=np.int64)
+        for v, k in choices.items() if isinstance(choices, dict) else enumerate(choices):
+            full[v] = k
+        picked = full.tolist()
+        for step in reversed(self.undo):
+            v = step.variable
+            if isinstance(step, Best):
+                total = step.costs
+                for w, table in step.neighbours:
+                    total = total + table[:, picked[w]]
+                picked[v] = int(total.argmin())
+            elif isinstance(step, Follow):
+                picked[v] = int(step.mapping[picked[step.leader]])
+            else:
+                picked[v] = int(step.kept[picked[v]])
+        return np.asarray(picked, dtype=np.int64)
+
+
+def _exclude(values: Array) -> Array:
+    """The same array with everything from `EXCLUDED` on set to `inf`."""
+    return np.where(values >= EXCLUDED, np.inf, values) if values.max() >= EXCLUDED else values
+
+
+def _merge_ties(network: Network) -> list[int]:
+    """Per variable the least id that it is tied to, directly or not."""
+    leaders = list(range(len(network)))
+
+    def find(v: int) -> int:
+        while leaders[v] != v:
+            leaders[v] = leaders[leaders[v]]
+            v = leaders[v]
+        return v
+
+    for u, v in network.ties:
+        a, b = find(u), find(v)
+        leaders[max(a, b)] = min(a, b)
+    return [find(v) for v in range(len(network))]

@@ -1,0 +1,280 @@
+"""Lower bounds by message passing, with assignments decoded on the way.
+
+This is sequential tree-reweighted message passing (TRW-S: Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+Energy Minimization", PAMI 2006, algorithm of section 4 with the bound of its section 5): the network is covered by
+monotonic chains, and sweeps up and down the order of the variables average the chains' min-marginals at each variable.
+The sum of the chains' minima is a lower bound that never falls, and that equals the optimum where the linear
+relaxation is tight and the sweeps do not get stuck.
+
+Here a sweep is a few numpy calls per *level*: variables of one level have no edges between them, so they are handled
+together, whatever their numbers of choices, as ragged rows of flat arrays. `Sweeper` holds the arrays:
+
+- messages: one number per (edge, end, choice of that end), stored so that those into one choice of one variable lie
+  side by side;
+- tables: per direction, all edges one after another, each `[choice of the far end, choice of the near end]`, so that
+  one `minimum.reduceat` gives the messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Model", "Sweeper"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is swept: costs per variable, and per edge its ends and its table `[first, second]`.
+
+    rank: the variables' order; any order gives valid bounds, one along the network's chains gives good ones.
+    """
+
+    costs: list[Array]
+    edges: list[tuple[int, int]]
+    tables: list[Array]
+    rank: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Index arrays of one level in one direction (see `Sweeper`)."""
+
+    first: int
+    """Place of its first variable."""
+    choices: slice
+    """Its choices, of the flat array of all."""
+    slots: slice
+    slot_starts: Index
+    row_starts: Index
+    """First choice of each of its variables, within the level."""
+    row_of: Index
+    sources: Index
+    """Per (edge, choice of the near end): the choice, flat."""
+    shares: Array
+    opposite: Index
+    """Per (edge, choice of the near end): where the message from the far end is stored."""
+    table: slice
+    spread: Index
+    """Per table entry: which of `sources` it belongs to."""
+    far_sources: Index
+    """Per (edge, choice of the far end): place of the near end."""
+    far_starts: Index
+    """Per (edge, choice of the far end): its first table entry, within the level."""
+    targets: Index
+    """Per (edge, choice of the far end): where the message is stored."""
+    edge_starts: Index
+    edge_of: Index
+
+
+class Sweeper:
+    """Message passing on a `Model`. `costs` may be changed between sweeps: all bounds are of the costs then set."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        levels = _levels(model)
+        count = len(model.costs)
+        self.order = np.array(sorted(range(count), key=lambda v: (levels[v], v)), dtype=np.intp)
+        place = np.empty(count, dtype=np.intp)
+        place[self.order] = np.arange(count)
+        sizes = np.array([len(model.costs[v]) for v in self.order], dtype=np.intp)
+        self.sizes = sizes
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+        self.place = place
+        self.costs: Array = np.concatenate([model.costs[v] for v in self.order])
+        self._connect(levels)
+        self.messages = np.zeros(int(self._slot_offsets[-1]))
+        self.beliefs = self.costs.copy()
+        """After `down`: by how much each choice's min-marginal was above its variable's least."""
+
+    def _connect(self, levels: list[int]) -> None:
+        """Builds the index arrays."""
+        model, place, sizes = self.model, self.place, self.sizes
+        ends = place[np.array(model.edges, dtype=np.intp).reshape(-1, 2)]
+        turned = ends[:, 0] > ends[:, 1]
+        low, high = ends.min(axis=1), ends.max(axis=1)
+        count = len(sizes)
+        ups, downs = np.bincount(low, minlength=count), np.bincount(high, minlength=count)
+        self.shares = 1.0 / np.maximum(np.maximum(ups, downs), 1)
+        degrees = np.maximum(ups + downs, 1)
+        # The slot of each edge at each of its ends.
+        both = np.concatenate([low, high])
+        sequence = np.argsort(both, kind="stable")
+        rank_within = np.empty(len(both), dtype=np.intp)
+        firsts = np.concatenate([[0], np.cumsum(ups + downs)])[:-1]
+        rank_within[sequence] = np.arange(len(both)) - np.repeat(firsts, ups + downs)
+        self._slot_offsets = np.concatenate([[0], np.cumsum(sizes * degrees)]).astype(np.intp)
+        self._degrees = degrees
+        self._ends = (low, high)
+        self._end_slots = (rank_within[: len(low)], rank_within[len(low) :])
+        level_of = np.array([levels[v] for v in self.order], dtype=np.intp)
+        bounds = np.searchsorted(level_of, np.arange((int(level_of[-1]) if count else -1) + 2))
+        tables = [t.T if turn else t for t, turn in zip(model.tables, turned, strict=True)]
+        self._up_tables, self._up = self._direction(tables, 0, bounds)
+        self._down_tables, self._down = self._direction(tables, 1, bounds)
+        # Where each edge's table starts among those of the upward direction, in the order of `_pairs`.
+        edges = np.lexsort((high, low))
+        self._pairs = (low[edges], high[edges])
+        entries = sizes[low[edges]] * sizes[high[edges]]
+        self._pair_starts = (np.cumsum(entries) - entries).astype(np.intp)
+        finite = self._up_tables[np.isfinite(self._up_tables)]
+        spread = float(finite.max() - finite.min()) if finite.size else 0.0
+        self.penalty = 4.0 * (spread + float(np.ptp(self.costs)) if count else 0.0) + 1.0
+        """What decoding takes an excluded pair to cost."""
+
+    def _direction(self, tables: list[Array], near: int, bounds: Index) -> tuple[Array, list[_Level]]:
+        """Levels with the messages that leave them, upwards (near end low) or downwards (near end high)."""
+        sources, targets = self._ends[near], self._ends[1 - near]
+        edges = np.lexsort((targets, sources))
+        flat = [np.ravel(tables[e].T if near == 0 else tables[e]) for e in edges]
+        table = np.concatenate(flat) if flat else np.zeros(0)
+        near_sizes, far_sizes = self.sizes[sources[edges]], self.sizes[targets[edges]]
+        entry_offsets = np.concatenate([[0], np.cumsum(near_sizes * far_sizes)])
+        splits = np.searchsorted(sources[edges], bounds)
+        levels = []
+        for first, last, lo, hi in zip(bounds[:-1], bounds[1:], splits[:-1], splits[1:], strict=True):
+            picked = edges[lo:hi]
+            span = slice(int(entry_offsets[lo]), int(entry_offsets[hi]))
+            levels.append(self._level(int(first), int(last), picked, near, span))
+        return table, levels
+
+    def _level(self, first: int, last: int, edges: Index, near: int, table: slice) -> _Level:
+        offsets, slot_offsets, degrees, sizes = self.offsets, self._slot_offsets, self._degrees, self.sizes
+        sources, targets = self._ends[near][edges], self._ends[1 - near][edges]
+        near_slots, far_slots = self._end_slots[near][edges], self._end_slots[1 - near][edges]
+        rows = sizes[first:last]
+        near_edge, near_choice = _ragged(sizes[sources])
+        far_edge, far_choice = _ragged(sizes[targets])
+        near_offsets = np.concatenate([[0], np.cumsum(sizes[sources])])
+        widths = sizes[sources][far_edge]
+        far_starts = np.concatenate([[0], np.cumsum(widths)])[:-1].astype(np.intp)
+        far_row, column = _ragged(widths)
+        spread = near_offsets[:-1][far_edge][far_row] + column
+        near_var, far_var = sources[near_edge], targets[far_edge]
+        slots = slice(int(slot_offsets[first]), int(slot_offsets[last]))
+        row_degrees = np.repeat(degrees[first:last], rows)
+        return _Level(
+            first=first,
+            choices=slice(int(offsets[first]), int(offsets[last])),
+            slots=slots,
+            slot_starts=np.concatenate([[0], np.cumsum(row_degrees)])[:-1].astype(np.intp),
+            row_starts=np.concatenate([[0], np.cumsum(rows)])[:-1].astype(np.intp),
+            row_of=np.repeat(np.arange(last - first), rows),
+            sources=offsets[near_var] + near_choice,
+            shares=self.shares[near_var],
+            opposite=slot_offsets[near_var] + near_choice * degrees[near_var] + near_slots[near_edge],
+            table=table,
+            spread=spread.astype(np.intp),
+            far_sources=sources[far_edge],
+            far_starts=far_starts,
+            targets=slot_offsets[far_var] + far_choice * degrees[far_var] + far_slots[far_edge],
+            edge_starts=np.concatenate([[0], np.cumsum(sizes[targets])])[:-1].astype(np.intp),
+            edge_of=far_edge,
+        )
+
+    def up(self) -> None:
+        """One sweep in ascending order."""
+        for level in self._up:
+            self._gather(level)
+            self._send(level, self._up_tables)
+
+    def down(self) -> float:
+        """One sweep in descending order; returns the lower bound."""
+        bound = 0.0
+        for level in reversed(self._down):
+            belief = self._gather(level)
+            least = np.minimum.reduceat(belief, level.row_starts)
+            bound += float(least.sum())
+            belief -= least[level.row_of]
+            bound += self._send(level, self._down_tables)
+        return bound
+
+    def _gather(self, level: _Level) -> Array:
+        """The level's beliefs: its costs and all messages into it."""
+        belief = self.beliefs[level.choices]
+        np.add.reduceat(self.messages[level.slots], level.slot_starts, out=belief)
+        belief += self.costs[level.choices]
+        return belief
+
+    def _send(self, level: _Level, tables: Array) -> float:
+        """Sends the level's messages, each with its least entry taken off; returns the sum of those."""
+        if not len(level.targets):
+            return 0.0
+        outgoing = self.beliefs[level.sources]
+        outgoing *= level.shares
+        outgoing -= self.messages[level.opposite]
+        entries = outgoing[level.spread]
+        entries += tables[level.table]
+        message = np.minimum.reduceat(entries, level.far_starts)
+        least = np.minimum.reduceat(message, level.edge_starts)
+        message -= least[level.edge_of]
+        self.messages[level.targets] = message
+        return float(least.sum())
+
+    def decode(self, rounds: int = 2) -> Index:
+        """An assignment, by place: choices are fixed in ascending order, each the best for those fixed before it and
+        the messages from those to come; then each variable is improved against all others, `rounds` times."""
+        messages = self.messages.copy()
+        choices = np.zeros(len(self.sizes), dtype=np.intp)
+        for level in self._up:
+            self._settle(level, messages, choices)
+            self._tell(level, self._up_tables, messages, choices)
+        for level in self._down:
+            self._tell(level, self._down_tables, messages, choices)
+        for _ in range(rounds):
+            before = choices.copy()
+            for up, down in zip(self._up, self._down, strict=True):
+                self._settle(up, messages, choices)
+                self._tell(up, self._up_tables, messages, choices)
+                self._tell(down, self._down_tables, messages, choices)
+            if (before == choices).all():
+                break
+        return choices
+
+    def _settle(self, level: _Level, messages: Array, choices: Index) -> None:
+        """Gives each variable of the level its best choice by these messages."""
+        belief = np.add.reduceat(messages[level.slots], level.slot_starts)
+        belief += self.costs[level.choices]
+        best = np.flatnonzero(belief == np.minimum.reduceat(belief, level.row_starts)[level.row_of])[::-1]
+        rows = level.row_of[best]
+        choices[rows + level.first] = best - level.row_starts[rows]
+
+    def _tell(self, level: _Level, tables: Array, messages: Array, choices: Index) -> None:
+        """Replaces the messages of the level by the tables' columns of its variables' choices."""
+        if len(level.targets):
+            picked = choices[level.far_sources]
+            column = tables[level.table][level.far_starts + picked]
+            messages[level.targets] = np.minimum(column, self.penalty)
+
+    def cost(self, choices: Index) -> float:
+        """The cost of an assignment (by place)."""
+        low, high = self._pairs
+        entries = self._pair_starts + choices[high] * self.sizes[low] + choices[low]
+        return float(self.costs[self.offsets[:-1] + choices].sum() + self._up_tables[entries].sum())
+
+
+def _ragged(lengths: Index) -> tuple[Index, Index]:
+    """For rows of these lengths laid end to end: the row of each entry, and its place in the row."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    return rows, np.arange(len(rows)) - starts[rows]
+
+
+def _levels(model: Model) -> list[int]:
+    """Per variable: one more than the highest level of its neighbours of lower rank."""
+    below: list[list[int]] = [[] for _ in model.costs]
+    rank = model.rank
+    for u, v in model.edges:
+        if rank[u] < rank[v]:
+            below[v].append(u)
+        else:
+            below[u].append(v)
+    levels = [0] * len(model.costs)
+    for v in sorted(range(len(rank)), key=rank.__getitem__):
+        levels[v] = 1 + max((levels[u] for u in below[v]), default=-1)
+    return levels

@@ -1,0 +1,126 @@
+"""The state of one search: the clock, the best assignment so far, the best bound so far."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.network import Network
+from shardplan.search.solution import Progress, ProgressCallback, Solution, relative_gap
+
+__all__ = ["Run", "Stop"]
+
+
+class Stop(Exception):
+    """The time is over, or the progress callback asked to end."""
+
+
+class Run:
+    """Keeps what a search has found, so that it can end at any moment with the best of it."""
+
+    def __init__(self, network: Network, time_limit: float, gap: float, progress: ProgressCallback | None) -> None:
+        self.network = network
+        self.gap = gap
+        self.started = time.monotonic()
+        self.deadline = self.started + time_limit
+        self.progress = progress
+        self.choices: NDArray[np.int64] | None = None
+        self.cost = math.inf
+        self.peak = (math.inf, 0)
+        self.lower_bound = -math.inf
+        self.least_peak_bound = 0.0
+        self.iterations = 0
+        self.seconds: dict[str, float] = {}
+        self.interrupted = False
+        self.proven_infeasible = False
+        self._stage = "start"
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts the time spent inside under this name; stages do not nest."""
+        self._stage, begun = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begun
+
+    def seconds_left(self) -> float:
+        """Until the time limit; negative when it is over."""
+        return self.deadline - time.monotonic()
+
+    def check(self) -> None:
+        """Raises `Stop` when the time is over, or somebody interrupted."""
+        if self.interrupted or time.monotonic() > self.deadline:
+            raise Stop
+
+    def offer(self, choices: NDArray[np.int64]) -> bool:
+        """Takes an assignment of the whole network into account; True where it is the best so far.
+
+        Without any valid one, the one of the least peak is kept.
+        """
+        network = self.network
+        cost = network.cost(choices)
+        peak = network.peak(choices) if network.usages else (0.0, 0)
+        limit = network.usage_limit
+        if not math.isfinite(cost) or (limit is not None and peak[0] > limit):
+            better = self.cost == math.inf and math.isfinite(cost) and peak[0] < self.peak[0]
+            cost = math.inf
+        else:
+            better = cost < self.cost or self.choices is None
+        if better:
+            self.choices, self.cost, self.peak = choices, cost, peak
+            self.report()
+        return better
+
+    def bound(self, lower_bound: float) -> None:
+        """Takes a lower bound into account."""
+        if lower_bound > self.lower_bound:
+            self.lower_bound = lower_bound
+
+    def closed(self) -> bool:
+        """Whether the asked gap is reached."""
+        return relative_gap(self.cost, self.lower_bound) <= self.gap
+
+    def report(self) -> None:
+        """Calls the progress callback."""
+        if self.progress is None:
+            return
+        peak = self.peak[0] if math.isfinite(self.peak[0]) else 0.0
+        seconds = time.monotonic() - self.started
+        state = Progress(self._stage, seconds, self.cost, self.lower_bound, self.iterations, peak)
+        if self.progress(state) is False:
+            self.interrupted = True
+
+    def solution(self, method: str) -> Solution:
+        """What was found, in its final form."""
+        network = self.network
+        choices = self.choices if self.choices is not None else np.zeros(len(network), dtype=np.int64)
+        peak = network.peak(choices) if network.usages else (0.0, 0)
+        # A bound above the cost of a valid assignment can only be rounding.
+        lower_bound = min(self.lower_bound, self.cost)
+        return Solution(
+            choices=choices,
+            cost=self.cost,
+            lower_bound=lower_bound,
+            status=self._status(lower_bound),
+            method=method,
+            iterations=self.iterations,
+            seconds=dict(self.seconds),
+            peak_usage=peak[0],
+            peak_time=peak[1],
+            least_peak_bound=self.least_peak_bound,
+        )
+
+    def _status(self, lower_bound: float) -> str:
+        if self.cost == math.inf and self.proven_infeasible:
+            return "infeasible"
+        if relative_gap(self.cost, lower_bound) <= self.gap:
+            return "optimal"
+        if self.interrupted:
+            return "interrupted"
+        return "unknown" if self.cost == math.inf else "feasible"

@@ -1,0 +1,114 @@
+"""Arithmetic on cost tables that is done once per distinct operands.
+
+The networks of models repeat: layer after layer has the same tables, as the same objects. Every operation here is
+remembered by the identity of its operands, so that reducing 24 equal layers costs as much arithmetic as reducing one,
+and its results are again the same objects.
+
+>>> import numpy as np
+>>> tables = Tables()
+>>> costs, table = np.array([0.0, 3.0]), np.array([[2.0, 9.0], [1.0, 1.0]])
+>>> tables.project(costs, table)
+array([2., 4.])
+>>> tables.project(costs, table) is tables.project(costs, table)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Tables"]
+
+Array = NDArray[np.float64]
+_REMEMBERED_BYTES = 400_000_000
+
+
+class Tables:
+    """Remembered operations. Results must not be changed by the caller."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[object, ...], tuple[object, ...]] = {}
+        self._by_content: dict[tuple[object, ...], Array] = {}
+        self._bytes = 0
+
+    def _remember(self, key: tuple[object, ...], make: Callable[[], Array], *operands: object) -> Array:
+        found = self._results.get(key)
+        if found is not None:
+            return found[0]  # type: ignore[return-value]
+        result = make()
+        if self._bytes < _REMEMBERED_BYTES:
+            self._bytes += result.nbytes
+            # Operands are held, so that their ids stay theirs for as long as the key is used.
+            self._results[key] = (result, *operands)
+        return result
+
+    def unique(self, array: Array) -> Array:
+        """The first array seen with these contents."""
+        if array.nbytes > 4096:
+            return array
+        return self._by_content.setdefault((array.shape, array.tobytes()), array)
+
+    def transpose(self, table: Array) -> Array:
+        """The transposed table, as a view; the transpose of the result is `table` itself."""
+        found = self._results.get(("transpose", id(table)))
+        if found is not None:
+            return found[0]  # type: ignore[return-value]
+        result = table.T
+        self._results["transpose", id(table)] = (result, table)
+        self._results["transpose", id(result)] = (table, result)
+        return result
+
+    def add(self, a: Array, b: Array) -> Array:
+        """The sum of two arrays of one shape."""
+        if id(a) > id(b) and a.ndim == b.ndim:
+            a, b = b, a
+        return self._remember(("add", id(a), id(b)), lambda: a + b, a, b)
+
+    def scale(self, a: Array, factor: int) -> Array:
+        """The array times a number."""
+        return a if factor == 1 else self._remember(("scale", id(a), factor), lambda: a * factor, a)
+
+    def project(self, costs: Array, table: Array) -> Array:
+        """`min over i of costs[i] + table[i, j]`, per j: what an eliminated variable leaves on its neighbour."""
+        return self._remember(
+            ("project", id(costs), id(table)), lambda: (costs[:, None] + table).min(axis=0), costs, table
+        )
+
+    def join(self, costs: Array, left: Array, right: Array) -> Array:
+        """`min over i of costs[i] + left[i, j] + right[i, k]`, per (j, k), what it leaves on two neighbours."""
+        key = ("join", id(costs), id(left), id(right))
+        return self._remember(key, lambda: _join(costs, left, right), costs, left, right)
+
+    def restrict(self, array: Array, rows: bytes, columns: bytes | None = None) -> Array:
+        """The rows (and columns) whose bytes are not 0."""
+        key = ("restrict", id(array), rows, columns)
+        keep = np.frombuffer(rows, dtype=bool)
+        if columns is None:
+            return self._remember(key, lambda: array[keep], array)
+        keep_columns = np.frombuffer(columns, dtype=bool)
+        return self._remember(key, lambda: np.ascontiguousarray(array[keep][:, keep_columns]), array)
+
+    def finite(self, table: Array) -> NDArray[np.bool_] | None:
+        """Where the table is finite, or `None` where it is so everywhere."""
+        key = ("finite", id(table))
+        found = self._results.get(key)
+        if found is None:
+            where = np.isfinite(table)
+            found = (None if where.all() else where, table)
+            self._results[key] = found
+        return found[0]  # type: ignore[return-value]
+
+
+def _join(costs: Array, left: Array, right: Array) -> Array:
+    weighted = left + costs[:, None]
+    result = weighted[0][:, None] + right[0][None, :]
+    if result.size * len(costs) <= 20_000:
+        return (weighted[:, :, None] + right[:, None, :]).min(axis=0)
+    scratch = np.empty_like(result)
+    for i in range(1, len(costs)):
+        np.add(weighted[i][:, None], right[i][None, :], out=scratch)
+        np.minimum(result, scratch, out=result)
+    return result

@@ -1,0 +1,51 @@
+"""The exact search against brute force, on small random networks of every kind."""
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, Solution, solve, testing
+
+KINDS = ("chain", "tree", "grid", "dense", "memory")
+
+
+def random_network(seed: int) -> Network:
+    """A network of at most 9 variables; every kind, with and without exclusions and ties."""
+    rng = np.random.default_rng(seed)
+    kind = KINDS[seed % len(KINDS)]
+    excluded = float(rng.choice([0.0, 0.0, 0.15, 0.3]))
+    if kind == "chain":
+        net = testing.random_chain(rng, 7, 4, excluded)
+    elif kind == "tree":
+        net = testing.random_tree(rng, 7, 4, excluded)
+    elif kind == "grid":
+        net = testing.random_grid(rng, 3, 3, 3, excluded)
+    elif kind == "dense":
+        pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
+        net = testing.random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, excluded)
+    else:
+        net = testing.random_memory_bound(rng, 7, float(rng.random()), excluded)
+    if rng.random() < 0.3:
+        for _ in range(3):
+            u, v = rng.choice(len(net), 2, replace=False).tolist()
+            if net.costs[u].size == net.costs[v].size:
+                net.add_tie(u, v)
+    return net
+
+
+def assert_optimal(net: Network, solution: Solution, optimum: float) -> None:
+    assert solution.cost == optimum
+    assert solution.lower_bound <= optimum
+    if np.isinf(optimum):
+        assert solution.status == "infeasible"
+        return
+    assert solution.status == "optimal"
+    assert net.cost(solution.choices) == optimum
+    assert net.usage_limit is None or net.peak(solution.choices)[0] <= net.usage_limit
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_equals_brute_force(block: int) -> None:
+    for seed in range(block * 100, block * 100 + 100):
+        net = random_network(seed)
+        _, optimum = testing.brute_force(net)
+        assert_optimal(net, solve(net), optimum)
