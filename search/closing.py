@@ -106,6 +106,9 @@ class _Builder:
         if limit is None:
             return
         for total, parts in critical_sums(self.graph, variables):
+            if not parts:
+                self.model.add_bool_or([])
+                continue
             literals = [x for v, _ in parts for x in self.literals[v]]
             amounts = np.concatenate([a for _, a in parts])
             room = limit - total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardplan.search.closing import close
 from shardplan.search.graph import Graph
@@ -37,7 +36,7 @@ def _without_memory(run: Run, graph: Graph) -> None:
             run.offer(graph.expand({}))
             return
         with run.stage("messages"):
-            sweeper, hint = _sweep(run, graph, live)
+            sweeper, _ = _sweep(run, graph, live)
         if run.closed():
             return
         with run.stage("prune"):

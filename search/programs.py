@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,12 +156,12 @@ class _Builder:
             self.net.add_usage(self.values[tensor], local, start, last)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _zeros(size: int) -> NDArray[np.float64]:
     return np.zeros(size)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _layouts(shape: Shape, mesh: Shape) -> tuple[Layout, ...]:
     """Every way in which the mesh axes split the dimensions evenly."""
     found = []
@@ -175,7 +175,7 @@ def _layouts(shape: Shape, mesh: Shape) -> tuple[Layout, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _local_bytes(shape: Shape, mesh: Shape) -> NDArray[np.float64]:
     return np.array([_share(shape, mesh, layout) for layout in _layouts(shape, mesh)])
 
@@ -203,7 +203,7 @@ def _move(shape: Shape, mesh: Shape, source: Layout, target: Layout) -> float:
     return sent
 
 
-@lru_cache(maxsize=None)
+@cache
 def _transitions(shape: Shape, mesh: Shape) -> NDArray[np.float64]:
     layouts = _layouts(shape, mesh)
     return np.array([[_move(shape, mesh, a, b) for b in layouts] for a in layouts])
@@ -215,7 +215,7 @@ def _projected(strategies: tuple[Layout, ...], places: tuple[int, ...]) -> Itera
         yield tuple(None if i is None or places[i] < 0 else places[i] for i in strategy)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _reads(shape: Shape, sizes: Shape, places: tuple[int, ...], mesh: Shape) -> NDArray[np.float64]:
     """`[layout of an operand, strategy]`."""
     layouts = _layouts(shape, mesh)
@@ -224,7 +224,7 @@ def _reads(shape: Shape, sizes: Shape, places: tuple[int, ...], mesh: Shape) -> 
     return table[:, [index[layout] for layout in _projected(_layouts(sizes, mesh), places)]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _writes(shape: Shape, sizes: Shape, places: tuple[int, ...], mesh: Shape) -> NDArray[np.float64]:
     """`[strategy, layout of the result]`: partial results are reduced (scattered where the layout allows)."""
     strategies = _layouts(sizes, mesh)
@@ -241,7 +241,7 @@ def _writes(shape: Shape, sizes: Shape, places: tuple[int, ...], mesh: Shape) ->
     return table
 
 
-@lru_cache(maxsize=None)
+@cache
 def _repeated_work(sizes: Shape, mesh: Shape) -> NDArray[np.float64]:
     """Per strategy of an einsum: the price of what devices compute more than once."""
     total = 2.0 * float(np.prod(sizes)) / float(np.prod(mesh)) * _BYTES_PER_OPERATION

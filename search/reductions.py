@@ -3,8 +3,8 @@
 | reduction | takes out | what it leaves |
 |---|---|---|
 | `eliminate` | variables of degree 0, 1 and 2 without usage | nothing; costs on the neighbour; a table on the two |
-| `follow` | a variable whose choice another one's determines (tables with one finite entry per row) | its costs, edges and usage on that one |
-| `drop_dominated` | choices that another choice of the variable beats wherever the neighbours are | |
+| `follow` | a variable whose choice another one's determines (one finite entry per row) | all it has, on that one |
+| `drop_dominated` | choices that another one of the variable beats wherever the neighbours are | |
 
 A variable whose usage could bind stays, as its cheapest choice alone does not say what is best; `follow` and
 `drop_dominated` take usage into account.

@@ -14,7 +14,7 @@ __all__ = ["STATUSES", "Progress", "ProgressCallback", "Solution", "relative_gap
 STATUSES = {
     "optimal": "the cost is within the asked gap of the lower bound",
     "feasible": "a valid solution whose gap is not closed; give it more time, or accept its gap",
-    "infeasible": "nothing satisfies the exclusions and the usage limit; raise the limit, see `peak_usage` and `least_peak_bound`",
+    "infeasible": "nothing satisfies the exclusions and the usage limit; raise the limit, see `least_peak_bound`",
     "unknown": "nothing valid was found in the time; give it more time, or raise the usage limit",
     "interrupted": "stopped from outside; the best found so far is given",
 }
