@@ -81,8 +81,8 @@ def data_parallel(leaf: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:
 def fully_sharded(leaf: jax.ShapeDtypeStruct, devices: int) -> PartitionSpec:
     """FSDP (ZeRO 3): every tensor of the state is split on its largest dimension that the devices divide.
 
-    >>> fully_sharded(jax.ShapeDtypeStruct((3, 64), "float32"), 8)
-    PartitionSpec(None, 'data')
+    >>> tuple(fully_sharded(jax.ShapeDtypeStruct((3, 64), "float32"), 8))
+    (None, 'data')
     """
     dividing = [number for number, size in enumerate(leaf.shape) if size % devices == 0 and size > 0]
     if not dividing:

@@ -20,7 +20,7 @@ from shardplan.models.training import Batch, State, Training, make_training
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. Parameters are float32; `compute_dtype` is what the layers compute in (softmax and loss: float32)."""
+    """Sizes. Parameters are float32; `compute_dtype` is that of the layers (lookup, softmax and loss: float32)."""
 
     layers: int = 2
     width: int = 1024
@@ -87,16 +87,15 @@ class GPT(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         config = self.config
         normal = nn.initializers.normal(0.02)
-        embed = nn.Embed(
-            config.vocabulary, config.width, dtype=config.compute_dtype, embedding_init=normal, name="tokens"
-        )
+        # The lookup stays in float32, so that the gradient of a token's row is summed over its places in float32.
+        embed = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="tokens")
         positions = self.param("positions", normal, (config.sequence, config.width))
-        x = embed(tokens) + positions.astype(config.compute_dtype)
+        x = (embed(tokens) + positions).astype(config.compute_dtype)
         for number in range(config.layers):
             x = Block(config, name=f"layer_{number}")(x)
         x = nn.LayerNorm(dtype=config.compute_dtype, name="norm")(x)
         if config.tied_head:
-            logits = embed.attend(x)
+            logits = x @ embed.embedding.T.astype(config.compute_dtype)
         else:
             logits = nn.Dense(config.vocabulary, use_bias=False, dtype=config.compute_dtype, name="head")(x)
         return logits.astype(jnp.float32)
