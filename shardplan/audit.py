@@ -1,40 +1,36 @@
 """The plan held against the compiled program.
 
-`measure` compiles any lowered program and reads back what it sends; `audit` does so for a plan and puts the two side by
-side:
-
-    report = measure(jax.jit(step, in_shardings=...).lower(*shapes), mesh_axes={"data": 2, "model": 4})
-    report.communication_bytes          # per device and step, loops counted
-    print(report)                       # a row per kind of collective and mesh axes
-
     audit = shardplan.audit(plan, target="h100")
-    print(audit)                        # predicted beside compiled
+    print(audit)                        # predicted beside compiled, per kind of collective and mesh axes
     audit.ok(tolerance=0.02)            # True where the bytes agree
+    print(audit.details())              # the operations whose bytes differ most
+
+`measure` (of `shardplan.compiled`) does the same for a step that was split otherwise, without a prediction.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from shardplan.compiled import Axes as Axes
+from shardplan.compiled import CompiledMemory as CompiledMemory
+from shardplan.compiled import CompiledReport as CompiledReport
+from shardplan.compiled import Traffic as Traffic
+from shardplan.compiled import axes_text, operation_of
+from shardplan.compiled import measure as measure
 from shardplan.errors import ArgumentError
-from shardplan.hlo import KINDS, CompiledCollective, collectives
+from shardplan.hlo import KINDS, CompiledCollective
 from shardplan.tables import html_table, megabytes, text_table
-from shardplan.target import compile_for, gpu_mesh
-
-Axes = tuple[str, ...] | None
-"""Mesh axes in the order of the mesh; None for a part of an axis."""
-
-_OPERATION = re.compile(r"(?:^|/)op(\d+)(?=/|$)")
+from shardplan.target import gpu_mesh
 
 
 class PlannedCollective(Protocol):
-    """What an audit reads of a plan's collective."""
+    """What an audit reads of a plan's collective; `operation` starts with the scope that applying leaves (`op12`)."""
 
     @property
     def kind(self) -> str: ...
@@ -44,6 +40,10 @@ class PlannedCollective(Protocol):
     def bytes(self) -> float: ...
     @property
     def times(self) -> int: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def source(self) -> str: ...
 
 
 class AuditedPlan(Protocol):
@@ -61,129 +61,21 @@ class AuditedPlan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Collectives of one kind over the same mesh axes, or several of them added up.
+class OperationTraffic:
+    """Bytes that one operation of the plan makes a device send, planned and compiled.
 
-    Attributes:
-        times: executions per step.
-        bytes_sent: by one device per step.
+    `operation` is its number, None where nothing leads back to one; `description` and `source` say what and where.
     """
 
-    times: int = 0
-    bytes_sent: float = 0
-
-    def plus(self, times: int, bytes_sent: float) -> Traffic:
-        return Traffic(self.times + times, self.bytes_sent + bytes_sent)
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledMemory:
-    """Bytes on one device, as the compiler allocated them.
-
-    Attributes:
-        arguments, outputs: of the program.
-        aliases: outputs that take the place of donated arguments.
-        temporaries: everything in between.
-        peak: the most that is alive at once, arguments and outputs included.
-    """
-
-    arguments: int
-    outputs: int
-    aliases: int
-    temporaries: int
-    peak: int
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledReport:
-    """What one device sends and holds in one step of a compiled program."""
-
-    mesh_axes: Mapping[str, int]
-    collectives: tuple[CompiledCollective, ...]
-    memory: CompiledMemory
-    compile_seconds: float
-    hlo_text: str = field(repr=False)
+    operation: int | None
+    description: str
+    source: str
+    predicted_bytes: float
+    compiled_bytes: float
 
     @property
-    def communication_bytes(self) -> int:
-        """Bytes that one device sends per step, by ring algorithms."""
-        return sum(found.bytes_sent * found.times for found in self.collectives)
-
-    def traffic(self) -> dict[tuple[str, Axes], Traffic]:
-        """Times and bytes per kind of collective and mesh axes."""
-        sent: dict[tuple[str, Axes], Traffic] = {}
-        for found in self.collectives:
-            key = (found.kind, found.axes(self.mesh_axes))
-            sent[key] = sent.get(key, Traffic()).plus(found.times, found.bytes_sent * found.times)
-        return sent
-
-    def operation_bytes(self) -> dict[int | None, int]:
-        """Bytes sent per operation of the plan, by the scope that applying leaves; None: led back to no operation."""
-        sent: dict[int | None, int] = {}
-        for found in self.collectives:
-            operation = operation_of(found.op_name)
-            sent[operation] = sent.get(operation, 0) + found.bytes_sent * found.times
-        return sent
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        traffic = sorted(self.traffic().items(), key=lambda item: -item[1].bytes_sent)
-        rows = [(kind, _axes_text(axes), str(t.times), megabytes(t.bytes_sent)) for (kind, axes), t in traffic]
-        times = sum(t.times for _, t in traffic)
-        return [*rows, ("total", "", str(times), megabytes(self.communication_bytes))]
-
-    def __str__(self) -> str:
-        table = text_table(("collective", "mesh axes", "times", "MB sent"), self._rows(), numbers=(2, 3))
-        return f"{table}\npeak memory {megabytes(self.memory.peak)} MB, compiled in {self.compile_seconds:.1f} s"
-
-    def _repr_html_(self) -> str:
-        return html_table(("collective", "mesh axes", "times", "MB sent"), self._rows(), numbers=(2, 3))
-
-
-def operation_of(op_name: str) -> int | None:
-    """The number of the planned operation in a metadata path such as `jit(step)/op12/dot_general`.
-
-    >>> operation_of("jit(step)/while/body/op12/dot_general"), operation_of("jit(step)/add")
-    (12, None)
-    """
-    found = _OPERATION.findall(op_name)
-    return int(found[-1]) if found else None
-
-
-def measure(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int] | None = None) -> CompiledReport:
-    """Compiles a lowered program for the devices of its shardings and reads back what one device sends and holds.
-
-    Args:
-        lowered: any jitted function, lowered for a mesh of real, emulated or compile-only devices.
-        mesh_axes: name and size of each axis of that mesh; by default those of the program's input shardings.
-
-    Raises:
-        ArgumentError: no input of the program has a `NamedSharding`, and `mesh_axes` is not given.
-    """
-    compiled, seconds = compile_for(lowered)
-    axes = dict(_mesh_axes_of(compiled) if mesh_axes is None else mesh_axes)
-    text = compiled.as_text() or ""
-    return CompiledReport(axes, collectives(text), _memory_of(compiled), seconds, text)
-
-
-def _mesh_axes_of(compiled: jax.stages.Compiled) -> Mapping[str, int]:
-    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh.shape
-    raise ArgumentError(
-        "the program has no `NamedSharding` on its inputs or outputs: say which mesh it is for, as "
-        '`measure(lowered, mesh_axes={"data": 2, "model": 4})`.'
-    )
-
-
-def _memory_of(compiled: jax.stages.Compiled) -> CompiledMemory:
-    stats: Any = compiled.memory_analysis()
-    return CompiledMemory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliases=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        peak=stats.peak_memory_in_bytes,
-    )
+    def difference(self) -> float:
+        return self.compiled_bytes - self.predicted_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +88,8 @@ class Audit:
         predicted_bytes: communication bytes, as planned.
         predicted_peak_bytes: peak memory, as planned.
         compiled: what the compiler made of it.
+        operations: the same bytes by operation, largest difference first. The compiler merges and moves collectives, so
+            that a difference here may be made up by another one; the totals cannot be.
     """
 
     target: str
@@ -203,6 +97,7 @@ class Audit:
     predicted_bytes: float
     predicted_peak_bytes: float
     compiled: CompiledReport
+    operations: tuple[OperationTraffic, ...]
 
     @property
     def ratio(self) -> float:
@@ -225,6 +120,15 @@ class Audit:
             key: compiled.get(key, nothing).bytes_sent - self.predicted.get(key, nothing).bytes_sent for key in keys
         }
 
+    def details(self, limit: int = 10) -> str:
+        """The operations whose compiled bytes differ most from the planned ones, as a table."""
+        rows = [
+            (o.description, o.source, megabytes(o.predicted_bytes), megabytes(o.compiled_bytes), _signed(o.difference))
+            for o in self.operations[:limit]
+        ]
+        header = ("operation", "source", "predicted MB", "compiled MB", "difference")
+        return text_table(header, rows, numbers=(2, 3, 4))
+
     def _rows(self) -> list[tuple[str, ...]]:
         compiled, nothing = self.compiled.traffic(), Traffic()
         rows: list[tuple[str, ...]] = []
@@ -233,7 +137,7 @@ class Audit:
             planned, found = self.predicted.get(key, nothing), compiled.get(key, nothing)
             counts = (str(planned.times), str(found.times))
             sizes = (megabytes(planned.bytes_sent), megabytes(found.bytes_sent), _signed(difference))
-            rows.append((kind, _axes_text(axes), *counts, *sizes))
+            rows.append((kind, axes_text(axes), *counts, *sizes))
         total, peak = self.compiled.communication_bytes, self.compiled.memory.peak
         rows.append(("total", "", "", "", *_pair(self.predicted_bytes, total)))
         rows.append(("peak memory", "", "", "", *_pair(self.predicted_peak_bytes, peak)))
@@ -274,7 +178,14 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         if dict(mesh.shape) != axes:
             raise ArgumentError(f"the plan is for a mesh of axes `{axes}`, and this one has `{dict(mesh.shape)}`.")
     report = measure(plan.lower(mesh), axes)
-    return Audit(target, _planned(plan.collectives, axes), plan.communication_bytes, plan.peak_bytes, report)
+    return Audit(
+        target=target,
+        predicted=_planned(plan.collectives, axes),
+        predicted_bytes=plan.communication_bytes,
+        predicted_peak_bytes=plan.peak_bytes,
+        compiled=report,
+        operations=_operations(plan.collectives, report.collectives),
+    )
 
 
 def _planned(found: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -> dict[tuple[str, Axes], Traffic]:
@@ -286,13 +197,30 @@ def _planned(found: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -
     return sent
 
 
+def _operations(
+    planned: Iterable[PlannedCollective], compiled: Iterable[CompiledCollective]
+) -> tuple[OperationTraffic, ...]:
+    """Predicted and compiled bytes per operation, largest difference first."""
+    found: dict[int | None, OperationTraffic] = {}
+
+    def add(operation: int | None, description: str, source: str, predicted: float, sent: float) -> None:
+        known = found.get(operation, OperationTraffic(operation, description, source, 0, 0))
+        found[operation] = replace(
+            known, predicted_bytes=known.predicted_bytes + predicted, compiled_bytes=known.compiled_bytes + sent
+        )
+
+    for plan in planned:
+        add(operation_of(plan.operation), plan.operation, plan.source, plan.bytes * plan.times, 0)
+    for one in compiled:
+        operation = operation_of(one.op_name)
+        name = "no operation of the plan" if operation is None else f"op{operation} {one.op_name.rsplit('/', 1)[-1]}"
+        add(operation, name, "" if operation is None else one.source, 0, one.bytes_sent * one.times)
+    return tuple(sorted(found.values(), key=lambda traffic: -abs(traffic.difference)))
+
+
 def _row_order(key: tuple[str, Axes]) -> tuple[int, tuple[str, ...]]:
     kind, axes = key
     return (KINDS.index(kind) if kind in KINDS else len(KINDS), axes or ())
-
-
-def _axes_text(axes: Axes) -> str:
-    return "part of an axis" if axes is None else ", ".join(axes)
 
 
 def _signed(size: float) -> str:

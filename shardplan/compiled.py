@@ -1,0 +1,160 @@
+"""What a compiled program sends and holds.
+
+`measure` compiles any lowered program, for the devices of its shardings, and reads it back:
+
+    report = measure(jax.jit(step, in_shardings=...).lower(*shapes), mesh_axes={"data": 2, "model": 4})
+    report.communication_bytes          # per device and step, loops counted
+    report.memory.peak
+    print(report)                       # a row per kind of collective and mesh axes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from shardplan.errors import ArgumentError
+from shardplan.hlo import CompiledCollective, collectives
+from shardplan.tables import html_table, megabytes, text_table
+from shardplan.target import compile_for
+
+Axes = tuple[str, ...] | None
+"""Mesh axes in the order of the mesh; None for a part of an axis."""
+
+_OPERATION = re.compile(r"(?:^|/)op(\d+)(?=[/ ]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives of one kind over the same mesh axes, or several of them added up.
+
+    Attributes:
+        times: executions per step.
+        bytes_sent: by one device per step.
+    """
+
+    times: int = 0
+    bytes_sent: float = 0
+
+    def plus(self, times: int, bytes_sent: float) -> Traffic:
+        return Traffic(self.times + times, self.bytes_sent + bytes_sent)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledMemory:
+    """Bytes on one device, as the compiler allocated them.
+
+    Attributes:
+        arguments, outputs: of the program.
+        aliases: outputs that take the place of donated arguments.
+        temporaries: everything in between.
+        peak: the most that is alive at once, arguments and outputs included.
+    """
+
+    arguments: int
+    outputs: int
+    aliases: int
+    temporaries: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledReport:
+    """What one device sends and holds in one step of a compiled program."""
+
+    mesh_axes: Mapping[str, int]
+    collectives: tuple[CompiledCollective, ...]
+    memory: CompiledMemory
+    compile_seconds: float
+    hlo_text: str = field(repr=False)
+
+    @property
+    def communication_bytes(self) -> int:
+        """Bytes that one device sends per step, by ring algorithms."""
+        return sum(found.bytes_sent * found.times for found in self.collectives)
+
+    def traffic(self) -> dict[tuple[str, Axes], Traffic]:
+        """Times and bytes per kind of collective and mesh axes."""
+        sent: dict[tuple[str, Axes], Traffic] = {}
+        for found in self.collectives:
+            key = (found.kind, found.axes(self.mesh_axes))
+            sent[key] = sent.get(key, Traffic()).plus(found.times, found.bytes_sent * found.times)
+        return sent
+
+    def operation_bytes(self) -> dict[int | None, int]:
+        """Bytes sent per operation of the plan, by the scope that applying leaves; None: led back to no operation."""
+        sent: dict[int | None, int] = {}
+        for found in self.collectives:
+            operation = operation_of(found.op_name)
+            sent[operation] = sent.get(operation, 0) + found.bytes_sent * found.times
+        return sent
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        traffic = sorted(self.traffic().items(), key=lambda item: -item[1].bytes_sent)
+        rows = [(kind, axes_text(axes), str(t.times), megabytes(t.bytes_sent)) for (kind, axes), t in traffic]
+        times = sum(t.times for _, t in traffic)
+        return [*rows, ("total", "", str(times), megabytes(self.communication_bytes))]
+
+    def __str__(self) -> str:
+        table = text_table(("collective", "mesh axes", "times", "MB sent"), self._rows(), numbers=(2, 3))
+        return f"{table}\npeak memory {megabytes(self.memory.peak)} MB, compiled in {self.compile_seconds:.1f} s"
+
+    def _repr_html_(self) -> str:
+        return html_table(("collective", "mesh axes", "times", "MB sent"), self._rows(), numbers=(2, 3))
+
+
+def operation_of(op_name: str) -> int | None:
+    """The number of the planned operation in a metadata path such as `jit(step)/op12/dot_general`.
+
+    >>> operation_of("jit(step)/while/body/op12/dot_general"), operation_of("op3 add"), operation_of("jit(step)/add")
+    (12, 3, None)
+    """
+    found = _OPERATION.findall(op_name)
+    return int(found[-1]) if found else None
+
+
+def measure(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int] | None = None) -> CompiledReport:
+    """Compiles a lowered program for the devices of its shardings and reads back what one device sends and holds.
+
+    Args:
+        lowered: any jitted function, lowered for a mesh of real, emulated or compile-only devices.
+        mesh_axes: name and size of each axis of that mesh; by default those of the program's input shardings.
+
+    Raises:
+        ArgumentError: no input of the program has a `NamedSharding`, and `mesh_axes` is not given.
+    """
+    compiled, seconds = compile_for(lowered)
+    axes = dict(_mesh_axes_of(compiled) if mesh_axes is None else mesh_axes)
+    text = compiled.as_text() or ""
+    return CompiledReport(axes, collectives(text), _memory_of(compiled), seconds, text)
+
+
+def _mesh_axes_of(compiled: jax.stages.Compiled) -> Mapping[str, int]:
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh.shape
+    raise ArgumentError(
+        "the program has no `NamedSharding` on its inputs or outputs: say which mesh it is for, as "
+        '`measure(lowered, mesh_axes={"data": 2, "model": 4})`.'
+    )
+
+
+def _memory_of(compiled: jax.stages.Compiled) -> CompiledMemory:
+    stats: Any = compiled.memory_analysis()
+    return CompiledMemory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliases=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        peak=stats.peak_memory_in_bytes,
+    )
+
+
+def axes_text(axes: Axes) -> str:
+    """Mesh axes as tables print them."""
+    return "part of an axis" if axes is None else ", ".join(axes)

@@ -1,0 +1,131 @@
+"""Audits: a plan's prediction beside the compiled program."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardplan.audit import Audit, CompiledMemory, CompiledReport, audit
+from shardplan.errors import ArgumentError
+from shardplan.hlo import bytes_sent, collectives
+from shardplan.target import gpu_mesh
+
+MESH = {"data": 2, "model": 4}
+
+
+@dataclass(frozen=True)
+class Planned:
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    times: int
+    operation: str
+    source: str = "train.py:3"
+
+
+@dataclass(frozen=True)
+class HandMadePlan:
+    """`tanh(x @ w)` with its contraction split over `model`, its rows over `data`."""
+
+    collectives: tuple[Planned, ...]
+    mesh_axes: dict
+    peak_bytes: float = 1e6
+
+    @property
+    def communication_bytes(self) -> float:
+        return sum(c.bytes * c.times for c in self.collectives)
+
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        def function(x, w):
+            with jax.named_scope("op7"):
+                y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data")))
+            with jax.named_scope("op8"):
+                return jnp.tanh(y)
+
+        shardings = (NamedSharding(mesh, P("data", "model")), NamedSharding(mesh, P("model")))
+        step = jax.jit(function, in_shardings=shardings, out_shardings=NamedSharding(mesh, P("data")))
+        return step.lower(jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32))
+
+
+SENT = bytes_sent("all-reduce", 32 * 128 * 4, 4)
+
+
+def plan(*found: Planned) -> HandMadePlan:
+    return HandMadePlan(found, MESH)
+
+
+def test_a_plan_that_is_compiled_as_planned():
+    checked = audit(plan(Planned("all-reduce", ("model",), SENT, 1, "op7 dot_general")), target="h100")
+    assert checked.ratio == 1.0
+    assert checked.ok(0.0)
+    assert checked.differences() == {("all-reduce", ("model",)): 0}
+    (operation,) = checked.operations
+    assert (operation.operation, operation.predicted_bytes, operation.compiled_bytes) == (7, SENT, SENT)
+    lines = str(checked).splitlines()
+    assert lines[0].startswith("Audit for h100, mesh (data=2, model=4)")
+    assert lines[-1] == "compiled / predicted bytes: 1.0000"
+    assert len({len(line) for line in lines[2:3]}) == 1
+    assert "op7 dot_general" in checked.details()
+    assert checked._repr_html_().count("<tr>") == 4
+
+
+def test_a_plan_that_is_compiled_otherwise():
+    planned = (
+        Planned("all-gather", ("data",), 500, 2, "op3 dot_general"),
+        Planned("all-reduce", ("model",), SENT / 2, 1, "op7 dot_general"),
+    )
+    checked = audit(plan(*planned), target="a100")
+    assert checked.ratio == pytest.approx(SENT / (1000 + SENT / 2))
+    assert not checked.ok(0.1)
+    assert checked.differences() == {("all-gather", ("data",)): -1000, ("all-reduce", ("model",)): SENT / 2}
+    assert [o.operation for o in checked.operations] == [7, 3]
+    assert [o.difference for o in checked.operations] == [SENT / 2, -1000]
+
+
+def test_axes_are_compared_in_the_order_of_the_mesh_and_without_those_of_size_one():
+    one = HandMadePlan(
+        (Planned("all-reduce", ("model", "one"), SENT, 1, "op7 dot"),), {"data": 2, "one": 1, "model": 4}
+    )
+    assert audit(one).differences() == {("all-reduce", ("model",)): 0}
+
+
+def test_another_mesh_of_the_same_axes():
+    checked = audit(plan(), mesh=gpu_mesh("h200", (2, 4), ("data", "model")))
+    assert checked.target == ""
+    assert str(checked).startswith("Audit, mesh (data=2, model=4)")
+    with pytest.raises(ArgumentError, match=r"'data': 4, 'model': 2"):
+        audit(plan(), mesh=gpu_mesh("h200", (4, 2), ("data", "model")))
+
+
+def test_an_unknown_target():
+    with pytest.raises(ArgumentError, match="`tpu`"):
+        audit(plan(), target="tpu")
+
+
+def report(text: str) -> CompiledReport:
+    return CompiledReport(MESH, collectives(text), CompiledMemory(0, 0, 0, 0, 0), 0.0, text)
+
+
+def test_a_ratio_of_nothing():
+    nothing = report("HloModule m, num_partitions=8\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
+    assert Audit("", {}, 0, 0, nothing, ()).ok(0.0)
+    assert not Audit("", {}, 10, 0, nothing, ()).ok(0.02)
+    something = audit(plan()).compiled
+    assert Audit("", {}, 0, 0, something, ()).ratio == float("inf")
+
+
+def test_a_collective_over_part_of_an_axis_has_a_row_of_its_own():
+    text = """HloModule m, num_partitions=8
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  ROOT %r = f32[4] all-reduce(%x), replica_groups=[4,2]<=[8], to_apply=%add
+}
+"""
+    found = report(text)
+    assert list(found.traffic()) == [("all-reduce", None)]
+    assert "part of an axis" in str(found)
+    assert "part of an axis" in found._repr_html_()
