@@ -1,0 +1,146 @@
+"""Layouts: for one tensor, per dimension, the ordered mesh axes that split it.
+
+>>> mesh = MeshAxes(("data", "model"), (2, 4))
+>>> space = LayoutSpace(mesh)
+>>> domain = space.domain((8, 6))
+>>> len(domain.layouts)          # 6 is not divisible by 4: the model axis can split dimension 0 alone
+7
+>>> str(to_spec(mesh, ((0, 1), ())))
+"P(('data', 'model'),)"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import permutations, product
+from math import prod
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+Layout = tuple[tuple[int, ...], ...]
+"""Per dimension the numbers of the mesh axes that split it, major first."""
+
+# With more axes than this, only the mesh's own order of axes on a dimension is a layout of the search: the number of
+# orders grows with the factorial of the axes.
+_MOST_AXES_IN_EVERY_ORDER = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxes:
+    """Names and sizes of the mesh axes, in the order of the mesh."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def device_count(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def splitting(self) -> tuple[int, ...]:
+        """The axes that split anything: those of more than one device."""
+        return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
+
+    def degree(self, axes: Sequence[int]) -> int:
+        """The number of blocks that ``axes`` together make."""
+        return prod(self.sizes[axis] for axis in axes)
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The layouts of tensors of one shape. Domains of shapes with the same divisibility are the same object."""
+
+    rank: int
+    layouts: tuple[Layout, ...]
+    degrees: np.ndarray = field(repr=False)
+    """int [layouts]: over how many devices each layout splits the tensor."""
+
+    @cached_property
+    def position(self) -> dict[Layout, int]:
+        return {layout: position for position, layout in enumerate(self.layouts)}
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+
+class LayoutSpace:
+    """All layouts over one mesh, by rank, with those that a shape admits."""
+
+    def __init__(self, mesh: MeshAxes) -> None:
+        self.mesh = mesh
+        self._of_rank: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
+        self._domains: dict[tuple[int, bytes], Domain] = {}
+        self._by_shape: dict[tuple[int, ...], Domain] = {}
+
+    def domain(self, shape: tuple[int, ...]) -> Domain:
+        """Every layout whose axes divide the dimensions of ``shape`` evenly; the replicated one comes first."""
+        found = self._by_shape.get(shape)
+        if found is None:
+            layouts, degrees = self._all_of_rank(len(shape))
+            sizes = np.array(shape, dtype=np.int64)
+            divides = ((sizes % degrees == 0) & ((sizes > 0) | (degrees == 1))).all(axis=1)
+            key = (len(shape), divides.tobytes())
+            if key not in self._domains:
+                kept = np.flatnonzero(divides)
+                self._domains[key] = Domain(len(shape), tuple(layouts[i] for i in kept), degrees[kept].prod(axis=1))
+            found = self._by_shape[shape] = self._domains[key]
+        return found
+
+    def orders(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """The orders in which ``axes`` (ascending) may split one dimension."""
+        if len(self.mesh.splitting) <= _MOST_AXES_IN_EVERY_ORDER:
+            return iter(permutations(axes))
+        return iter([axes])
+
+    def _all_of_rank(self, rank: int) -> tuple[tuple[Layout, ...], np.ndarray]:
+        if rank not in self._of_rank:
+            layouts = tuple(self._enumerate(rank))
+            degrees = [[self.mesh.degree(axes) for axes in layout] for layout in layouts]
+            self._of_rank[rank] = layouts, np.array(degrees, dtype=np.int64).reshape(len(layouts), rank)
+        return self._of_rank[rank]
+
+    def _enumerate(self, rank: int) -> Iterator[Layout]:
+        axes = self.mesh.splitting
+        # dimension `rank` stands for "splits nothing"; counting down from it puts the replicated layout first
+        for places in product(range(rank, -1, -1), repeat=len(axes)):
+            members = [tuple(axis for axis, place in zip(axes, places) if place == d) for d in range(rank)]
+            yield from product(*(self.orders(group) for group in members))
+
+
+def replicated(rank: int) -> Layout:
+    """The layout that splits nothing."""
+    return ((),) * rank
+
+
+def to_spec(mesh: MeshAxes, layout: Layout) -> PartitionSpec:
+    """The ``PartitionSpec`` of a layout, without trailing dimensions that nothing splits."""
+    entries: list[Any] = []
+    for axes in layout:
+        names = tuple(mesh.names[axis] for axis in axes)
+        entries.append(None if not names else names[0] if len(names) == 1 else names)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def from_spec(mesh: MeshAxes, spec: PartitionSpec, rank: int) -> Layout:
+    """The layout that a ``PartitionSpec`` writes for a tensor of ``rank`` dimensions; axes of size 1 fall away.
+
+    Raises ValueError for an axis that the mesh lacks and for a spec longer than the rank.
+    """
+    if len(spec) > rank:
+        raise ValueError(f"`{spec}` has {len(spec)} entries for a tensor of {rank} dimensions")
+    layout = []
+    for entry in tuple(spec) + (None,) * (rank - len(spec)):
+        names = () if entry is None or entry is PartitionSpec.UNCONSTRAINED else entry
+        names = (names,) if isinstance(names, str) else tuple(names)
+        unknown = [name for name in names if name not in mesh.names]
+        if unknown:
+            raise ValueError(f"`{spec}` names the axis `{unknown[0]}`; the mesh has {', '.join(mesh.names)}")
+        axes = tuple(mesh.names.index(name) for name in names)
+        layout.append(tuple(axis for axis in axes if mesh.sizes[axis] > 1))
+    return tuple(layout)

@@ -1,0 +1,252 @@
+"""The problem: a program's cost network over a mesh.
+
+Each value is a variable over its layouts; each operation that has a choice of its own is a variable over its
+strategies; a value with several readers has one more variable, the layout of the copy that they share. Costs are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from shardplan.layout import Domain, Layout, LayoutSpace
+from shardplan.program import Constant, Operation, Program, Value
+from shardplan.search import Network
+from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island
+from shardplan.transition import Reductions, Transitions
+
+# Equal costs are decided by less memory: a byte that is stored costs this part of a byte that is sent, too little to
+# change which plan sends least by more than a millionth of what it stores.
+BYTES_SENT_PER_BYTE_STORED = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A solution of the problem: layouts of values and shared copies, and the strategy of every operation."""
+
+    values: dict[int, Layout]
+    copies: dict[int, Layout]
+    strategies: dict[int, Strategy]
+    generated: frozenset[int]
+    """Values that are made from nothing (iota, broadcast literals): made anew in every layout that is read."""
+
+
+@dataclass(slots=True)
+class _Variables:
+    values: dict[int, int] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)
+    operations: dict[int, int] = field(default_factory=dict)
+
+
+class Problem:
+    """The cost network of a program, and the way back from its solution to layouts.
+
+    ``byte_price`` says of a dtype what repeating one floating-point operation costs, in bytes sent. ``fixed`` gives hard layouts of
+    values: a tuple with one entry per dimension, None where the dimension is free.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        space: LayoutSpace,
+        *,
+        byte_price: Callable[[Any], float],
+        fixed: Mapping[int, tuple[tuple[int, ...] | None, ...]],
+    ) -> None:
+        self.program = program
+        self.space = space
+        self.transitions = Transitions(space)
+        self.reductions = Reductions(self.transitions)
+        self.network = Network()
+        self.choices: dict[int, Choices] = {}
+        self.unknown: dict[str, list[Operation]] = {}
+        self._byte_price = byte_price
+        self._fixed = fixed
+        self._maker = StrategyMaker(space)
+        self._variables = _Variables()
+        self._tables: dict[Any, np.ndarray] = {}
+        self._derive_choices()
+        self.generated = self._find_generated()
+        self._own_costs = self._costs_of_following()
+        self._add_values()
+        self._add_operations()
+        self._add_outputs()
+
+    # ---- what every operation may do
+
+    def _derive_choices(self) -> None:
+        for operation in self.program.operations:
+            rule, self.choices[operation.index] = self._maker.choices(self.program, operation)
+            if not rule.known:
+                self.unknown.setdefault(operation.primitive.name, []).append(operation)
+
+    def _find_generated(self) -> frozenset[int]:
+        """Results of operations that read no tensor and follow their result: they cost nothing in any layout."""
+        generated: set[int] = set()
+        for operation in self.program.operations:
+            free = all(isinstance(o, Constant) or o in generated for o in operation.operands)
+            if free and self.choices[operation.index].follows_result and not operation.equation.effects:
+                generated.update(operation.results)
+        return frozenset(generated)
+
+    def _costs_of_following(self) -> dict[int, np.ndarray]:
+        """Of values whose layout decides how their operation is split: the price of the work it repeats."""
+        return {
+            operation.results[0]: self._repeated(self.choices[operation.index])
+            for operation in self.program.operations
+            if self.choices[operation.index].follows_result and operation.results[0] not in self.generated
+        }
+
+    def _repeated(self, choices: Choices) -> np.ndarray:
+        key = (id(choices), "repeated")
+        if key not in self._tables:
+            self._tables[key] = np.array([self.repeated_work(choices, s) for s in choices.strategies])
+        return self._tables[key]
+
+    # ---- variables
+
+    def _domain(self, value: int) -> Domain:
+        return self.space.domain(self.program.values[value].shape)
+
+    def _add_values(self) -> None:
+        produced = [r for operation in self.program.operations for r in operation.results if r not in self.generated]
+        for index in (*self.program.inputs, *self.program.captured, *produced):
+            self._add_value(self.program.values[index])
+        for index, count in self._reader_counts().items():
+            if count > 1 and len(self._domain(index)) > 1:
+                self._add_copy(self.program.values[index])
+
+    def _add_value(self, value: Value) -> None:
+        domain = self._domain(value.index)
+        costs = value.total_bytes / domain.degrees * BYTES_SENT_PER_BYTE_STORED
+        own = self._own_costs.get(value.index)
+        if own is not None:
+            costs = costs + own
+        if value.index in self.program.captured:
+            costs[1:] = np.inf  # closed-over arrays live on every device
+        fixed = self._fixed.get(value.index)
+        if fixed is not None:
+            allowed = [_agrees(layout, fixed) for layout in domain.layouts]
+            costs = np.where(allowed, costs, np.inf)
+        self._variables.values[value.index] = self.network.add_variable(costs, name=value.name or f"value {value.index}")
+
+    def _add_copy(self, value: Value) -> None:
+        domain = self._domain(value.index)
+        copy = self.network.add_variable(np.zeros(len(domain)), name=f"copy of {value.name or value.index}")
+        self._variables.copies[value.index] = copy
+        table = self._transition_table(value, domain.layouts)
+        self.network.add_edge(self._variables.values[value.index], copy, table)
+
+    def _reader_counts(self) -> dict[int, int]:
+        readers: dict[int, set[Any]] = {}
+        for operation in self.program.operations:
+            if operation.results and operation.results[0] in self.generated:
+                continue
+            for operand in operation.operands:
+                if isinstance(operand, int) and operand not in self.generated:
+                    readers.setdefault(operand, set()).add(operation.index)
+        for number, position in self.program.ties.items():
+            output = self.program.outputs[number]
+            if isinstance(output, int) and output not in self.generated:
+                readers.setdefault(output, set()).add(("output", position))
+        return {index: len(found) for index, found in readers.items()}
+
+    def _read_variable(self, value: int) -> int:
+        return self._variables.copies.get(value, self._variables.values[value])
+
+    # ---- tables
+
+    def _transition_table(self, value: Value, targets: tuple[Layout, ...]) -> np.ndarray:
+        domain = self.space.domain(value.shape)
+        key = (domain, targets, value.total_bytes)
+        if key not in self._tables:
+            self._tables[key] = self.transitions.table(domain, targets) * value.total_bytes
+        return self._tables[key]
+
+    def _add_operations(self) -> None:
+        for operation in self.program.operations:
+            if operation.results and operation.results[0] in self.generated:
+                continue
+            choices = self.choices[operation.index]
+            if choices.follows_result:
+                variable = self._variables.values[operation.results[0]]
+            else:
+                name = f"{operation.scope} {operation.primitive.name}"
+                variable = self.network.add_variable(self._repeated(choices), name=name)
+                self._variables.operations[operation.index] = variable
+                self._add_results(operation, choices, variable)
+            self._add_operands(operation, choices, variable)
+
+    def repeated_work(self, choices: Choices, strategy: Strategy) -> float:
+        """The price in bytes of the work that devices repeat instead of splitting it."""
+        return choices.flops * self._byte_price(choices.dtype) * (1 / strategy.degree - 1 / self.space.mesh.device_count)
+
+    def _add_operands(self, operation: Operation, choices: Choices, variable: int) -> None:
+        seen = set()
+        for position, operand in enumerate(operation.operands):
+            if not isinstance(operand, int) or operand in self.generated or len(self._domain(operand)) == 1:
+                continue
+            key = (id(choices), position, self.program.values[operand].total_bytes)
+            if key not in self._tables:
+                targets = tuple(strategy.operands[position] for strategy in choices.strategies)
+                self._tables[key] = self._transition_table(self.program.values[operand], targets)  # type: ignore[arg-type]
+            table = self._tables[key]
+            if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
+                seen.add((operand, id(table)))
+                self.network.add_edge(self._read_variable(operand), variable, table)
+
+    def _add_results(self, operation: Operation, choices: Choices, variable: int) -> None:
+        for position, result in enumerate(operation.results):
+            value = self.program.values[result]
+            key = (id(choices), "result", position, value.total_bytes)
+            if key not in self._tables:
+                domain = self.space.domain(value.shape)
+                rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
+                self._tables[key] = np.array(rows) * value.total_bytes
+            self.network.add_edge(variable, self._variables.values[result], self._tables[key])
+
+    def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> np.ndarray:
+        """float [layouts of the domain]: fraction of the result's bytes sent until it has each layout."""
+        own, pending = strategy.results[position], strategy.pending[position]
+        if not pending:
+            return self.transitions.table(domain, domain.layouts)[domain.position[own]]
+        return self.reductions.row(domain, own, pending, may_be_island(operation, strategy))
+
+    def _add_outputs(self) -> None:
+        for number, position in self.program.ties.items():
+            output, target = self.program.outputs[number], self.program.inputs[position]
+            if not isinstance(output, int) or output in self.generated or output == target:
+                continue
+            value = self.program.values[output]
+            if len(self._domain(output)) > 1:
+                table = self._transition_table(value, self._domain(target).layouts)
+                self.network.add_edge(self._read_variable(output), self._variables.values[target], table)
+
+    # ---- the way back
+
+    def decode(self, choices: np.ndarray) -> Assignment:
+        """The layouts and strategies that a solution of the network stands for."""
+        variables = self._variables
+        values = {v: self._domain(v).layouts[choices[i]] for v, i in variables.values.items()}
+        copies = {v: self._domain(v).layouts[choices[i]] for v, i in variables.copies.items()}
+        strategies = {}
+        for operation in self.program.operations:
+            options = self.choices[operation.index]
+            if operation.index in variables.operations:
+                strategies[operation.index] = options.strategies[choices[variables.operations[operation.index]]]
+            elif operation.results[0] not in self.generated:
+                strategies[operation.index] = options.strategies[choices[variables.values[operation.results[0]]]]
+        return Assignment(values, copies, strategies, self.generated)
+
+
+def _agrees(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
+    return all(want is None or axes == want for axes, want in zip(layout, fixed, strict=True))
+
+
+def match_paths(patterns: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, list[int]]:
+    """Which values each path glob matches."""
+    return {pattern: [v for v, name in names.items() if fnmatchcase(name, pattern)] for pattern in patterns}

@@ -1,0 +1,115 @@
+"""The schedule: what a solution of the problem does, step by step, in the order of the program.
+
+One walk serves both sides: the report of a plan's collectives and the constraints that are handed to XLA. So what is
+predicted is what is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardplan.layout import Layout, replicated
+from shardplan.problem import Assignment, Problem
+from shardplan.program import Operation, Value
+from shardplan.strategy import Strategy, may_be_island
+from shardplan.transition import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The steps that bring a value from the layout ``source``, which it has by then, to another one."""
+
+    source: Layout
+    steps: tuple[Step, ...]
+
+
+class Schedule:
+    """An assignment over a program, as routes."""
+
+    def __init__(self, problem: Problem, assignment: Assignment) -> None:
+        self.program = problem.program
+        self.space = problem.space
+        self.choices = problem.choices
+        self.assignment = assignment
+        self._transitions = problem.transitions
+        self._reductions = problem.reductions
+        self._routes: dict[tuple[int, Layout], Route] = {}
+
+    def copy(self, value: int) -> Layout:
+        """The layout in which most readers find a value."""
+        return self.assignment.copies.get(value, self.assignment.values[value])
+
+    def route(self, value: int, target: Layout) -> Route:
+        """How a reader that needs ``target`` gets it: as stored, as the shared copy, or by steps from that copy."""
+        stored, copy = self.assignment.values[value], self.copy(value)
+        if target == stored:
+            return Route(stored, ())
+        key = (value, target)
+        if key not in self._routes:
+            source = stored if target == copy else copy
+            domain = self.space.domain(self.program.values[value].shape)
+            self._routes[key] = Route(source, self._transitions.path(domain, source, target))
+        return self._routes[key]
+
+    def output_layout(self, output: int) -> Layout:
+        """The layout of a result that goes to the caller and is not fed back."""
+        if output in self.assignment.generated:
+            return replicated(len(self.program.values[output].shape))
+        return self.assignment.values[output]
+
+    def generating(self, operation: Operation, layout: Layout) -> Strategy:
+        """How an operation that makes a value from nothing makes it in ``layout``."""
+        domain = self.space.domain(self.program.values[operation.results[0]].shape)
+        return self.choices[operation.index].strategies[domain.position[layout]]
+
+    def result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
+        """From the layout (and partial state) in which an operation leaves a result to the planned one."""
+        strategy = self.assignment.strategies[operation.index]
+        value = operation.results[position]
+        domain = self.space.domain(self.program.values[value].shape)
+        own, pending = strategy.results[position], strategy.pending[position]
+        target = self.assignment.values[value]
+        if not pending:
+            return self._transitions.path(domain, own, target)
+        return self._reductions.path(domain, own, pending, target, may_be_island(operation, strategy))
+
+    def needs_island(self, operation: Operation) -> bool:
+        """Whether XLA, left alone, would reduce the results of an operation in a dearer way than the planned one."""
+        strategy = self.assignment.strategies[operation.index]
+        if len(operation.results) != 1 or not strategy.pending[0]:
+            return False
+        steps = self.result_steps(operation, 0)
+        reducing = [step for step in steps if step.kind in ("all-reduce", "reduce-scatter")]
+        followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
+        return len(reducing) > 1 or (reducing[0].kind == "reduce-scatter" and followed_by_slice)
+
+    def collectives(self) -> list[tuple[Step, Value, Operation | None]]:
+        """Every collective of the step with the tensor that it moves and the operation that makes or reads it."""
+        found: list[tuple[Step, Value, Operation | None]] = []
+        done: set[tuple[int, Layout]] = set()
+
+        def read(value: int, target: Layout, reader: Operation | None) -> None:
+            route = self.route(value, target)
+            if route.steps and route.source != self.assignment.values[value]:
+                read(value, route.source, reader)
+            for step in route.steps:
+                if step.fraction > 0 and (value, step.layout) not in done:
+                    found.append((step, self.program.values[value], reader))
+                done.add((value, step.layout))
+
+        for operation in self.program.operations:
+            strategy = self.assignment.strategies.get(operation.index)
+            if strategy is None:
+                continue
+            for operand, layout in zip(operation.operands, strategy.operands, strict=True):
+                if isinstance(operand, int) and operand not in self.assignment.generated and layout is not None:
+                    read(operand, layout, operation)
+            for position, result in enumerate(operation.results):
+                for step in self.result_steps(operation, position):
+                    if step.fraction > 0:
+                        found.append((step, self.program.values[result], operation))
+        for number, position in self.program.ties.items():
+            output, target = self.program.outputs[number], self.program.inputs[position]
+            if isinstance(output, int) and output not in self.assignment.generated:
+                read(output, self.assignment.values[target], None)
+        return found

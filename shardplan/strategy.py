@@ -1,0 +1,172 @@
+"""Strategies: for one operation, per mesh axis, the index of its expression that the axis splits.
+
+The rule of an operation says what splits over n blocks; here this is spread over the axes of a mesh. An operation whose
+indices all appear in its one result (elementwise, transposes, broadcasts) needs no choice of its own: its strategy
+follows from the layout of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from shardplan import rules
+from shardplan.layout import Layout, LayoutSpace, replicated
+from shardplan.program import Constant, Operation, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How one operation is split.
+
+    ``operands`` holds the layout that each operand must have (None for literals), ``results`` the layout in which
+    each result comes out, ``pending`` per result the axes over which it is still a partial result, with its
+    ``reducers``. ``degree`` is the number of devices that share the work; the others repeat it.
+    """
+
+    operands: tuple[Layout | None, ...]
+    results: tuple[Layout, ...]
+    pending: tuple[tuple[int, ...], ...]
+    reducers: tuple[str | None, ...]
+    degree: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The strategies of one operation.
+
+    ``follows_result`` tells that they are aligned with the domain of the only result, one per layout; otherwise the
+    operation is a variable of its own.
+    """
+
+    strategies: tuple[Strategy, ...]
+    follows_result: bool
+    flops: int
+    dtype: Any
+    """Element type that the work is done in."""
+
+
+class StrategyMaker:
+    """Derives the choices of operations, once for all equal ones."""
+
+    def __init__(self, space: LayoutSpace) -> None:
+        self.space = space
+        self._by_rule: dict[int, Choices] = {}
+        self._kept_rules: list[Any] = []  # keeps the ids of `_by_rule` alive
+
+    def choices(self, program: Program, operation: Operation) -> tuple[Any, Choices]:
+        """The rule of an operation and its strategies."""
+        operands = [operand_type(program, operand) for operand in operation.operands]
+        results = [program.values[result] for result in operation.results]
+        rule = rules.derive(operation.primitive, operation.params, operands, results)
+        key = id(rule)
+        if key not in self._by_rule:
+            self._by_rule[key] = self._derive(rule, operands, results)
+            self._kept_rules.append(rule)
+        return rule, self._by_rule[key]
+
+    def _derive(self, rule: Any, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
+        ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
+        splits = {n: _usable(rule.splits(n)) for n in self._degrees()}
+        dtype = (*operands, *results)[0].dtype
+        every = [split for found in splits.values() for split in found]
+        if len(results) == 1 and _determined_by_result(splits):
+            domain = self.space.domain(results[0].shape)
+            strategies = [self._following(layout, splits, ranks) for layout in domain.layouts]
+            return Choices(tuple(strategies), True, rule.flops, dtype)
+        indices = list(dict.fromkeys(split.index for split in every))
+        strategies = list(self._free(indices, splits, ranks))
+        return Choices(tuple(strategies), False, rule.flops, dtype)
+
+    def _degrees(self) -> list[int]:
+        mesh = self.space.mesh
+        found = {1}
+        for axis in mesh.splitting:
+            found |= {n * mesh.sizes[axis] for n in found}
+        return sorted(found - {1})
+
+    def _following(self, layout: Layout, splits: dict[int, list[Any]], ranks: Any) -> Strategy:
+        """The strategy of an operation whose result is wanted as ``layout``; what it cannot split it repeats."""
+        assigned = []
+        for dim, axes in enumerate(layout):
+            for kept in range(len(axes), 0, -1):
+                found = [s for s in splits[self.space.mesh.degree(axes[:kept])] if s.results[0].dim == dim]
+                if found:
+                    assigned.append((found[0], axes[:kept]))
+                    break
+        strategy = self._combine(assigned, ranks)
+        return strategy if strategy is not None else self._combine([], ranks)  # type: ignore[return-value]
+
+    def _free(self, indices: list[str], splits: dict[int, list[Any]], ranks: Any) -> Iterator[Strategy]:
+        """Every assignment of mesh axes to indices that divides and gives each tensor one layout."""
+        axes = self.space.mesh.splitting
+        by_index = {n: {split.index: split for split in found} for n, found in splits.items()}
+        for places in product(range(len(indices), -1, -1), repeat=len(axes)):
+            groups = [tuple(a for a, place in zip(axes, places) if place == i) for i in range(len(indices))]
+            for ordered in product(*(self.space.orders(group) for group in groups)):
+                assigned = []
+                for index, group in zip(indices, ordered):
+                    if group:
+                        split = by_index[self.space.mesh.degree(group)].get(index)
+                        if split is None:
+                            break
+                        assigned.append((split, group))
+                else:
+                    strategy = self._combine(assigned, ranks)
+                    if strategy is not None:
+                        yield strategy
+
+    def _combine(self, assigned: list[tuple[Any, tuple[int, ...]]], ranks: Any) -> Strategy | None:
+        """The strategy that splits each given index over its axes; None where two indices meet in one dimension."""
+        operands = [list(replicated(rank)) for rank in ranks[0]]
+        results = [list(replicated(rank)) for rank in ranks[1]]
+        pending: list[tuple[int, ...]] = [()] * len(results)
+        reducers: list[str | None] = [None] * len(results)
+        for split, axes in assigned:
+            for tensors, slots in ((operands, split.operands), (results, split.results)):
+                for layout, slot in zip(tensors, slots, strict=True):
+                    if slot.dim is not None:
+                        if layout[slot.dim]:
+                            return None
+                        layout[slot.dim] = axes
+            for position, slot in enumerate(split.results):
+                if slot.reducer is not None:
+                    if reducers[position] not in (None, slot.reducer):
+                        return None
+                    reducers[position] = slot.reducer
+                    pending[position] = (*pending[position], *axes)
+        degree = self.space.mesh.degree([axis for _, axes in assigned for axis in axes])
+        return Strategy(
+            tuple(tuple(layout) for layout in operands),
+            tuple(tuple(layout) for layout in results),
+            tuple(tuple(sorted(axes)) for axes in pending),
+            tuple(reducers),
+            degree,
+        )
+
+
+def may_be_island(operation: Operation, strategy: Strategy) -> bool:
+    """Whether an operation with a partial result can run as itself on the blocks of its operands, in a ``shard_map``.
+
+    That is so where its parameters name no sizes: contractions and sums, which are those that XLA reduces worse.
+    """
+    return operation.primitive.name in ("dot_general", "reduce_sum") and set(strategy.reducers) == {"sum"}
+
+
+def operand_type(program: Program, operand: int | Constant) -> Any:
+    """What has the shape and dtype of an operand."""
+    return program.values[operand] if isinstance(operand, int) else operand.aval
+
+
+def _usable(splits: Sequence[Any]) -> list[Any]:
+    return [split for split in splits if all(slot.halo == (0, 0) for slot in split.operands)]
+
+
+def _determined_by_result(splits: dict[int, list[Any]]) -> bool:
+    for found in splits.values():
+        dims = [split.results[0].dim for split in found]
+        if None in dims or len(set(dims)) != len(dims):
+            return False
+    return True
