@@ -1,1 +1,10 @@
-"""shardplan.rules"""
+"""Rules: what an operation computes, as an index expression, and every way to split it that follows."""
+
+from shardplan.rules.analysis import Slot as Slot
+from shardplan.rules.analysis import Split as Split
+from shardplan.rules.errors import RuleError as RuleError
+from shardplan.rules.errors import ShardplanError as ShardplanError
+from shardplan.rules.expression import Expression as Expression
+from shardplan.rules.rule import Rule as Rule
+from shardplan.rules.rule import derive as derive
+from shardplan.rules.rule import rule_of as rule_of

@@ -1,0 +1,85 @@
+"""Through which operands a pending sum may pass, read off an expression.
+
+A sum over devices that has not been carried out yet may pass an operation ``f`` if ``f(sum of parts) = sum of
+f(part)``:
+``f`` must be linear, jointly, in the operands that are pending. ``a + b`` is linear in both together but in neither
+alone;
+``a * b`` in each alone.
+"""
+
+from itertools import product
+
+from shardplan.rules.expression import Apply, Compare, Expression, Guard, Opaque, Read, Reduce, Term
+
+_JOINTLY = frozenset({"+", "-", "where", "overwrite", "pad", "concat"})
+"""Functions that pick or add up their arguments; the first argument of ``where`` is a condition."""
+
+_Sets = list[frozenset[int]]
+_MOST_COMBINATIONS = 64
+
+
+def linear_sets(expression: Expression) -> tuple[frozenset[int], ...]:
+    """Sets of operands in which all results are jointly linear."""
+    per_result = [_candidates(result.body) for result in expression.results]
+    found = {
+        operands
+        for operands in _unions(per_result)
+        if all(_status(result.body, operands) == "linear" for result in expression.results)
+    }
+    return tuple(sorted(found, key=lambda operands: (len(operands), sorted(operands))))
+
+
+def _unions(parts: list[_Sets]) -> _Sets:
+    """One set from each part, united; nothing if a part offers nothing or there are absurdly many."""
+    count = 1
+    for part in parts:
+        count *= len(part)
+    if not 0 < count <= _MOST_COMBINATIONS:
+        return []
+    return [frozenset().union(*choice) for choice in product(*parts)]
+
+
+def _candidates(term: Term) -> _Sets:
+    match term:
+        case Read(operand):
+            return [frozenset({operand})]
+        case Reduce(_, _, body) | Guard(_, body):
+            return _candidates(body)
+        case Apply("*", arguments):
+            return list({s for argument in arguments for s in _candidates(argument)})
+        case Apply(function, arguments) if function in _JOINTLY:
+            return _unions([_candidates(argument) for argument in arguments[function == "where" :]])
+        case Apply(_, arguments, linear) | Opaque(_, arguments, _, linear):
+            return [
+                united
+                for positions in linear
+                for united in _unions([_candidates(arguments[position]) for position in sorted(positions)])
+            ]
+    return []
+
+
+def _status(term: Term, operands: frozenset[int]) -> str:
+    """``linear`` in the operands, ``free`` of them, or ``no``."""
+    match term:
+        case Read(operand):
+            return "linear" if operand in operands else "free"
+        case Reduce(reducer, _, body):
+            inner = _status(body, operands)
+            return inner if inner == "free" or reducer in ("sum", "last") else "no"
+        case Guard(condition, body):
+            return _status(body, operands) if _status(condition, operands) == "free" else "no"
+        case Compare(_, left, right):
+            return "free" if _status(left, operands) == _status(right, operands) == "free" else "no"
+        case Apply(function, arguments, linear) | Opaque(function, arguments, _, linear):
+            found = [_status(argument, operands) for argument in arguments]
+            if all(status == "free" for status in found):
+                return "free"
+            if "no" in found:
+                return "no"
+            positions = frozenset(n for n, status in enumerate(found) if status == "linear")
+            if function == "*":
+                return "linear" if len(positions) == 1 else "no"
+            if function in _JOINTLY:
+                linear = (frozenset(range(function == "where", len(arguments))),)
+            return "linear" if positions in linear else "no"
+    return "free"

@@ -1,0 +1,69 @@
+"""Random numbers. What they are must not depend on how they are laid out.
+
+Threefry computes every number from the key and the number's own position, so any split gives the same numbers. Other
+generators draw one sequence for the whole array: those results do not split.
+"""
+
+from shardplan.rules.equation import Equation, Rule, Tensor, expression, letters, sizes_of
+from shardplan.rules.expression import Affine, Apply, Expression, Opaque, Position, Read, Result, Term
+
+
+def _counts_positions(key: Tensor) -> bool:
+    """Whether the generator of these keys computes each number from its position alone."""
+    return str(key.dtype) == "key<fry>"
+
+
+def _draw(name: str) -> Rule:
+    """``shape`` numbers or keys for every key."""
+
+    def rule(equation: Equation) -> Expression:
+        key, out = equation.inputs[0], equation.outputs[0]
+        rank = len(key.shape)
+        at = letters("i", len(out.shape))
+        drawn = at[rank:]
+        body: Term
+        if _counts_positions(key):
+            body = Apply(name, (Read(0, at[:rank]), *(Position(p) for p in drawn)))
+        else:
+            body = Opaque(name, (Read(0, at[:rank]),), drawn)
+        return expression(equation, sizes_of((at, out.shape)), [Result(at, body)], ("key",))
+
+    return rule
+
+
+def _per_key(name: str) -> Rule:
+    """A function of each key and of scalars or arrays beside it, alike."""
+
+    def rule(equation: Equation) -> Expression:
+        out = equation.outputs[0]
+        at = letters("i", len(out.shape))
+        reads = tuple(Read(n, at[: len(t.shape)]) for n, t in enumerate(equation.inputs))
+        operands = ("key", "data", "more")[: len(reads)]
+        return expression(equation, sizes_of((at, out.shape)), [Result(at, Apply(name, reads))], operands)
+
+    return rule
+
+
+def _words(name: str, into_key: bool) -> Rule:
+    """Keys from their words of 32 bits (in trailing dimensions), or back."""
+
+    def rule(equation: Equation) -> Expression:
+        source, out = equation.inputs[0].shape, equation.outputs[0].shape
+        rank = min(len(source), len(out))
+        at = letters("i", len(out))
+        whole: tuple[Affine | None, ...] = (*at[:rank], *([None] * (len(source) - rank)))
+        body = Opaque(name, (Read(0, whole),), () if into_key else at[rank:])
+        return expression(equation, sizes_of((at, out)), [Result(at, body)])
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "random_bits": _draw("bits"),
+    "random_split": _draw("split"),
+    "random_seed": _per_key("seed"),
+    "random_clone": _per_key("clone"),
+    "random_fold_in": _per_key("fold_in"),
+    "random_wrap": _words("wrap", into_key=True),
+    "random_unwrap": _words("unwrap", into_key=False),
+}

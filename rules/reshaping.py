@@ -1,0 +1,138 @@
+"""Operations that move elements without changing them: reshape, transpose, broadcast, pad, slice, concatenate, and so
+on."""
+
+from collections.abc import Iterator
+
+from shardplan.rules.equation import Equation, Rule, expression, letters, sizes_of
+from shardplan.rules.expression import ZERO, Apply, Expression, Position, Read, Result, Shape, index
+
+
+def regroup(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]]]:
+    """Minimal runs of dimensions of both shapes that hold equally many elements, in order; dimensions of size 1 left
+    out.
+
+    >>> list(regroup((6, 1, 4), (2, 3, 4)))
+    [([0], [0, 1]), ([2], [2])]
+    """
+    left = [dim for dim, size in enumerate(source) if size != 1]
+    right = [dim for dim, size in enumerate(target) if size != 1]
+    while left:
+        run, target_run = [left.pop(0)], [right.pop(0)]
+        extent, target_extent = source[run[0]], target[target_run[0]]
+        while extent != target_extent:
+            if extent < target_extent:
+                run.append(left.pop(0))
+                extent *= source[run[-1]]
+            else:
+                target_run.append(right.pop(0))
+                target_extent *= target[target_run[-1]]
+        yield run, target_run
+
+
+def _reshape(equation: Equation) -> Expression:
+    """Flattened, both sides agree; a run of dimensions is taken apart by ``//`` and ``%``."""
+    source, target = equation.inputs[0].shape, equation.outputs[0].shape
+    at = letters("i", len(target))
+    read = [ZERO] * len(source)
+    for run, target_run in regroup(source, target) if 0 not in source else ():
+        flat, extent = ZERO, 1
+        for dim in reversed(target_run):
+            flat, extent = at[dim] * extent + flat, extent * target[dim]
+        for dim in reversed(run):
+            extent //= source[dim]
+            read[dim] = flat % source[dim] if extent > 1 else flat
+            flat = flat // source[dim]
+    return expression(equation, sizes_of((at, target)), [Result(at, Read(0, tuple(read)))])
+
+
+def _broadcast_in_dim(equation: Equation) -> Expression:
+    source, target = equation.inputs[0].shape, equation.outputs[0].shape
+    at = letters("i", len(target))
+    dims = equation.params["broadcast_dimensions"]
+    read = tuple(ZERO if source[n] != target[dim] else at[dim] for n, dim in enumerate(dims))
+    return expression(equation, sizes_of((at, target)), [Result(at, Read(0, read))])
+
+
+def _transpose(equation: Equation) -> Expression:
+    shape = equation.outputs[0].shape
+    at = letters("i", len(shape))
+    read = [ZERO] * len(shape)
+    for dim, source_dim in enumerate(equation.params["permutation"]):
+        read[source_dim] = at[dim]
+    return expression(equation, sizes_of((at, shape)), [Result(at, Read(0, tuple(read)))])
+
+
+def _squeeze(equation: Equation) -> Expression:
+    source, target = equation.inputs[0].shape, equation.outputs[0].shape
+    at = letters("i", len(target))
+    left = iter(at)
+    read = tuple(ZERO if dim in equation.params["dimensions"] else next(left) for dim in range(len(source)))
+    return expression(equation, sizes_of((at, target)), [Result(at, Read(0, read))])
+
+
+def _rev(equation: Equation) -> Expression:
+    shape, dims = equation.inputs[0].shape, equation.params["dimensions"]
+    at = letters("i", len(shape))
+    read = tuple(p * -1 + (shape[dim] - 1) if dim in dims and shape[dim] > 1 else p for dim, p in enumerate(at))
+    return expression(equation, sizes_of((at, shape)), [Result(at, Read(0, read))])
+
+
+def _slice(equation: Equation) -> Expression:
+    shape, starts = equation.outputs[0].shape, equation.params["start_indices"]
+    at = letters("i", len(shape))
+    strides = equation.params["strides"] or (1,) * len(shape)
+    read = tuple(p * int(stride) + int(start) for p, stride, start in zip(at, strides, starts, strict=True))
+    return expression(equation, sizes_of((at, shape)), [Result(at, Read(0, read))])
+
+
+def _pad(equation: Equation) -> Expression:
+    shape = equation.outputs[0].shape
+    at = letters("i", len(shape))
+    config = [tuple(map(int, dim)) for dim in equation.params["padding_config"]]
+    read = tuple((p - low).exactly(inner + 1) for p, (low, _, inner) in zip(at, config, strict=True))
+    padded = any(low > 0 or high > 0 or inner > 0 for low, high, inner in config)
+    body = Apply("pad", (Read(0, read, padded), Read(1)))
+    return expression(equation, sizes_of((at, shape)), [Result(at, body)], ("x", "value"))
+
+
+def _concatenate(equation: Equation) -> Expression:
+    shape, axis = equation.outputs[0].shape, equation.params["dimension"]
+    at, start, reads = letters("i", len(shape)), 0, []
+    for n, tensor in enumerate(equation.inputs):
+        reads.append(Read(n, (*at[:axis], at[axis] - start, *at[axis + 1 :]), padded=len(equation.inputs) > 1))
+        start += tensor.shape[axis]
+    body = Apply("concat", tuple(reads)) if len(reads) > 1 else reads[0]
+    return expression(equation, sizes_of((at, shape)), [Result(at, body)])
+
+
+def _split(equation: Equation) -> Expression:
+    axis, shape = equation.params["axis"], equation.inputs[0].shape
+    at, start, results, sizes = letters("i", len(shape)), 0, [], sizes_of((letters("i", len(shape)), shape))
+    del sizes[next(iter(at[axis].indices()))]
+    for n, tensor in enumerate(equation.outputs):
+        own = index(f"part{n}")
+        sizes[f"part{n}"] = tensor.shape[axis]
+        read = Read(0, (*at[:axis], own + start, *at[axis + 1 :]))
+        results.append(Result((*at[:axis], own, *at[axis + 1 :]), read))
+        start += tensor.shape[axis]
+    return expression(equation, sizes, results)
+
+
+def _iota(equation: Equation) -> Expression:
+    shape = equation.outputs[0].shape
+    at = letters("i", len(shape))
+    return expression(equation, sizes_of((at, shape)), [Result(at, Position(at[equation.params["dimension"]]))])
+
+
+RULES: dict[str, Rule] = {
+    "reshape": _reshape,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "rev": _rev,
+    "slice": _slice,
+    "pad": _pad,
+    "concatenate": _concatenate,
+    "split": _split,
+    "iota": _iota,
+}

@@ -1,0 +1,62 @@
+"""The one table that names all primitives: each family module contributes its own, and no name may appear twice."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from shardplan.rules import (
+    contraction,
+    convolution,
+    cumulative,
+    elementwise,
+    indexing,
+    randomness,
+    reduction,
+    reshaping,
+    sorting,
+    windows,
+)
+from shardplan.rules.equation import Equation, Rule
+from shardplan.rules.expression import Expression
+
+FAMILIES: tuple[ModuleType, ...] = (
+    contraction,
+    convolution,
+    cumulative,
+    indexing,
+    randomness,
+    reduction,
+    reshaping,
+    sorting,
+    windows,
+)
+
+
+class Unknown(Exception):
+    """Nobody described the primitive."""
+
+
+def _merged() -> dict[str, Rule]:
+    table: dict[str, Rule] = {}
+    for family in FAMILIES:
+        rules: Mapping[str, Rule] = family.RULES
+        for name, rule in rules.items():
+            if name in table:
+                raise ValueError(f"two families describe `{name}`, the second one is {family.__name__}")
+            table[name] = rule
+    return table
+
+
+TABLE: Mapping[str, Rule] = _merged()
+
+
+def express(equation: Equation) -> Expression:
+    """What an equation computes; raises :class:`Unknown` for a primitive that nobody described."""
+    rule = TABLE.get(equation.primitive.name)
+    if rule is not None:
+        return rule(equation)
+    if elementwise.maps_elements(equation):
+        return elementwise.express(equation)
+    raise Unknown(
+        f"nobody described the primitive `{equation.primitive.name}`: say what it computes with "
+        f'`shardplan.describe(primitive, "b i, i j -> b j")`.'
+    )
