@@ -1,0 +1,149 @@
+"""The steps that plans are judged on, and what is measured of each.
+
+Every case runs in a process of its own, so that planning and compiling are timed cold. Nothing needs a GPU: programs
+are compiled for H100 and read back.
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax
+import jax.numpy as jnp
+from baselines import DATA_PARALLEL, Baseline, lower
+
+import shardplan
+from shardplan.audit import audit, measure
+from shardplan.models import Training, gpt, mlp, resnet
+from shardplan.tables import markdown_table, text_table
+from shardplan.target import gpu_mesh
+
+DOCUMENTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
+TARGET = "h100"
+MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A training step and the options that it is planned with."""
+
+    title: str
+    training: Callable[[], Training]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "gpt-f32": Case("GPT, 2 layers, f32", lambda: gpt.training(gpt.Config())),
+    "gpt-bf16": Case("GPT, 2 layers, bf16", lambda: gpt.training(gpt.Config(compute_dtype=jnp.bfloat16))),
+    "gpt-bf16-reduced": Case(
+        "GPT, 2 layers, bf16, reductions in bf16",
+        lambda: gpt.training(gpt.Config(compute_dtype=jnp.bfloat16)),
+        {"reduce_dtype": jnp.bfloat16},
+    ),
+    "resnet": Case("ResNet-50, 224 x 224, f32", lambda: resnet.training(resnet.Config())),
+    "mlp": Case("MLP, 8 layers, f32", lambda: mlp.training(mlp.Config())),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes per device and step, and seconds; baselines are None where they were not asked for.
+
+    `seconds_to_compile` is lowering and compiling, for the planned step and for data parallelism by plain `jit`.
+    """
+
+    case: str
+    mesh: str
+    predicted_bytes: float
+    compiled_bytes: int
+    predicted_peak: float
+    compiled_peak: int
+    gap: float
+    seconds_to_plan: float
+    seconds_to_compile: float
+    baseline_bytes: dict[str, int]
+    baseline_peaks: dict[str, int]
+    baseline_seconds: float
+
+
+def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Measured:
+    """Plans a case, compiles the plan and the baselines, and reads back what each sends."""
+    case, mesh_axes = CASES[name], MESHES[mesh_name]
+    training = case.training()
+    state, batch = training.state, training.batch
+    mesh = gpu_mesh(TARGET, tuple(mesh_axes.values()), tuple(mesh_axes))
+
+    started = time.perf_counter()
+    plan = shardplan.plan(training.train_step, mesh, state, batch, donate_argnums=(0,), **case.options)
+    planned = time.perf_counter()
+    checked = audit(plan, target=TARGET)
+    compiled = time.perf_counter()
+
+    sent, peaks, seconds = {}, {}, math.nan
+    for baseline in baselines:
+        before = time.perf_counter()
+        report = measure(lower(baseline, training.train_step, state, batch, mesh))
+        sent[baseline.name], peaks[baseline.name] = report.communication_bytes, report.memory.peak
+        if baseline is DATA_PARALLEL:
+            seconds = time.perf_counter() - before
+    return Measured(
+        case=name,
+        mesh=mesh_name,
+        predicted_bytes=plan.communication_bytes,
+        compiled_bytes=checked.compiled.communication_bytes,
+        predicted_peak=plan.peak_bytes,
+        compiled_peak=checked.compiled.memory.peak,
+        gap=plan.gap,
+        seconds_to_plan=planned - started,
+        seconds_to_compile=compiled - planned,
+        baseline_bytes=sent,
+        baseline_peaks=peaks,
+        baseline_seconds=seconds,
+    )
+
+
+def measure_all(names: Sequence[str], meshes: Sequence[str], baselines: Sequence[Baseline]) -> list[Measured]:
+    """Measures every case on every mesh, each in a fresh process, one after another."""
+    found = []
+    for name in names:
+        for mesh in meshes:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+                found.append(pool.submit(measure_case, name, mesh, baselines).result())
+            print(f"measured {name} on {mesh}", file=sys.stderr, flush=True)
+    return found
+
+
+def report(
+    document: str, introduction: str, columns: dict[str, Callable[[Measured], str]], baselines: Sequence[Baseline]
+) -> None:
+    """The command line of a benchmark: measures, prints a table, and writes it to `docs/benchmarks/`.
+
+    `columns` maps a heading to the text of a cell. With `--only` the table is printed and not written.
+    """
+    parser = argparse.ArgumentParser(description=introduction)
+    parser.add_argument("--only", nargs="+", choices=CASES, help="these cases; the document is left as it is")
+    parser.add_argument("--mesh", nargs="+", choices=MESHES, help="these meshes; the document is left as it is")
+    options = parser.parse_args()
+    measured = measure_all(options.only or list(CASES), options.mesh or list(MESHES), baselines)
+    header = ["step", "mesh", *columns]
+    rows = [[CASES[m.case].title, m.mesh, *(cell(m) for cell in columns.values())] for m in measured]
+    print(text_table(header, rows, numbers=range(2, len(header))))
+    if options.only or options.mesh:
+        return
+    DOCUMENTS.mkdir(parents=True, exist_ok=True)
+    command = f"python benchmarks/{document}.py"
+    place = f"JAX {jax.__version__}, compiled for H100 without one, on {os.cpu_count()} cores"
+    text = f"# {document.capitalize()}\n\n{introduction}\n\n`{command}`, {place}.\n\n{markdown_table(header, rows)}\n"
+    (DOCUMENTS / f"{document}.md").write_text(text, encoding="utf-8")

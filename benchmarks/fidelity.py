@@ -1,0 +1,32 @@
+"""How near predictions come to the compiled programs, and what planning costs: `python benchmarks/fidelity.py`."""
+
+from baselines import DATA_PARALLEL
+from cases import report
+
+from shardplan.tables import megabytes
+
+INTRODUCTION = (
+    "Predicted beside compiled bytes sent per device and step, peak memory, the gap to the lower bound, and seconds: to "
+    "plan (tracing included), and to lower and compile the planned step, also as a multiple of data parallelism by "
+    "plain `jit`."
+)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * (part / whole - 1):+.2f} %" if whole else "-"
+
+
+COLUMNS = {
+    "predicted MB": lambda m: megabytes(m.predicted_bytes),
+    "compiled MB": lambda m: megabytes(m.compiled_bytes),
+    "compiled - predicted": lambda m: _percent(m.compiled_bytes, m.predicted_bytes),
+    "gap": lambda m: f"{100 * m.gap:.4f} %",
+    "predicted peak GB": lambda m: f"{m.predicted_peak / 1e9:.2f}",
+    "compiled peak GB": lambda m: f"{m.compiled_peak / 1e9:.2f}",
+    "s to plan": lambda m: f"{m.seconds_to_plan:.2f}",
+    "s to compile": lambda m: f"{m.seconds_to_compile:.1f}",
+    "x plain jit": lambda m: f"{m.seconds_to_compile / m.baseline_seconds:.2f}",
+}
+
+if __name__ == "__main__":
+    report("fidelity", INTRODUCTION, COLUMNS, (DATA_PARALLEL,))

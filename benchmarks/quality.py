@@ -1,0 +1,36 @@
+"""How much plans send beside the usual ways to split the same steps: `python benchmarks/quality.py`."""
+
+from baselines import DATA_PARALLEL, FSDP
+from cases import Measured, report
+
+from shardplan.tables import megabytes
+
+INTRODUCTION = (
+    "Bytes that one device sends per step, read from the compiled programs: the plan beside data parallelism and FSDP "
+    "by `in_shardings`, all at the same precision of reductions unless the step says otherwise."
+)
+
+
+def _beside(name: str):
+    return lambda m: f"{m.compiled_bytes / m.baseline_bytes[name]:.3f}"
+
+
+def _megabytes_of(name: str):
+    return lambda m: megabytes(m.baseline_bytes[name])
+
+
+def _memory(m: Measured) -> str:
+    return " / ".join(f"{peak / 1e9:.2f}" for peak in (m.compiled_peak, *m.baseline_peaks.values()))
+
+
+COLUMNS = {
+    "plan MB": lambda m: megabytes(m.compiled_bytes),
+    "data parallel MB": _megabytes_of(DATA_PARALLEL.name),
+    "FSDP MB": _megabytes_of(FSDP.name),
+    "plan / data parallel": _beside(DATA_PARALLEL.name),
+    "plan / FSDP": _beside(FSDP.name),
+    "peak GB (plan / data parallel / FSDP)": _memory,
+}
+
+if __name__ == "__main__":
+    report("quality", INTRODUCTION, COLUMNS, (DATA_PARALLEL, FSDP))
