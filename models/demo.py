@@ -32,7 +32,9 @@ LARGE = gpt.Config(layers=2, width=1024, heads=16, vocabulary=32768, sequence=10
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs both parts. The exit status is 0 where planned and unplanned losses agree."""
-    parser = argparse.ArgumentParser(prog="shardplan demo", description=__doc__, formatter_class=_Formatter)
+    parser = argparse.ArgumentParser(
+        prog="shardplan demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=120, help="training steps (default: %(default)s)")
     parser.add_argument("--no-audit", action="store_true", help="train only; plan and compile nothing for H100")
     options = parser.parse_args(arguments)
@@ -50,10 +52,6 @@ def emulate_devices(count: int) -> None:
     """Makes JAX run on `count` emulated CPU devices; JAX refuses where something has used a device already."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
 
 
 def train(console: Console, steps: int) -> bool:
