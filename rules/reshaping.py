@@ -31,7 +31,8 @@ def regroup(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]
 
 def _reshape(equation: Equation) -> Expression:
     """Flattened, both sides agree; a run of dimensions is taken apart by ``//`` and ``%``."""
-    source, target = equation.inputs[0].shape, equation.outputs[0].shape
+    order = equation.params["dimensions"] or range(len(equation.inputs[0].shape))  # transposed so, before flattening
+    source, target = tuple(equation.inputs[0].shape[dim] for dim in order), equation.outputs[0].shape
     at = letters("i", len(target))
     read = [ZERO] * len(source)
     for run, target_run in regroup(source, target) if 0 not in source else ():
@@ -40,7 +41,7 @@ def _reshape(equation: Equation) -> Expression:
             flat, extent = at[dim] * extent + flat, extent * target[dim]
         for dim in reversed(run):
             extent //= source[dim]
-            read[dim] = flat % source[dim] if extent > 1 else flat
+            read[order[dim]] = flat % source[dim] if extent > 1 else flat
             flat = flat // source[dim]
     return expression(equation, sizes_of((at, target)), [Result(at, Read(0, tuple(read)))])
 

@@ -1,6 +1,7 @@
 """From an equation to its rule: the expression, every split, and what the planner wants to know besides.
 
 >>> import jax
+>>> from shardplan.rules import rule_of
 >>> rule = rule_of(jax.lax.dot, jax.numpy.ones((4, 6)), jax.numpy.ones((6, 8)))
 >>> print(rule.expression)
 out[i, j] = Sum(k) lhs[i, k] * rhs[k, j]
@@ -11,16 +12,13 @@ j [None, 1] [(1, None)]
 k [1, 0] [(None, 'sum')]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import jax
-
 from shardplan.rules.analysis import WHOLE, Facts, Refusal, Split, collect, split
 from shardplan.rules.equation import Equation, Tensor
-from shardplan.rules.errors import RuleError
 from shardplan.rules.expression import Apply, Constant, Expression, Read, Result, Term
 from shardplan.rules.freeze import frozen
 from shardplan.rules.linear import linear_sets
@@ -164,26 +162,6 @@ def _derive(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any], 
         return Rule(name, None, str(unknown))
     except Exception as error:  # a primitive of somebody else's with the name of one of JAX's, for instance
         return Rule(name, None, f"the parameters of `{name}` are not understood: {error!r}.")
-
-
-def rule_of(function: Callable[..., Any], *operands: Any) -> Rule:
-    """The rule of the one operation that ``function`` traces to; raises :class:`RuleError` if there are several."""
-    equations = flat_equations(jax.make_jaxpr(function)(*operands).jaxpr)
-    if len(equations) != 1:
-        names = ", ".join(f"`{equation.primitive}`" for equation in equations)
-        raise RuleError(f"expected a function of one operation, got {len(equations)}: {names}")
-    (equation,) = equations
-    avals = [[v.aval for v in side] for side in (equation.invars, equation.outvars)]
-    return derive(equation.primitive, equation.params, *avals)
-
-
-def flat_equations(jaxpr: Any) -> list[Any]:
-    """The equations of a jaxpr, with the bodies of jitted functions in place of their calls."""
-    found = []
-    for equation in jaxpr.eqns:
-        inner = equation.params.get("jaxpr") if equation.primitive.name == "jit" else None
-        found.extend(flat_equations(inner.jaxpr) if inner is not None else [equation])
-    return found
 
 
 def forget() -> None:

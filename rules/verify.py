@@ -1,0 +1,213 @@
+"""Proof by execution: run an operation whole, run it block by block as a split says, put together, compare.
+
+Block ``k`` is given exactly what the split lets it have. Everything else is destroyed first: overwritten with noise
+where the blocks' results are to be concatenated, and with the reducer's identity where partial results are to be
+combined. The operation then runs on what is left, and only what the split says that the block yields is taken from its
+result. So the proof runs the primitive itself, not the description that the split was derived from.
+
+>>> import numpy as np
+>>> from jax import lax
+>>> for verdict in verify(lax.dot, np.ones((4, 6), np.float32), np.ones((6, 8), np.float32), blocks=(2, 3)):
+...     print(verdict)
+dot_general: i in 2 blocks holds
+dot_general: j in 2 blocks holds
+dot_general: k in 2 blocks holds
+dot_general: k in 3 blocks holds
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from shardplan.rules.analysis import Slot, Split
+from shardplan.rules.errors import RuleError
+from shardplan.rules.inspect import Operation, operations
+
+BLOCKS = (2, 3, 4, 8)
+_TOLERANCE = 1e-5
+"""Relative to the largest magnitude in a result: sums of blocks round differently from the sum of the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether one split of one operation gave what the whole operation gives; if not, ``problem`` says what
+    differed."""
+
+    operation: str
+    shapes: tuple[tuple[int, ...], ...]
+    index: str
+    blocks: int
+    problem: str | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the split is true."""
+        return self.problem is None
+
+    def __str__(self) -> str:
+        outcome = "holds" if self.holds else f"is wrong: {self.problem}"
+        return f"{self.operation}: {self.index} in {self.blocks} blocks {outcome}"
+
+
+def verify(function: Callable[..., Any], *operands: Any, blocks: Sequence[int] = BLOCKS) -> tuple[Verdict, ...]:
+    """Run every operation of ``function`` on these operands whole and in every derived split.
+
+    Returns a verdict for each operation, index and number of blocks; nothing is raised for a split that is wrong.
+    ``operands``: arrays of any shapes; values matter as indices do, for instance.
+    """
+    verdicts: list[Verdict] = []
+    for operation in operations(function, *operands):
+        verdicts += verify_operation(operation, blocks)
+    return tuple(verdicts)
+
+
+def verify_or_raise(function: Callable[..., Any], *operands: Any, blocks: Sequence[int] = BLOCKS) -> None:
+    """As :func:`verify`, but raises :class:`RuleError` that lists every split that is wrong."""
+    wrong = [str(verdict) for verdict in verify(function, *operands, blocks=blocks) if not verdict.holds]
+    if wrong:
+        raise RuleError("refuted by execution:\n" + "\n".join(wrong))
+
+
+def verify_operation(operation: Operation, blocks: Sequence[int]) -> list[Verdict]:
+    """The verdicts on one operation."""
+    splits = [(n, split) for n in blocks for split in operation.rule.splits(n)]
+    if not splits:
+        return []
+    run = jax.jit(operation.run)
+    whole = [_host(result) for result in run(*operation.operands)]
+    shapes = tuple(np.shape(operand) for operand in operation.operands)
+    return [
+        Verdict(operation.name, shapes, split.index, n, _problem(operation, run, whole, split, n))
+        for n, split in splits
+    ]
+
+
+def _problem(
+    operation: Operation, run: Callable[..., Any], whole: list[np.ndarray], split: Split, n: int
+) -> str | None:
+    """What differs between the whole results and those put together from blocks, or ``None``."""
+    reducers = {slot.reducer for slot in split.results if slot.reducer}
+    if len(reducers) > 1:
+        return f"its results are combined by several reducers: {sorted(reducers)}"
+    reducer = next(iter(reducers), None)
+    noise = np.random.default_rng(n)
+    parts = []
+    for block in range(n):
+        held = [
+            _held(operand, slot, block, n, reducer, noise)
+            for operand, slot in zip(operation.operands, split.operands, strict=True)
+        ]
+        parts.append([_host(result) for result in run(*held)])
+    empty = None
+    if reducer in ("sum", "prod"):
+        held = [
+            _held(operand, slot, None, n, reducer, noise)
+            for operand, slot in zip(operation.operands, split.operands, strict=True)
+        ]
+        empty = [_host(result) for result in run(*held)]
+    for number, (expected, slot) in enumerate(zip(whole, split.results, strict=True)):
+        each = [part[number] for part in parts]
+        found = _together(each, slot, None if empty is None else empty[number])
+        if not _equal(expected, found):
+            return f"result {number} differs"
+    return None
+
+
+def _held(operand: Any, slot: Slot, block: int | None, n: int, reducer: str | None, noise: np.random.Generator) -> Any:
+    """The operand with everything destroyed that a block does not hold; ``block=None`` holds nothing of split
+    operands."""
+    if slot.dim is None:
+        return operand
+    shape = np.shape(operand)
+    size = shape[slot.dim] // n
+    place = np.arange(shape[slot.dim])
+    low, high = slot.halo
+    start = 0 if block is None else block * size
+    stop = 0 if block is None else start + size + high
+    mine = (place >= start - (low if block is not None else 0)) & (place < stop)
+    mask = np.expand_dims(mine, [dim for dim in range(len(shape)) if dim != slot.dim])
+    if reducer is not None and slot.halo == (0, 0):
+        return np.where(mask, operand, _identity(reducer, operand.dtype))
+    if jnp.issubdtype(operand.dtype, jax.dtypes.prng_key):
+        other = jax.random.split(jax.random.key(int(noise.integers(1 << 30)), impl=jax.random.key_impl(operand)), shape)
+        return jnp.where(mask, operand, other)
+    return np.where(mask, operand, _garbage(shape, operand.dtype, noise))
+
+
+def _identity(reducer: str, dtype: Any) -> Any:
+    if reducer in ("sum", "or"):
+        return np.zeros((), dtype)
+    if reducer == "prod":
+        return np.ones((), dtype)
+    if reducer == "and":
+        return np.array(True) if dtype == np.bool_ else np.array(-1).astype(dtype)
+    if dtype == np.bool_:
+        return np.array(reducer == "min")
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.array(-np.inf if reducer == "max" else np.inf).astype(dtype)
+    limits = jnp.iinfo(dtype)
+    return np.array(limits.min if reducer == "max" else limits.max, dtype)
+
+
+def _garbage(shape: tuple[int, ...], dtype: Any, noise: np.random.Generator) -> np.ndarray:
+    if dtype == np.bool_:
+        return noise.integers(0, 2, shape).astype(bool)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return noise.integers(0, 100, shape).astype(dtype)
+    values = noise.normal(0, 100, shape)
+    return (
+        (values + 1j * noise.normal(0, 100, shape)).astype(dtype)
+        if jnp.issubdtype(dtype, jnp.complexfloating)
+        else values.astype(dtype)
+    )
+
+
+_COMBINE = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
+
+
+def _together(parts: list[np.ndarray], slot: Slot, empty: np.ndarray | None) -> np.ndarray:
+    """The whole result from the blocks'. ``empty``: what a block without elements gives, which counts only once."""
+    if slot.dim is not None:
+        size = parts[0].shape[slot.dim] // len(parts)
+        return np.concatenate(
+            [part.take(range(block * size, (block + 1) * size), slot.dim) for block, part in enumerate(parts)], slot.dim
+        )
+    if slot.reducer is None:
+        return parts[-1] if all(_equal(parts[0], part) for part in parts) else np.full_like(parts[0], 0)
+    total = parts[0]
+    for part in parts[1:]:
+        total = _COMBINE[slot.reducer](total, part)
+        if slot.reducer == "sum":
+            total = total - empty
+        elif slot.reducer == "prod":
+            total = total // empty if np.issubdtype(total.dtype, np.integer) else total / empty
+    return total
+
+
+def _equal(expected: np.ndarray, found: np.ndarray) -> bool:
+    if expected.shape != found.shape:
+        return False
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return np.array_equal(expected, found)
+    wide = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
+    expected, found = expected.astype(wide), found.astype(wide)
+    finite = np.abs(expected[np.isfinite(expected)])
+    scale = float(finite.max()) if finite.size else 1.0
+    return np.allclose(expected, found, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+
+
+def _host(value: Any) -> np.ndarray:
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
