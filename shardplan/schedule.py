@@ -76,12 +76,13 @@ class Schedule:
     def needs_island(self, operation: Operation) -> bool:
         """Whether XLA, left alone, would reduce the results of an operation in a dearer way than the planned one."""
         strategy = self.assignment.strategies[operation.index]
-        if len(operation.results) != 1 or not strategy.pending[0]:
+        if not may_be_island(operation, strategy) or not strategy.pending[0]:
             return False
         steps = self.result_steps(operation, 0)
         reducing = [step for step in steps if step.kind in ("all-reduce", "reduce-scatter")]
         followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
-        return len(reducing) > 1 or (reducing[0].kind == "reduce-scatter" and followed_by_slice)
+        scatters = reducing[0].kind == "reduce-scatter"
+        return len(reducing) > 1 or (scatters and (followed_by_slice or len(reducing[0].axes) > 1))
 
     def collectives(self) -> list[tuple[Step, Value, Operation | None]]:
         """Every collective of the step with the tensor that it moves and the operation that makes or reads it."""

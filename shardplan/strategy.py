@@ -22,8 +22,8 @@ class Strategy:
     """How one operation is split.
 
     ``operands`` holds the layout that each operand must have (None for literals), ``results`` the layout in which
-    each result comes out, ``pending`` per result the axes over which it is still a partial result, with its
-    ``reducers``. ``degree`` is the number of devices that share the work; the others repeat it.
+    each result comes out, ``pending`` per result the axes over which it is still a partial result, in the order in
+    which they split the reduced index, with its ``reducers``. ``degree`` is the number of devices that share the work; the others repeat it.
     """
 
     operands: tuple[Layout | None, ...]
@@ -141,7 +141,7 @@ class StrategyMaker:
         return Strategy(
             tuple(tuple(layout) for layout in operands),
             tuple(tuple(layout) for layout in results),
-            tuple(tuple(sorted(axes)) for axes in pending),
+            tuple(pending),
             tuple(reducers),
             degree,
         )

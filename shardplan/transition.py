@@ -137,8 +137,8 @@ class Transitions:
 class Reductions:
     """Cheapest ways from partial results to whole ones, found once per layout and set of pending axes.
 
-    Left alone, XLA reduces over all pending axes at once: by an all-reduce, or by a reduce-scatter onto one dimension
-    where no further split follows directly. An *island* (the operation inside a ``shard_map`` with explicit
+    Left alone, XLA reduces over all pending axes at once: by an all-reduce, or by a reduce-scatter onto one dimension,
+    in the order in which the axes split what was reduced, where no further split follows directly. An *island* (the operation inside a ``shard_map`` with explicit
     collectives) may reduce axis by axis, onto several dimensions.
 
     >>> from shardplan.layout import LayoutSpace, MeshAxes
@@ -190,7 +190,7 @@ class Reductions:
     def _ways(self, own: Layout, pending: tuple[int, ...], island: bool) -> list[_Reduced]:
         """Ways to reduce all of ``pending``, the cheapest per layout in which they end."""
         best: dict[Layout, _Reduced] = {}
-        groups = _subsets(pending) if island else [pending]
+        groups = self._groups(pending) if island else [pending]
         for group in groups:
             rest = tuple(axis for axis in pending if axis not in group)
             for step in self._steps(own, group):
@@ -200,6 +200,10 @@ class Reductions:
                     if way.layout not in best or fraction < best[way.layout].fraction:
                         best[way.layout] = _Reduced(way.layout, fraction, (step, *way.steps))
         return list(best.values())
+
+    def _groups(self, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        subsets = [group for size in range(len(axes), 0, -1) for group in combinations(sorted(axes), size)]
+        return [order for group in subsets for order in self._transitions.space.orders(group)]
 
     def _steps(self, own: Layout, group: tuple[int, ...]) -> Iterator[Step]:
         local = 1.0 / self._mesh.degree([axis for axes in own for axis in axes])
@@ -214,10 +218,6 @@ class _Reduced:
     layout: Layout
     fraction: float
     steps: tuple[Step, ...]
-
-
-def _subsets(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [group for size in range(len(axes), 0, -1) for group in combinations(axes, size)]
 
 
 def _with(layout: Layout, dim: int, axes: tuple[int, ...]) -> Layout:
