@@ -6,8 +6,8 @@ from cases import report
 from shardplan.tables import megabytes
 
 INTRODUCTION = (
-    "Predicted beside compiled bytes sent per device and step, peak memory, the gap to the lower bound, and seconds: to "
-    "plan (tracing included), and to lower and compile the planned step, also as a multiple of data parallelism by "
+    "Predicted beside compiled bytes sent per device and step, peak memory, the gap to the lower bound, and seconds: "
+    "to plan (tracing included), and to lower and compile the planned step, also as a multiple of data parallelism by "
     "plain `jit`."
 )
 
