@@ -95,7 +95,7 @@ def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Me
         before = time.perf_counter()
         report = measure(lower(baseline, training.train_step, state, batch, mesh))
         sent[baseline.name], peaks[baseline.name] = report.communication_bytes, report.memory.peak
-        if baseline is DATA_PARALLEL:
+        if baseline == DATA_PARALLEL:
             seconds = time.perf_counter() - before
     return Measured(
         case=name,
