@@ -65,6 +65,16 @@ def barrier_mask(equation: Equation) -> tuple[bool, ...]:
 optimization_barrier: Primitive = jax.lax.optimization_barrier_p
 
 
+def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters without shardings over no mesh at all, which some of JAX's own transposes leave behind."""
+    empty = {
+        name: None
+        for name, value in params.items()
+        if isinstance(value, jax.sharding.NamedSharding) and not value.mesh.axis_names
+    }
+    return params | empty if empty else params
+
+
 def source_line(equation: Equation) -> str:
     """``file:line (function)`` of the user's code that an equation comes from."""
     frame = source_info_util.user_frame(equation.source_info.traceback)

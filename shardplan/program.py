@@ -184,7 +184,8 @@ class _Builder:
             body = _jax.call_body(equation)
             results: Sequence[int | Constant]
             if body is None:
-                results = self.new_operation(equation.primitive, equation.params, operands, equation)
+                params = _jax.without_empty_shardings(equation.params)
+                results = self.new_operation(equation.primitive, params, operands, equation)
             else:
                 inner, constants = body
                 operands = self._behind_barrier(operands, equation)
