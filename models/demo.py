@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-audit", action="store_true", help="train only; plan and compile nothing for H100")
     options = parser.parse_args(arguments)
     emulate_devices(DEVICES)
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     started = time.perf_counter()
     agree = train(console, options.steps)
     if not options.no_audit:
@@ -133,7 +133,6 @@ def audit(console: Console) -> None:
         plan = shardplan.plan(training.train_step, mesh, state, batch, donate_argnums=(0,))
         seconds = time.perf_counter() - before
     console.print(plan_summary(plan, seconds))
-    console.print(layout_table(plan, state["params"]))
     try:
         with console.status("compiling the plan for 8 H100"):
             held = shardplan.audit(plan, target="h100")

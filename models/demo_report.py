@@ -1,7 +1,7 @@
 """What the demo prints: a plan's layouts and collectives as tables, and the usual ways to split compiled beside it."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,33 +26,30 @@ def plan_summary(plan: "shardplan.Plan", seconds: float) -> str:
 
 def layout_table(plan: "shardplan.Plan", params: Any) -> Table:
     """The layout per group of parameters: layers with the same layout are one row."""
-    table = Table(title="Chosen layouts of the parameters", title_justify="left")
-    for heading in ("parameters", "shape", "layout", "tensors"):
-        table.add_column(heading)
-    groups: Counter[tuple[str, str, str]] = Counter()
+    title = "Chosen layouts of the parameters (1024/data: 1024, split over the mesh axis `data`)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("parameters", no_wrap=True)
+    table.add_column("layout", no_wrap=True)
+    table.add_column("tensors", justify="right")
+    groups: Counter[tuple[str, str]] = Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        shape = " x ".join(str(size) for size in leaf.shape)
-        groups[re.sub(r"layer_\d+", "layer_*", name), shape, layout_text(plan.layouts[f"0/params/{name}"])] += 1
-    for (name, shape, layout), tensors in groups.items():
-        table.add_row(name, shape, layout, str(tensors))
+        layout = layout_text(leaf.shape, plan.layouts[f"0/params/{name}"])
+        groups[re.sub(r"layer_\d+", "layer_*", name), layout] += 1
+    for (name, layout), tensors in groups.items():
+        table.add_row(name, layout, str(tensors))
     return table
 
 
-def layout_text(spec: PartitionSpec) -> str:
-    """A layout in words.
+def layout_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
+    """A shape with the mesh axes that split its dimensions.
 
-    >>> layout_text(PartitionSpec(None, ("data", "model")))
-    'dimension 1 over data, model'
-    >>> layout_text(PartitionSpec())
-    'replicated'
+    >>> layout_text((64, 256), PartitionSpec(None, ("data", "model")))
+    '64 x 256/data/model'
     """
-    split = [
-        f"dimension {number} over {axes if isinstance(axes, str) else ', '.join(axes)}"
-        for number, axes in enumerate(spec)
-        if axes
-    ]
-    return "; ".join(split) or "replicated"
+    axes_of = [(axes,) if isinstance(axes, str) else (axes or ()) for axes in spec]
+    axes_of += [()] * (len(shape) - len(axes_of))
+    return " x ".join("/".join([str(size), *axes]) for size, axes in zip(shape, axes_of, strict=True))
 
 
 def collective_table(plan: "shardplan.Plan") -> Table:
@@ -63,7 +60,7 @@ def collective_table(plan: "shardplan.Plan") -> Table:
     for heading in ("times", "kB sent"):
         table.add_column(heading, justify="right")
     times: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
+    sent: defaultdict[tuple[str, str], float] = defaultdict(float)
     for collective in plan.collectives:
         key = (collective.kind, ", ".join(collective.axes))
         times[key] += collective.times
@@ -117,11 +114,11 @@ def compiled_table(audit: Audit, train_step: Callable, state: Any, batch: Any) -
     mesh_axes = dict(audit.compiled.mesh_axes)
     mesh = gpu_mesh(audit.target, tuple(mesh_axes.values()), tuple(mesh_axes))
     rows = {"shardplan": audit.compiled}
-    for name, layout in (("data parallelism", data_parallel), ("FSDP by in_shardings", fully_sharded)):
+    for name, layout in (("data parallelism", data_parallel), ("FSDP", fully_sharded)):
         rows[name] = measure(lower_by_hand(mesh, layout, train_step, state, batch), mesh_axes)
     table = Table(title=f"Compiled for {mesh.devices.size} {audit.target.upper()}, per device", title_justify="left")
-    table.add_column("")
-    for heading in ("MB sent per step", "shardplan sends", "peak memory, MB", "compiled in"):
+    table.add_column("", no_wrap=True)
+    for heading in ("MB sent per step", "shardplan sends", "peak MB", "compiled in"):
         table.add_column(heading, justify="right")
     own = audit.compiled.communication_bytes
     for name, report in rows.items():

@@ -1,0 +1,105 @@
+"""The demo: what it prints of plans, what it does without the GPU compiler, and all of it from the command line."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+from rich.console import Console
+
+import shardplan
+from shardplan.models import demo, gpt
+from shardplan.models.demo_report import collective_table, data_parallel, fully_sharded, layout_table, layout_text
+from shardplan.target import TargetNotInstalledError
+
+ROOT = Path(__file__).parents[1]
+TINY = gpt.Config(layers=2, width=64, heads=8, vocabulary=256, sequence=32, batch=16)
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(width=120, record=True, highlight=False, file=io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "text"),
+    [
+        ((), PartitionSpec(), ""),
+        ((8, 4), PartitionSpec(), "8 x 4"),
+        ((8, 4), PartitionSpec("data"), "8/data x 4"),
+        ((8, 4, 64), PartitionSpec("model", None, ("data", "x")), "8/model x 4 x 64/data/x"),
+    ],
+)
+def test_layout_text(shape: tuple[int, ...], spec: PartitionSpec, text: str):
+    assert layout_text(shape, spec) == text
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((), ()), ((3,), ()), ((16,), ("data",)), ((16, 24), (None, "data")), ((24, 20), ("data",)), ((0, 3), ())],
+)
+def test_baselines_split_what_divides(shape: tuple[int, ...], spec: tuple[str | None, ...]):
+    leaf = jax.ShapeDtypeStruct(shape, "float32")
+    assert tuple(fully_sharded(leaf, 8)) == spec
+    assert tuple(data_parallel(leaf, 8)) == ()
+
+
+def test_tables_account_for_the_whole_plan(console: Console):
+    training = gpt.training(TINY)
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    plan = shardplan.plan(training.train_step, mesh, training.state, training.batch)
+    console.print(layout_table(plan, training.state["params"]))
+    console.print(collective_table(plan))
+    printed = console.export_text()
+    tensors = [int(line.split()[-2]) for line in printed.splitlines() if line.startswith("│") and " x " in line]
+    matrices = [leaf for leaf in jax.tree.leaves(training.state["params"]) if leaf.ndim > 1]
+    assert sum(tensors) == len(matrices)
+    sent = [float(line.split()[-2].replace(",", "")) for line in printed.splitlines() if "all-" in line]
+    assert sum(sent) <= plan.communication_bytes / 1e3 + 1
+
+
+def test_without_the_gpu_compiler_it_says_so_and_goes_on(console: Console, monkeypatch: pytest.MonkeyPatch):
+    def missing(*_: object, **__: object):
+        raise TargetNotInstalledError("install the extra `audit`")
+
+    monkeypatch.setattr(demo, "LARGE", TINY)
+    monkeypatch.setattr(shardplan, "audit", missing)
+    demo.audit(console)
+    printed = console.export_text()
+    assert "The audit is left out" in printed
+    assert "install the extra `audit`" in printed
+    assert "MB sent per device and step" in printed
+
+
+def run_demo(*arguments: str) -> str:
+    command = [sys.executable, "-m", "shardplan", "demo", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)", printed, re.MULTILINE)]
+
+
+def test_training_from_the_command_line():
+    printed = run_demo("--no-audit", "--steps", "35")
+    assert "they agree" in printed
+    fell = losses(printed)
+    assert fell[-1] < 0.9 * fell[0]
+
+
+@pytest.mark.slow
+def test_whole_demo():
+    printed = run_demo()
+    fell = losses(printed)
+    assert fell[-1] < 0.8 * fell[0]
+    rows = re.findall(r"│ (shardplan|data parallelism|FSDP) +│ +([\d,.]+) │", printed)
+    sent = {name: float(number.replace(",", "")) for name, number in rows}
+    assert sent["shardplan"] < sent["FSDP"] < sent["data parallelism"]
