@@ -5,7 +5,7 @@ from shardplan.rules.analysis import Split as Split
 from shardplan.rules.errors import RuleError as RuleError
 from shardplan.rules.errors import ShardplanError as ShardplanError
 from shardplan.rules.expression import Expression as Expression
-from shardplan.rules.inspect import rule_of as rule_of
+from shardplan.rules.operations import rule_of as rule_of
 from shardplan.rules.rule import Rule as Rule
 from shardplan.rules.rule import derive as derive
 from shardplan.rules.verify import Verdict as Verdict

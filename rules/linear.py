@@ -11,8 +11,10 @@ from itertools import product
 
 from shardplan.rules.expression import Apply, Compare, Expression, Guard, Opaque, Read, Reduce, Term
 
-_JOINTLY = frozenset({"+", "-", "where", "overwrite", "pad", "concat"})
-"""Functions that pick or add up their arguments; the first argument of ``where`` is a condition."""
+_JOINTLY = frozenset({"+", "-", "where", "overwrite", "pad", "concat", "stack"})
+"""Functions that pick or add up their arguments; the first argument of those in ``_SELECTED`` says which."""
+
+_SELECTED = frozenset({"where", "stack"})
 
 _Sets = list[frozenset[int]]
 _MOST_COMBINATIONS = 64
@@ -48,7 +50,7 @@ def _candidates(term: Term) -> _Sets:
         case Apply("*", arguments):
             return list({s for argument in arguments for s in _candidates(argument)})
         case Apply(function, arguments) if function in _JOINTLY:
-            return _unions([_candidates(argument) for argument in arguments[function == "where" :]])
+            return _unions([_candidates(argument) for argument in arguments[function in _SELECTED :]])
         case Apply(_, arguments, linear) | Opaque(_, arguments, _, linear):
             return [
                 united
@@ -80,6 +82,6 @@ def _status(term: Term, operands: frozenset[int]) -> str:
             if function == "*":
                 return "linear" if len(positions) == 1 else "no"
             if function in _JOINTLY:
-                linear = (frozenset(range(function == "where", len(arguments))),)
+                linear = (frozenset(range(function in _SELECTED, len(arguments))),)
             return "linear" if positions in linear else "no"
     return "free"

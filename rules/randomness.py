@@ -58,12 +58,31 @@ def _words(name: str, into_key: bool) -> Rule:
     return rule
 
 
+def _rng_bit_generator(equation: Equation) -> Expression:
+    """A new state and one sequence of bits for the whole array."""
+    state, bits = (letters(name, len(t.shape)) for name, t in zip(("s", "i"), equation.outputs, strict=True))
+    read = Read(0, (None,) * len(equation.inputs[0].shape))
+    results = [Result(state, Opaque("next", (read,), state)), Result(bits, Opaque("bits", (read,), bits))]
+    sizes = sizes_of((state, equation.outputs[0].shape), (bits, equation.outputs[1].shape))
+    return expression(equation, sizes, results, ("state",))
+
+
+def _rng_uniform(equation: Equation) -> Expression:
+    out = equation.outputs[0].shape
+    at = letters("i", len(out))
+    body = Opaque("uniform", (Read(0), Read(1)), at)
+    return expression(equation, sizes_of((at, out)), [Result(at, body)], ("low", "high"))
+
+
 RULES: dict[str, Rule] = {
     "random_bits": _draw("bits"),
     "random_split": _draw("split"),
     "random_seed": _per_key("seed"),
     "random_clone": _per_key("clone"),
     "random_fold_in": _per_key("fold_in"),
+    "random_gamma": _per_key("gamma"),
+    "rng_bit_generator": _rng_bit_generator,
+    "rng_uniform": _rng_uniform,
     "random_wrap": _words("wrap", into_key=True),
     "random_unwrap": _words("unwrap", into_key=False),
 }

@@ -4,7 +4,19 @@ on."""
 from collections.abc import Iterator
 
 from shardplan.rules.equation import Equation, Rule, expression, letters, sizes_of
-from shardplan.rules.expression import ZERO, Apply, Expression, Position, Read, Result, Shape, index
+from shardplan.rules.expression import (
+    ZERO,
+    Affine,
+    Apply,
+    Constant,
+    Expression,
+    Opaque,
+    Position,
+    Read,
+    Result,
+    Shape,
+    index,
+)
 
 
 def regroup(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]]]:
@@ -125,6 +137,64 @@ def _iota(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, shape)), [Result(at, Position(at[equation.params["dimension"]]))])
 
 
+def _stack(equation: Equation) -> Expression:
+    shape, axis = equation.outputs[0].shape, equation.params["axis"]
+    at = letters("i", len(shape))
+    inner = (*at[:axis], *at[axis + 1 :])
+    body = Apply("stack", (Position(at[axis]), *(Read(n, inner) for n in range(len(equation.inputs)))))
+    return expression(equation, sizes_of((at, shape)), [Result(at, body)])
+
+
+def _unstack(equation: Equation) -> Expression:
+    shape, axis = equation.outputs[0].shape, equation.params["axis"]
+    at = letters("i", len(shape))
+    results = [Result(at, Read(0, (*at[:axis], Affine((), n), *at[axis:]))) for n in range(len(equation.outputs))]
+    return expression(equation, sizes_of((at, shape)), results)
+
+
+def _tile(equation: Equation) -> Expression:
+    source, target = equation.inputs[0].shape, equation.outputs[0].shape
+    at = letters("i", len(target))
+    read = tuple(p % size if size != full else p for p, size, full in zip(at, source, target, strict=True))
+    return expression(equation, sizes_of((at, target)), [Result(at, Read(0, read))])
+
+
+def _iota_2x32_shape(equation: Equation) -> Expression:
+    """The row-major number of every element, in two words of 32 bits."""
+    shape = equation.outputs[0].shape
+    at, number, extent = letters("i", len(shape)), ZERO, 1
+    for position, size in zip(reversed(at), reversed(shape), strict=True):
+        number, extent = position * extent + number, extent * size
+    words = (Apply(name, (Position(number),)) for name in ("high_word", "low_word"))
+    return expression(equation, sizes_of((at, shape)), [Result(at, word) for word in words])
+
+
+def _empty(equation: Equation) -> Expression:
+    shape = equation.outputs[0].shape
+    at = letters("i", len(shape))
+    return expression(equation, sizes_of((at, shape)), [Result(at, Constant(0))])
+
+
+def _same_values(equation: Equation) -> Expression:
+    """Every result is the operand of the same number: only its place, its name or its order in time changes."""
+    sizes, results = {}, []
+    for n, tensor in enumerate(equation.outputs):
+        at = letters("i" if len(equation.outputs) == 1 else f"i{n}_", len(tensor.shape))
+        sizes |= sizes_of((at, tensor.shape))
+        results.append(Result(at, Read(n, at)))
+    return expression(equation, sizes, results)
+
+
+def _bitcast(equation: Equation) -> Expression:
+    """Of elements of another width: a last dimension holds the parts."""
+    source, target = equation.inputs[0].shape, equation.outputs[0].shape
+    at, shared = letters("i", len(target)), min(len(source), len(target))
+    whole = (*at[:shared], *([None] * (len(source) - shared)))
+    same = len(source) == len(target)
+    body = Apply("bits", (Read(0, at),)) if same else Opaque("bits", (Read(0, whole),), at[shared:])
+    return expression(equation, sizes_of((at, target)), [Result(at, body)])
+
+
 RULES: dict[str, Rule] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast_in_dim,
@@ -136,4 +206,22 @@ RULES: dict[str, Rule] = {
     "concatenate": _concatenate,
     "split": _split,
     "iota": _iota,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    "iota_2x32_shape": _iota_2x32_shape,
+    "empty": _empty,
+    "empty2": _empty,
+    "bitcast_convert_type": _bitcast,
+    **{
+        name: _same_values
+        for name in (
+            "optimization_barrier",
+            "device_put",
+            "layout_constraint",
+            "sharding_constraint",
+            "reshard",
+            "with_memory_space_constraint",
+        )
+    },
 }

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from shardplan.rules import (
+    attention,
     contraction,
     convolution,
     cumulative,
     elementwise,
     indexing,
+    linear_algebra,
     randomness,
     reduction,
     reshaping,
@@ -19,10 +21,12 @@ from shardplan.rules.equation import Equation, Rule
 from shardplan.rules.expression import Expression
 
 FAMILIES: tuple[ModuleType, ...] = (
+    attention,
     contraction,
     convolution,
     cumulative,
     indexing,
+    linear_algebra,
     randomness,
     reduction,
     reshaping,

@@ -25,7 +25,7 @@ from jax import numpy as jnp
 
 from shardplan.rules.analysis import Slot, Split
 from shardplan.rules.errors import RuleError
-from shardplan.rules.inspect import Operation, operations
+from shardplan.rules.operations import Operation, operations
 
 BLOCKS = (2, 3, 4, 8)
 _TOLERANCE = 1e-5
