@@ -31,13 +31,13 @@ class Training:
 
     @property
     def state(self) -> State:
-        """The state as `jax.ShapeDtypeStruct`s: nothing is computed or allocated."""
-        return jax.eval_shape(self.make_state, jax.random.key(0))
+        """The state as `jax.ShapeDtypeStruct`s: nothing is computed or allocated, and no device is asked for."""
+        return jax.eval_shape(lambda: self.make_state(jax.random.key(0)))
 
     @property
     def batch(self) -> Batch:
         """The batch as `jax.ShapeDtypeStruct`s."""
-        return jax.eval_shape(self.make_batch, jax.random.key(0))
+        return jax.eval_shape(lambda: self.make_batch(jax.random.key(0)))
 
     @property
     def parameters(self) -> int:
