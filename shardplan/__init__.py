@@ -1,7 +1,7 @@
 """shardplan plans how a JAX program is split over a mesh of GPUs.
 
-    step = shardplan.auto(train_step, mesh)      # instead of jax.jit(train_step)
-    state, loss = step(state, batch)
+step = shardplan.auto(train_step, mesh)      # instead of jax.jit(train_step)
+state, loss = step(state, batch)
 """
 
 from shardplan.audit import audit as audit

@@ -58,9 +58,7 @@ def auto(
         ArgumentError: an option or the mesh is wrong; before any work starts.
         InfeasibleError: nothing keeps within the memory limit.
     """
-    options = Options(
-        memory_limit, objective, hardware, pins, donate_argnums, static_argnums, reduce_dtype, time_limit
-    )
+    options = Options(memory_limit, objective, hardware, pins, donate_argnums, static_argnums, reduce_dtype, time_limit)
     return AutoFunction(fn, mesh, options)
 
 

@@ -28,7 +28,9 @@ def check_mesh(mesh: Any) -> None:
         raise ArgumentError("the mesh has no axes: name at least one, as in jax.make_mesh((8,), ('data',))")
     repeated = sorted({str(name) for name in names if names.count(name) > 1})
     if repeated:
-        raise ArgumentError(f"the mesh axis name `{repeated[0]}` is used twice in {names}: give every axis its own name")
+        raise ArgumentError(
+            f"the mesh axis name `{repeated[0]}` is used twice in {names}: give every axis its own name"
+        )
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:

@@ -138,7 +138,9 @@ class Plan:
     def check_program(self, program: Program) -> None:
         """Raises PlanMismatchError where ``program`` is not the one that was planned."""
         if program.fingerprint() != self.program.fingerprint():
-            raise PlanMismatchError("the plan was made for another program: other shapes, another function, another version")
+            raise PlanMismatchError(
+                "the plan was made for another program: other shapes, another function, another version"
+            )
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` as this plan splits it: a function of the planned arguments' shapes, like ``shardplan.auto``.
@@ -157,7 +159,9 @@ class Plan:
                 "jax.make_mesh(sizes, names) or shardplan.target.gpu_mesh('h100', sizes, names)"
             )
         if mesh_axes(chosen) != mesh_axes(self.mesh):
-            raise PlanMismatchError(f"the plan is for the mesh {self.mesh_axes}, got {dict(chosen.shape)}: plan anew for it")
+            raise PlanMismatchError(
+                f"the plan is for the mesh {self.mesh_axes}, got {dict(chosen.shape)}: plan anew for it"
+            )
         return with_auto_axes(chosen)  # type: ignore[return-value]
 
     def _input_layouts(self) -> list[Layout]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardplan.hardware import HardwareProfile, load
 from shardplan.layout import Layout, LayoutSpace, MeshAxes, from_spec
 from shardplan.mesh import GivenMesh, mesh_axes, shapes_of, with_auto_axes
 from shardplan.plan import Plan, PlannedCollective
+from shardplan.prices import Prices
 from shardplan.problem import Problem, match_paths
 from shardplan.program import Program
 from shardplan.schedule import Schedule
@@ -75,7 +76,8 @@ def plan_program(program: Program, mesh: Mesh | AbstractMesh, options: Options, 
     started = time.perf_counter()
     axes = mesh_axes(mesh)
     space = LayoutSpace(axes)
-    problem = Problem(program, space, byte_price=_byte_price(options), fixed=_fixed_layouts(program, axes, options.pins))
+    prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
+    problem = Problem(program, space, prices, _fixed_layouts(program, axes, options.pins))
     built = time.perf_counter()
     solution = solve(problem.network, gap=PRECISION, time_limit=options.time_limit)
     if solution.status == "infeasible":
@@ -101,11 +103,6 @@ def plan_program(program: Program, mesh: Mesh | AbstractMesh, options: Options, 
         schedule=schedule,
         donated=_donated(options),
     )
-
-
-def _byte_price(options: Options) -> Callable[[Any], float]:
-    profile = load(options.hardware or DEFAULT_HARDWARE)
-    return lambda dtype: profile.intra_host.bytes_per_second / profile.flops_per_second(dtype)
 
 
 def _donated(options: Options) -> tuple[int, ...]:

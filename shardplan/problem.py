@@ -6,7 +6,7 @@ strategies; a value with several readers has one more variable, the layout of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,14 +14,11 @@ from typing import Any
 import numpy as np
 
 from shardplan.layout import Domain, Layout, LayoutSpace
+from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island
-from shardplan.transition import Reductions, Transitions
-
-# Equal costs are decided by less memory: a byte that is stored costs this part of a byte that is sent, too little to
-# change which plan sends least by more than a millionth of what it stores.
-BYTES_SENT_PER_BYTE_STORED = 1e-7
+from shardplan.transition import Priced, Reductions, Transitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +42,24 @@ class _Variables:
 class Problem:
     """The cost network of a program, and the way back from its solution to layouts.
 
-    ``byte_price`` says of a dtype what repeating one floating-point operation costs, in bytes sent. ``fixed`` gives hard layouts of
-    values: a tuple with one entry per dimension, None where the dimension is free.
+    ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None where the dimension is free.
     """
 
     def __init__(
         self,
         program: Program,
         space: LayoutSpace,
-        *,
-        byte_price: Callable[[Any], float],
+        prices: Prices,
         fixed: Mapping[int, tuple[tuple[int, ...] | None, ...]],
     ) -> None:
         self.program = program
         self.space = space
-        self.transitions = Transitions(space)
+        self.prices = prices
+        self.transitions = Transitions(space, prices)
         self.reductions = Reductions(self.transitions)
         self.network = Network()
         self.choices: dict[int, Choices] = {}
         self.unknown: dict[str, list[Operation]] = {}
-        self._byte_price = byte_price
         self._fixed = fixed
         self._maker = StrategyMaker(space)
         self._variables = _Variables()
@@ -94,17 +89,22 @@ class Problem:
         return frozenset(generated)
 
     def _costs_of_following(self) -> dict[int, np.ndarray]:
-        """Of values whose layout decides how their operation is split: the price of the work it repeats."""
+        """Of values whose layout decides how their operation is split: the price of their operation's work."""
         return {
-            operation.results[0]: self._repeated(self.choices[operation.index])
+            operation.results[0]: self._work(self.choices[operation.index])
             for operation in self.program.operations
             if self.choices[operation.index].follows_result and operation.results[0] not in self.generated
         }
 
-    def _repeated(self, choices: Choices) -> np.ndarray:
-        key = (id(choices), "repeated")
+    def _work(self, choices: Choices) -> np.ndarray:
+        key = (id(choices), "work")
         if key not in self._tables:
-            self._tables[key] = np.array([self.repeated_work(choices, s) for s in choices.strategies])
+            self._tables[key] = np.array(
+                [
+                    self.prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
+                    for strategy in choices.strategies
+                ]
+            )
         return self._tables[key]
 
     # ---- variables
@@ -122,7 +122,7 @@ class Problem:
 
     def _add_value(self, value: Value) -> None:
         domain = self._domain(value.index)
-        costs = value.total_bytes / domain.degrees * BYTES_SENT_PER_BYTE_STORED
+        costs = value.total_bytes / domain.degrees * self.prices.per_byte_stored()
         own = self._own_costs.get(value.index)
         if own is not None:
             costs = costs + own
@@ -132,7 +132,9 @@ class Problem:
         if fixed is not None:
             allowed = [_agrees(layout, fixed) for layout in domain.layouts]
             costs = np.where(allowed, costs, np.inf)
-        self._variables.values[value.index] = self.network.add_variable(costs, name=value.name or f"value {value.index}")
+        self._variables.values[value.index] = self.network.add_variable(
+            costs, name=value.name or f"value {value.index}"
+        )
 
     def _add_copy(self, value: Value) -> None:
         domain = self._domain(value.index)
@@ -164,7 +166,7 @@ class Problem:
         domain = self.space.domain(value.shape)
         key = (domain, targets, value.total_bytes)
         if key not in self._tables:
-            self._tables[key] = self.transitions.table(domain, targets) * value.total_bytes
+            self._tables[key] = self.transitions.table(domain, targets, value.total_bytes)
         return self._tables[key]
 
     def _add_operations(self) -> None:
@@ -176,14 +178,10 @@ class Problem:
                 variable = self._variables.values[operation.results[0]]
             else:
                 name = f"{operation.scope} {operation.primitive.name}"
-                variable = self.network.add_variable(self._repeated(choices), name=name)
+                variable = self.network.add_variable(self._work(choices), name=name)
                 self._variables.operations[operation.index] = variable
                 self._add_results(operation, choices, variable)
             self._add_operands(operation, choices, variable)
-
-    def repeated_work(self, choices: Choices, strategy: Strategy) -> float:
-        """The price in bytes of the work that devices repeat instead of splitting it."""
-        return choices.flops * self._byte_price(choices.dtype) * (1 / strategy.degree - 1 / self.space.mesh.device_count)
 
     def _add_operands(self, operation: Operation, choices: Choices, variable: int) -> None:
         seen = set()
@@ -206,14 +204,15 @@ class Problem:
             if key not in self._tables:
                 domain = self.space.domain(value.shape)
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
-                self._tables[key] = np.array(rows) * value.total_bytes
+                self._tables[key] = np.array([row.of(value.total_bytes) for row in rows])
             self.network.add_edge(variable, self._variables.values[result], self._tables[key])
 
-    def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> np.ndarray:
-        """float [layouts of the domain]: fraction of the result's bytes sent until it has each layout."""
+    def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
+        """float [layouts of the domain]: the price until the result has each layout."""
         own, pending = strategy.results[position], strategy.pending[position]
         if not pending:
-            return self.transitions.table(domain, domain.layouts)[domain.position[own]]
+            priced, place = self.transitions.priced(domain), domain.position[own]
+            return Priced(priced.per_byte[place], priced.fixed[place])
         return self.reductions.row(domain, own, pending, may_be_island(operation, strategy))
 
     def _add_outputs(self) -> None:

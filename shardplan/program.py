@@ -128,7 +128,9 @@ def trace_program(
         environment[var] = value = builder.new_value(var.aval, None)
         captured[value] = array
     outputs = builder.inline(jaxpr, environment, captured)
-    ties = _find_ties(input_paths, [path for path, _ in output_paths], [builder.values[i] for i in inputs], outputs, builder)
+    ties = _find_ties(
+        input_paths, [path for path, _ in output_paths], [builder.values[i] for i in inputs], outputs, builder
+    )
     return _prune(
         Program(
             values=tuple(builder.values),
@@ -158,7 +160,11 @@ class _Builder:
         return len(self.values) - 1
 
     def new_operation(
-        self, primitive: _jax.Primitive, params: dict[str, Any], operands: Sequence[int | Constant], equation: _jax.Equation
+        self,
+        primitive: _jax.Primitive,
+        params: dict[str, Any],
+        operands: Sequence[int | Constant],
+        equation: _jax.Equation,
     ) -> tuple[int, ...]:
         avals = [var.aval for var in equation.outvars]
         if primitive is _jax.optimization_barrier and equation.primitive is not primitive:

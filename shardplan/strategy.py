@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
-from shardplan import rules
+from shardplan import _jax, rules
 from shardplan.layout import Layout, LayoutSpace, replicated
 from shardplan.program import Constant, Operation, Program
 
@@ -44,6 +45,8 @@ class Choices:
     strategies: tuple[Strategy, ...]
     follows_result: bool
     flops: int
+    memory_bytes: int
+    """Bytes that the whole operation reads and writes."""
     dtype: Any
     """Element type that the work is done in."""
 
@@ -70,15 +73,15 @@ class StrategyMaker:
     def _derive(self, rule: Any, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
         splits = {n: _usable(rule.splits(n)) for n in self._degrees()}
-        dtype = (*operands, *results)[0].dtype
+        work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
         every = [split for found in splits.values() for split in found]
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)
             strategies = [self._following(layout, splits, ranks) for layout in domain.layouts]
-            return Choices(tuple(strategies), True, rule.flops, dtype)
+            return Choices(tuple(strategies), True, *work)
         indices = list(dict.fromkeys(split.index for split in every))
         strategies = list(self._free(indices, splits, ranks))
-        return Choices(tuple(strategies), False, rule.flops, dtype)
+        return Choices(tuple(strategies), False, *work)
 
     def _degrees(self) -> list[int]:
         mesh = self.space.mesh
@@ -158,6 +161,11 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
 def operand_type(program: Program, operand: int | Constant) -> Any:
     """What has the shape and dtype of an operand."""
     return program.values[operand] if isinstance(operand, int) else operand.aval
+
+
+def bytes_of(tensor: Any) -> int:
+    """Bytes of a whole tensor with a shape and a dtype."""
+    return prod(tensor.shape) * _jax.item_bytes(tensor.dtype)
 
 
 def _usable(splits: Sequence[Any]) -> list[Any]:

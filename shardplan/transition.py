@@ -3,14 +3,16 @@
 A transition is a path of single steps, each of which XLA compiles to at most one collective; the cheapest path is
 found over all layouts of the tensor, so that no recipe is fixed. Costs are ring costs (bytes that one device sends).
 
->>> from shardplan.layout import LayoutSpace, MeshAxes
->>> space = LayoutSpace(MeshAxes(("x",), (8,)))
->>> transitions = Transitions(space)
+>>> from shardplan.hardware import load
+>>> from shardplan.layout import MeshAxes
+>>> mesh = MeshAxes(("x",), (8,))
+>>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
+>>> space = transitions.space
 >>> domain = space.domain((16, 16))
 >>> rows, columns = ((0,), ()), ((), (0,))
 >>> [step.kind for step in transitions.path(domain, rows, columns)]
 ['all-to-all']
->>> round(float(transitions.table(domain, (columns,))[domain.position[rows], 0]) * 1024)   # of a tensor of 1024 bytes
+>>> round(float(transitions.table(domain, (columns,), 1024)[domain.position[rows], 0]))   # of 1024 bytes
 112
 """
 
@@ -24,9 +26,21 @@ from typing import Any
 import numpy as np
 
 from shardplan.layout import Domain, Layout, LayoutSpace
+from shardplan.prices import Prices
 
-# Among paths of equal bytes the shorter one: far below one byte for every tensor that fits on a device.
-_FRACTION_PER_COLLECTIVE = 1e-9
+# Among paths of equal price the shorter one.
+_LONGER_PATH = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A price that is linear in the bytes of the whole tensor, per pair of layouts."""
+
+    per_byte: np.ndarray
+    fixed: np.ndarray
+
+    def of(self, total_bytes: float) -> np.ndarray:
+        return self.per_byte * total_bytes + self.fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +61,20 @@ class Step:
 class Transitions:
     """Cheapest paths between the layouts of one mesh, found once per domain."""
 
-    def __init__(self, space: LayoutSpace) -> None:
+    def __init__(self, space: LayoutSpace, prices: Prices) -> None:
         self.space = space
-        self._solved: dict[Domain, tuple[np.ndarray, np.ndarray, dict[tuple[int, int], Step]]] = {}
-        self._tables: dict[tuple[Domain, tuple[Layout, ...]], np.ndarray] = {}
+        self.prices = prices
+        self._solved: dict[Domain, tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]] = {}
 
-    def table(self, domain: Domain, targets: tuple[Layout, ...]) -> np.ndarray:
-        """float [layouts of the domain, targets]: the fraction of the tensor's bytes that one device sends."""
-        key = (domain, targets)
-        if key not in self._tables:
-            costs = self._solve(domain)[0]
-            self._tables[key] = np.ascontiguousarray(costs[:, [domain.position[target] for target in targets]])
-        return self._tables[key]
+    def table(self, domain: Domain, targets: tuple[Layout, ...], total_bytes: int) -> np.ndarray:
+        """float [layouts of the domain, targets]: the price of each transition of a tensor of so many bytes."""
+        places = [domain.position[target] for target in targets]
+        priced = self._solve(domain)[0]
+        return priced.per_byte[:, places] * total_bytes + priced.fixed[:, places]
+
+    def priced(self, domain: Domain) -> Priced:
+        """The prices between all layouts of a domain."""
+        return self._solve(domain)[0]
 
     def path(self, domain: Domain, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The steps of the cheapest transition, none where the layouts are equal."""
@@ -71,28 +87,39 @@ class Transitions:
             node = before
         return tuple(reversed(found))
 
-    def _solve(self, domain: Domain) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, int], Step]]:
+    def _solve(self, domain: Domain) -> tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]:
         if domain in self._solved:
             return self._solved[domain]
         count = len(domain)
         costs = np.full((count, count), np.inf)
         np.fill_diagonal(costs, 0.0)
+        fixed = np.zeros((count, count))
         previous = np.broadcast_to(np.arange(count)[:, None], (count, count)).copy()
         steps: dict[tuple[int, int], Step] = {}
         for source, layout in enumerate(domain.layouts):
             for step in self._steps(layout):
                 target = domain.position.get(step.layout)
-                cost = step.fraction + _FRACTION_PER_COLLECTIVE
-                if target is not None and cost < costs[source, target]:
-                    costs[source, target] = cost
+                if target is None:
+                    continue
+                per_byte, per_collective = self.price(step)
+                if per_byte + _LONGER_PATH < costs[source, target]:
+                    costs[source, target] = per_byte + _LONGER_PATH
+                    fixed[source, target] = per_collective
                     steps[source, target] = step
         for middle in range(count):
             through = costs[:, middle, None] + costs[None, middle, :]
             better = through < costs
             costs = np.where(better, through, costs)
+            fixed = np.where(better, fixed[:, middle, None] + fixed[None, middle, :], fixed)
             previous = np.where(better, previous[middle][None, :], previous)
-        self._solved[domain] = costs, previous, steps
+        self._solved[domain] = Priced(costs, fixed), previous, steps
         return self._solved[domain]
+
+    def price(self, step: Step) -> tuple[float, float]:
+        """What a step costs per byte of the whole tensor, and besides."""
+        if step.fraction == 0:
+            return 0.0, 0.0
+        return step.fraction * self.prices.per_byte(step.axes), self.prices.per_collective(step.kind, step.axes)
 
     def _steps(self, layout: Layout) -> Iterator[Step]:
         """Every single step from a layout (its target may lie outside of the domain)."""
@@ -141,8 +168,10 @@ class Reductions:
     in the order in which the axes split what was reduced, where no further split follows directly. An *island* (the operation inside a ``shard_map`` with explicit
     collectives) may reduce axis by axis, onto several dimensions.
 
-    >>> from shardplan.layout import LayoutSpace, MeshAxes
-    >>> transitions = Transitions(LayoutSpace(MeshAxes(("x", "y"), (2, 4))))
+    >>> from shardplan.hardware import load
+    >>> from shardplan.layout import MeshAxes
+    >>> mesh = MeshAxes(("x", "y"), (2, 4))
+    >>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
     >>> domain = transitions.space.domain((16, 16))
     >>> reductions = Reductions(transitions)
     >>> wanted, nothing = ((0,), (1,)), ((), ())
@@ -155,10 +184,10 @@ class Reductions:
     def __init__(self, transitions: Transitions) -> None:
         self._transitions = transitions
         self._mesh = transitions.space.mesh
-        self._rows: dict[Any, tuple[np.ndarray, np.ndarray, tuple[_Reduced, ...]]] = {}
+        self._rows: dict[Any, tuple[Priced, np.ndarray, tuple[_Reduced, ...]]] = {}
 
-    def row(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> np.ndarray:
-        """float [layouts of the domain]: the fraction of the tensor's bytes sent until it is whole in each layout."""
+    def row(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> Priced:
+        """float [layouts of the domain]: the price until the tensor is whole in each layout."""
         return self._solve(domain, own, pending, island)[0]
 
     def path(
@@ -171,21 +200,26 @@ class Reductions:
 
     def _solve(
         self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool
-    ) -> tuple[np.ndarray, np.ndarray, tuple[_Reduced, ...]]:
+    ) -> tuple[Priced, np.ndarray, tuple[_Reduced, ...]]:
         key = (domain, own, pending, island)
         if key not in self._rows:
             ways = tuple(way for way in self._ways(own, pending, island) if way.layout in domain.position)
-            rows = np.array([self._cost(domain, way, island) for way in ways])
-            self._rows[key] = rows.min(axis=0), rows.argmin(axis=0), ways
+            after = self._transitions.priced(domain)
+            places = [domain.position[way.layout] for way in ways]
+            per_byte = after.per_byte[places] + [[way.per_byte] for way in ways]
+            per_byte += np.array([self._impossible(domain, way, island) for way in ways])
+            fixed = after.fixed[places] + [[way.fixed] for way in ways]
+            best = per_byte.argmin(axis=0)
+            columns = np.arange(len(domain))
+            self._rows[key] = Priced(per_byte[best, columns], fixed[best, columns]), best, ways
         return self._rows[key]
 
-    def _cost(self, domain: Domain, way: _Reduced, island: bool) -> np.ndarray:
-        row = way.fraction + self._transitions.table(domain, domain.layouts)[domain.position[way.layout]]
+    def _impossible(self, domain: Domain, way: _Reduced, island: bool) -> np.ndarray:
+        """Infinite for targets where XLA fuses a slice behind a reduce-scatter with it, and then sees no scatter."""
         if island or way.steps[-1].kind == "all-reduce":
-            return row
-        # XLA fuses a slice behind a reduction with the reduction's own, and then does not see a reduce-scatter
+            return np.zeros(len(domain))
         first = [self._transitions.path(domain, way.layout, target)[:1] for target in domain.layouts]
-        return np.where([bool(steps) and steps[0].kind == "slice" for steps in first], np.inf, row)
+        return np.array([np.inf if steps and steps[0].kind == "slice" else 0.0 for steps in first])
 
     def _ways(self, own: Layout, pending: tuple[int, ...], island: bool) -> list[_Reduced]:
         """Ways to reduce all of ``pending``, the cheapest per layout in which they end."""
@@ -194,11 +228,12 @@ class Reductions:
         for group in groups:
             rest = tuple(axis for axis in pending if axis not in group)
             for step in self._steps(own, group):
-                after = self._ways(step.layout, rest, island) if rest else [_Reduced(step.layout, 0.0, ())]
+                after = self._ways(step.layout, rest, island) if rest else [_Reduced(step.layout, 0.0, 0.0, ())]
+                per_byte, fixed = self._transitions.price(step)
                 for way in after:
-                    fraction = step.fraction + _FRACTION_PER_COLLECTIVE + way.fraction
-                    if way.layout not in best or fraction < best[way.layout].fraction:
-                        best[way.layout] = _Reduced(way.layout, fraction, (step, *way.steps))
+                    total = per_byte + _LONGER_PATH + way.per_byte
+                    if way.layout not in best or total < best[way.layout].per_byte:
+                        best[way.layout] = _Reduced(way.layout, total, fixed + way.fixed, (step, *way.steps))
         return list(best.values())
 
     def _groups(self, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -216,7 +251,8 @@ class Reductions:
 @dataclass(frozen=True, slots=True)
 class _Reduced:
     layout: Layout
-    fraction: float
+    per_byte: float
+    fixed: float
     steps: tuple[Step, ...]
 
 

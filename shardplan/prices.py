@@ -1,0 +1,83 @@
+"""Prices: what bytes on the wire, collectives and work cost, in the unit of the objective.
+
+The objective ``"bytes"`` counts bytes that one device sends. Work that devices repeat instead of splitting it is
+converted at the profile's rates: the bytes that could have been sent in its time. The objective ``"time"`` counts
+estimated seconds.
+
+>>> from shardplan.hardware import load
+>>> mesh = MeshAxes(("data", "model"), (2, 4))
+>>> prices = Prices("bytes", load("h100"), mesh)
+>>> prices.per_byte((0, 1)), prices.per_collective("all-gather", (0,)) < 0.01
+(1.0, True)
+>>> seconds = Prices("time", load("h100"), mesh)
+>>> round(seconds.per_byte((0,)) * 450e9, 6)
+1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.hardware import HardwareProfile
+from shardplan.layout import MeshAxes
+
+# Equal costs are decided by less memory, then by fewer collectives. A byte that is stored costs so small a part of a
+# byte that is sent that it cannot change which plan sends least by more than a ten-millionth of what it stores; a
+# collective costs what ten kilobytes stored cost.
+_BYTES_SENT_PER_BYTE_STORED = 1e-7
+_BYTES_SENT_PER_COLLECTIVE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """The prices of one objective on one mesh of devices with a hardware profile."""
+
+    objective: str
+    hardware: HardwareProfile
+    mesh: MeshAxes
+
+    @property
+    def unit(self) -> str:
+        return "s" if self.objective == "time" else "B"
+
+    def per_byte(self, axes: Sequence[int]) -> float:
+        """Of one byte sent by a device in a collective over mesh axes; the slowest axis decides."""
+        if self.objective == "bytes":
+            return 1.0
+        return 1.0 / min(self._link(axis).bytes_per_second for axis in axes)
+
+    def per_collective(self, kind: str, axes: Sequence[int]) -> float:
+        """Of one collective, whatever its size: in seconds, its launch and the latencies of a ring of n devices."""
+        if self.objective == "bytes":
+            return _BYTES_SENT_PER_COLLECTIVE
+        hops = 1 if kind == "collective-permute" else self.mesh.degree(axes) - 1
+        rounds = 2 if kind == "all-reduce" else 1
+        latency = max(self._link(axis).latency_seconds for axis in axes)
+        return self.hardware.launch_seconds + rounds * hops * latency
+
+    def per_byte_stored(self) -> float:
+        """Of one byte that a device holds during the step."""
+        return _BYTES_SENT_PER_BYTE_STORED * self._per_byte_sent()
+
+    def work(self, flops: float, memory_bytes: float, dtype: Any, degree: int) -> float:
+        """Of work of so many operations and bytes of memory traffic in all, shared by ``degree`` devices.
+
+        In bytes, only what is repeated counts, and by its operations alone; in seconds, all that one device does.
+        """
+        if self.objective == "bytes":
+            seconds = flops / self.hardware.flops_per_second(dtype)
+            return seconds * (1 / degree - 1 / self.mesh.device_count) / self._seconds_per_byte_sent()
+        compute = flops / self.hardware.flops_per_second(dtype)
+        return max(compute, memory_bytes / self.hardware.memory_bytes_per_second) / degree
+
+    def _per_byte_sent(self) -> float:
+        return 1.0 if self.objective == "bytes" else self._seconds_per_byte_sent()
+
+    def _seconds_per_byte_sent(self) -> float:
+        return 1.0 / self.hardware.intra_host.bytes_per_second
+
+    def _link(self, axis: int) -> Any:
+        sizes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
+        return self.hardware.link(self.mesh.names[axis], sizes)
