@@ -137,3 +137,8 @@ def item_bytes(dtype: Any) -> int:
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:
     """What ``jax.jit(...).lower`` takes for a value of a shape and dtype."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is a real floating-point type, the narrow ones included."""
+    return bool(jax.dtypes.issubdtype(dtype, np.floating))

@@ -77,7 +77,8 @@ def plan_program(program: Program, mesh: Mesh | AbstractMesh, options: Options, 
     axes = mesh_axes(mesh)
     space = LayoutSpace(axes)
     prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
-    problem = Problem(program, space, prices, _fixed_layouts(program, axes, options.pins))
+    fixed = _fixed_layouts(program, axes, options.pins)
+    problem = Problem(program, space, prices, fixed, options.reduce_dtype)
     built = time.perf_counter()
     solution = solve(problem.network, gap=PRECISION, time_limit=options.time_limit)
     if solution.status == "infeasible":
@@ -146,14 +147,15 @@ def _some(names: Iterable[str]) -> str:
 def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
     mesh = schedule.space.mesh
     found = []
-    for step, value, operation in schedule.collectives():
+    for sent in schedule.collectives():
+        operation = sent.operation
         found.append(
             PlannedCollective(
-                kind=step.kind,
-                axes=tuple(mesh.names[axis] for axis in sorted(step.axes)),
-                bytes=step.fraction * value.total_bytes,
+                kind=sent.step.kind,
+                axes=tuple(mesh.names[axis] for axis in sorted(sent.step.axes)),
+                bytes=sent.bytes,
                 times=1,
-                tensor=value.name or f"value {value.index}",
+                tensor=sent.tensor.name or f"value {sent.tensor.index}",
                 operation=f"{operation.scope} {operation.primitive.name}" if operation else "output",
                 source=operation.source if operation else "",
             )

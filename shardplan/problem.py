@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from shardplan import _jax
 from shardplan.layout import Domain, Layout, LayoutSpace
 from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
-from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island
-from shardplan.transition import Priced, Reductions, Transitions
+from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island, reduction_dtype
+from shardplan.transition import Partial, Priced, Reductions, Transitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Problem:
     """The cost network of a program, and the way back from its solution to layouts.
 
     ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None where the dimension is free.
+    ``reduce_dtype`` is the element type in which partial results of contractions travel, None for their own.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Problem:
         space: LayoutSpace,
         prices: Prices,
         fixed: Mapping[int, tuple[tuple[int, ...] | None, ...]],
+        reduce_dtype: Any = None,
     ) -> None:
         self.program = program
         self.space = space
@@ -60,6 +63,7 @@ class Problem:
         self.network = Network()
         self.choices: dict[int, Choices] = {}
         self.unknown: dict[str, list[Operation]] = {}
+        self.reduce_dtype = reduce_dtype
         self._fixed = fixed
         self._maker = StrategyMaker(space)
         self._variables = _Variables()
@@ -209,11 +213,19 @@ class Problem:
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
         """float [layouts of the domain]: the price until the result has each layout."""
-        own, pending = strategy.results[position], strategy.pending[position]
-        if not pending:
-            priced, place = self.transitions.priced(domain), domain.position[own]
-            return Priced(priced.per_byte[place], priced.fixed[place])
-        return self.reductions.row(domain, own, pending, may_be_island(operation, strategy))
+        partial = self.partial(operation, strategy, position)
+        if partial.pending:
+            return self.reductions.row(domain, partial)
+        priced, place = self.transitions.priced(domain), domain.position[partial.layout]
+        return Priced(priced.per_byte[place], priced.fixed[place])
+
+    def partial(self, operation: Operation, strategy: Strategy, position: int) -> Partial:
+        """The state in which an operation leaves a result."""
+        island = may_be_island(operation, strategy)
+        dtype = self.program.values[operation.results[position]].dtype
+        travelling = reduction_dtype(operation, dtype, self.reduce_dtype) if island else dtype
+        width = _jax.item_bytes(travelling) / _jax.item_bytes(dtype)
+        return Partial(strategy.results[position], strategy.pending[position], island, width)
 
     def _add_outputs(self) -> None:
         for number, position in self.program.ties.items():

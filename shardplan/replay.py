@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardplan import _jax
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.program import Constant, Operation
-from shardplan.schedule import Schedule
+from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.strategy import Strategy
 from shardplan.transition import Step
 
@@ -44,11 +44,11 @@ class Replay:
     def _run(self, operation: Operation) -> None:
         strategy = self._schedule.assignment.strategies[operation.index]
         operands = [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
-        if self._schedule.needs_island(operation):
-            results, done = self._run_island(operation, strategy, operands)
+        travelling = self._schedule.island_dtype(operation)
+        if travelling is None:
+            results, done = self._bind(operation, operands), 0
         else:
-            results = self._bind(operation, operands)
-            done = 0
+            results, done = self._run_island(operation, strategy, operands, travelling)
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
             steps = self._schedule.result_steps(operation, position)[done:]
             held = result if done else self._constrain(result, strategy.results[position])
@@ -61,15 +61,16 @@ class Replay:
         return _jax.bind_again(operation.equation, operation.primitive, operation.params, operands, operation.scope)
 
     def _run_island(
-        self, operation: Operation, strategy: Strategy, operands: Sequence[Any]
+        self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
     ) -> tuple[tuple[Any, ...], int]:
         """Runs an operation block by block with explicit reductions; returns its results and how many steps are done."""
         mesh = self._schedule.space.mesh
-        steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in ("all-reduce", "reduce-scatter")]
+        steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
         layouts = [strategy.results[0], *(step.layout for step in steps)]
 
         def blocks(*local: Any) -> Any:
-            (result,) = self._bind(operation, local)
+            (whole,) = self._bind(operation, local)
+            result = whole.astype(travelling)
             for step, before, after in zip(steps, layouts, layouts[1:]):
                 names = tuple(mesh.names[axis] for axis in step.axes)
                 if step.kind == "all-reduce":
@@ -77,7 +78,7 @@ class Replay:
                 else:
                     dim = next(d for d, axes in enumerate(after) if axes != before[d])
                     result = jax.lax.psum_scatter(result, names, scatter_dimension=dim, tiled=True)
-            return result
+            return result.astype(whole.dtype)
 
         in_specs = tuple(to_spec(mesh, layout or ()) for layout in strategy.operands)
         with jax.named_scope(operation.scope):

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from shardplan.layout import Layout, replicated
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
-from shardplan.strategy import Strategy, may_be_island
+from shardplan.strategy import Strategy, may_be_island, reduction_dtype
 from shardplan.transition import Step
+
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+"""The kinds of steps that turn partial results into whole ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,16 @@ class Route:
     steps: tuple[Step, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective: its step, the tensor that it moves, and the operation that makes or reads it (None: an output)."""
+
+    step: Step
+    tensor: Value
+    operation: Operation | None
+    bytes: float
+
+
 class Schedule:
     """An assignment over a program, as routes."""
 
@@ -31,8 +44,7 @@ class Schedule:
         self.space = problem.space
         self.choices = problem.choices
         self.assignment = assignment
-        self._transitions = problem.transitions
-        self._reductions = problem.reductions
+        self._problem = problem
         self._routes: dict[tuple[int, Layout], Route] = {}
 
     def copy(self, value: int) -> Layout:
@@ -48,7 +60,7 @@ class Schedule:
         if key not in self._routes:
             source = stored if target == copy else copy
             domain = self.space.domain(self.program.values[value].shape)
-            self._routes[key] = Route(source, self._transitions.path(domain, source, target))
+            self._routes[key] = Route(source, self._problem.transitions.path(domain, source, target))
         return self._routes[key]
 
     def output_layout(self, output: int) -> Layout:
@@ -64,29 +76,34 @@ class Schedule:
 
     def result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
         """From the layout (and partial state) in which an operation leaves a result to the planned one."""
-        strategy = self.assignment.strategies[operation.index]
         value = operation.results[position]
         domain = self.space.domain(self.program.values[value].shape)
-        own, pending = strategy.results[position], strategy.pending[position]
+        partial = self._problem.partial(operation, self.assignment.strategies[operation.index], position)
         target = self.assignment.values[value]
-        if not pending:
-            return self._transitions.path(domain, own, target)
-        return self._reductions.path(domain, own, pending, target, may_be_island(operation, strategy))
+        if partial.pending:
+            return self._problem.reductions.path(domain, partial, target)
+        return self._problem.transitions.path(domain, partial.layout, target)
 
-    def needs_island(self, operation: Operation) -> bool:
-        """Whether XLA, left alone, would reduce the results of an operation in a dearer way than the planned one."""
+    def island_dtype(self, operation: Operation) -> Any:
+        """The element type in which an operation's partial results must be reduced inside an island.
+
+        None where XLA, left alone, reduces them as planned.
+        """
         strategy = self.assignment.strategies[operation.index]
         if not may_be_island(operation, strategy) or not strategy.pending[0]:
-            return False
+            return None
+        dtype = self.program.values[operation.results[0]].dtype
+        travelling = reduction_dtype(operation, dtype, self._problem.reduce_dtype)
         steps = self.result_steps(operation, 0)
-        reducing = [step for step in steps if step.kind in ("all-reduce", "reduce-scatter")]
+        reducing = [step for step in steps if step.kind in REDUCTIONS]
         followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
         scatters = reducing[0].kind == "reduce-scatter"
-        return len(reducing) > 1 or (scatters and (followed_by_slice or len(reducing[0].axes) > 1))
+        needed = len(reducing) > 1 or (scatters and (followed_by_slice or len(reducing[0].axes) > 1))
+        return travelling if needed or travelling != dtype else None
 
-    def collectives(self) -> list[tuple[Step, Value, Operation | None]]:
-        """Every collective of the step with the tensor that it moves and the operation that makes or reads it."""
-        found: list[tuple[Step, Value, Operation | None]] = []
+    def collectives(self) -> list[Sent]:
+        """Every collective of the step, in the order of the program."""
+        found: list[Sent] = []
         done: set[tuple[int, Layout]] = set()
 
         def read(value: int, target: Layout, reader: Operation | None) -> None:
@@ -95,7 +112,8 @@ class Schedule:
                 read(value, route.source, reader)
             for step in route.steps:
                 if step.fraction > 0 and (value, step.layout) not in done:
-                    found.append((step, self.program.values[value], reader))
+                    tensor = self.program.values[value]
+                    found.append(Sent(step, tensor, reader, step.fraction * tensor.total_bytes))
                 done.add((value, step.layout))
 
         for operation in self.program.operations:
@@ -106,9 +124,12 @@ class Schedule:
                 if isinstance(operand, int) and operand not in self.assignment.generated and layout is not None:
                     read(operand, layout, operation)
             for position, result in enumerate(operation.results):
+                tensor = self.program.values[result]
+                width = self._problem.partial(operation, strategy, position).width
                 for step in self.result_steps(operation, position):
                     if step.fraction > 0:
-                        found.append((step, self.program.values[result], operation))
+                        size = step.fraction * tensor.total_bytes * (width if step.kind in REDUCTIONS else 1.0)
+                        found.append(Sent(step, tensor, operation, size))
         for number, position in self.program.ties.items():
             output, target = self.program.outputs[number], self.program.inputs[position]
             if isinstance(output, int) and output not in self.assignment.generated:

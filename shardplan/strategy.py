@@ -158,6 +158,18 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
     return operation.primitive.name in ("dot_general", "reduce_sum") and set(strategy.reducers) == {"sum"}
 
 
+def reduction_dtype(operation: Operation, dtype: Any, reduce_dtype: Any) -> Any:
+    """The element type in which the partial results of an operation travel.
+
+    That is their own, as XLA does it, unless the user names another: a wider one for every sum of floats, a narrower
+    one for contractions (gradients and activations) alone, since plain sums are statistics and losses.
+    """
+    if reduce_dtype is None or not _jax.is_float(dtype):
+        return dtype
+    narrower = _jax.item_bytes(reduce_dtype) < _jax.item_bytes(dtype)
+    return dtype if narrower and operation.primitive.name != "dot_general" else reduce_dtype
+
+
 def operand_type(program: Program, operand: int | Constant) -> Any:
     """What has the shape and dtype of an operand."""
     return program.values[operand] if isinstance(operand, int) else operand.aval

@@ -161,6 +161,19 @@ class Transitions:
                     yield Step("collective-permute", (axis, free), _with(layout, dim, swapped), local, local)
 
 
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A partial result: split as ``layout`` and pending over mesh axes, in the order in which these split what is reduced.
+
+    ``width`` is the size of an element while it is reduced, in units of the size that it has afterwards.
+    """
+
+    layout: Layout
+    pending: tuple[int, ...]
+    island: bool
+    width: float = 1.0
+
+
 class Reductions:
     """Cheapest ways from partial results to whole ones, found once per layout and set of pending axes.
 
@@ -175,9 +188,9 @@ class Reductions:
     >>> domain = transitions.space.domain((16, 16))
     >>> reductions = Reductions(transitions)
     >>> wanted, nothing = ((0,), (1,)), ((), ())
-    >>> [step.kind for step in reductions.path(domain, nothing, (0, 1), wanted, island=False)]
+    >>> [step.kind for step in reductions.path(domain, Partial(nothing, (0, 1), island=False), wanted)]
     ['reduce-scatter', 'all-to-all']
-    >>> [step.kind for step in reductions.path(domain, nothing, (0, 1), wanted, island=True)]
+    >>> [step.kind for step in reductions.path(domain, Partial(nothing, (0, 1), island=True), wanted)]
     ['reduce-scatter', 'reduce-scatter']
     """
 
@@ -186,32 +199,29 @@ class Reductions:
         self._mesh = transitions.space.mesh
         self._rows: dict[Any, tuple[Priced, np.ndarray, tuple[_Reduced, ...]]] = {}
 
-    def row(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> Priced:
+    def row(self, domain: Domain, partial: Partial) -> Priced:
         """float [layouts of the domain]: the price until the tensor is whole in each layout."""
-        return self._solve(domain, own, pending, island)[0]
+        return self._solve(domain, partial)[0]
 
-    def path(
-        self, domain: Domain, own: Layout, pending: tuple[int, ...], target: Layout, island: bool
-    ) -> tuple[Step, ...]:
+    def path(self, domain: Domain, partial: Partial, target: Layout) -> tuple[Step, ...]:
         """The steps of the cheapest way, reductions first."""
-        _, best, ways = self._solve(domain, own, pending, island)
+        _, best, ways = self._solve(domain, partial)
         way = ways[best[domain.position[target]]]
         return (*way.steps, *self._transitions.path(domain, way.layout, target))
 
-    def _solve(
-        self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool
-    ) -> tuple[Priced, np.ndarray, tuple[_Reduced, ...]]:
-        key = (domain, own, pending, island)
+    def _solve(self, domain: Domain, partial: Partial) -> tuple[Priced, np.ndarray, tuple[_Reduced, ...]]:
+        key = (domain, partial)
         if key not in self._rows:
-            ways = tuple(way for way in self._ways(own, pending, island) if way.layout in domain.position)
+            ways = self._ways(partial.layout, partial.pending, partial.island)
+            ways = [way for way in ways if way.layout in domain.position]
             after = self._transitions.priced(domain)
             places = [domain.position[way.layout] for way in ways]
-            per_byte = after.per_byte[places] + [[way.per_byte] for way in ways]
-            per_byte += np.array([self._impossible(domain, way, island) for way in ways])
+            per_byte = after.per_byte[places] + [[way.per_byte * partial.width] for way in ways]
+            per_byte += np.array([self._impossible(domain, way, partial.island) for way in ways])
             fixed = after.fixed[places] + [[way.fixed] for way in ways]
             best = per_byte.argmin(axis=0)
             columns = np.arange(len(domain))
-            self._rows[key] = Priced(per_byte[best, columns], fixed[best, columns]), best, ways
+            self._rows[key] = Priced(per_byte[best, columns], fixed[best, columns]), best, tuple(ways)
         return self._rows[key]
 
     def _impossible(self, domain: Domain, way: _Reduced, island: bool) -> np.ndarray:
