@@ -21,7 +21,7 @@ from shardplan.compiled import Axes as Axes
 from shardplan.compiled import CompiledMemory as CompiledMemory
 from shardplan.compiled import CompiledReport as CompiledReport
 from shardplan.compiled import Traffic as Traffic
-from shardplan.compiled import axes_text, operation_of
+from shardplan.compiled import axes_text, operation_of, origins
 from shardplan.compiled import measure as measure
 from shardplan.errors import ArgumentError
 from shardplan.hlo import KINDS, CompiledCollective
@@ -212,9 +212,10 @@ def _operations(
     for plan in planned:
         add(operation_of(plan.operation), plan.operation, plan.source, plan.bytes * plan.times, 0)
     for one in compiled:
-        operation = operation_of(one.op_name)
-        name = "no operation of the plan" if operation is None else f"op{operation} {one.op_name.rsplit('/', 1)[-1]}"
-        add(operation, name, "" if operation is None else one.source, 0, one.bytes_sent * one.times)
+        for origin, share in origins(one):
+            operation = operation_of(origin)
+            name = "no operation of the plan" if operation is None else f"op{operation} {origin.rsplit('/', 1)[-1]}"
+            add(operation, name, "" if operation is None else one.source, 0, share)
     return tuple(sorted(found.values(), key=lambda traffic: -abs(traffic.difference)))
 
 

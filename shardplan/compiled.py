@@ -26,7 +26,7 @@ from shardplan.target import compile_for
 Axes = tuple[str, ...] | None
 """Mesh axes in the order of the mesh; None for a part of an axis."""
 
-_OPERATION = re.compile(r"(?:^|/)op(\d+)(?=[/ ]|$)")
+_OPERATION = re.compile(r"(?:^|[/(])op(\d+)(?=[/ )]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,13 @@ class CompiledReport:
             sent[key] = sent.get(key, Traffic()).plus(found.times, found.bytes_sent * found.times)
         return sent
 
-    def operation_bytes(self) -> dict[int | None, int]:
+    def operation_bytes(self) -> dict[int | None, float]:
         """Bytes sent per operation of the plan, by the scope that applying leaves; None: led back to no operation."""
-        sent: dict[int | None, int] = {}
+        sent: dict[int | None, float] = {}
         for found in self.collectives:
-            operation = operation_of(found.op_name)
-            sent[operation] = sent.get(operation, 0) + found.bytes_sent * found.times
+            for origin, share in origins(found):
+                operation = operation_of(origin)
+                sent[operation] = sent.get(operation, 0) + share
         return sent
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -111,11 +112,28 @@ class CompiledReport:
 def operation_of(op_name: str) -> int | None:
     """The number of the planned operation in a metadata path such as `jit(step)/op12/dot_general`.
 
-    >>> operation_of("jit(step)/while/body/op12/dot_general"), operation_of("op3 add"), operation_of("jit(step)/add")
-    (12, 3, None)
+    >>> operation_of("jit(step)/while/body/op12/dot_general"), operation_of("jit(step)/jvp(op3)/add")
+    (12, 3)
     """
     found = _OPERATION.findall(op_name)
     return int(found[-1]) if found else None
+
+
+def origins(found: CompiledCollective) -> list[tuple[str, float]]:
+    """For each tensor of a collective, a metadata path that leads to an operation of the plan, and its bytes per step.
+
+    Its own path where it carries one tensor; else that of the nearest instruction that makes the tensor (of a sum) or
+    reads it (of anything else); an empty path where none of them leads to an operation.
+    """
+    reduces = found.kind in ("all-reduce", "reduce-scatter")
+    shares = []
+    for tensor in found.tensors:
+        own = (found.op_name,) if len(found.tensors) == 1 else ()
+        around = (tensor.producers, tensor.consumers) if reduces else (tensor.consumers, tensor.producers)
+        known = (path for path in (*own, *around[0], *around[1]) if operation_of(path) is not None)
+        share = found.bytes_sent * found.times * tensor.bytes / found.bytes if found.bytes else 0.0
+        shares.append((next(known, ""), share))
+    return shares
 
 
 def measure(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int] | None = None) -> CompiledReport:

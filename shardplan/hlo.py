@@ -25,14 +25,16 @@ reaches is counted: a loop's body times its trip count, a conditional's branch t
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardplan.hlo_groups import Groups, mesh_axes, permute_axes, replica_groups
-
-__all__ = ["KINDS", "CompiledCollective", "bytes_sent", "collectives", "mesh_axes", "permute_axes"]
+from shardplan.hlo_groups import Groups as Groups
+from shardplan.hlo_groups import mesh_axes as mesh_axes
+from shardplan.hlo_groups import permute_axes as permute_axes
+from shardplan.hlo_groups import replica_groups
+from shardplan.hlo_module import Instruction, Module, elements
+from shardplan.hlo_origin import consumers, producers, users_of
 
 KINDS = (
     "all-reduce",
@@ -44,16 +46,6 @@ KINDS = (
     "ragged-all-to-all",
 )
 
-_ELEMENT_BITS = {"pred": 8, "token": 0, "opaque": 0}
-_OPERAND_SEARCH_DEPTH = 6
-
-_ARRAY_TYPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
-_BITS = re.compile(r"\d+")
-_DEFINITION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = (?:(\w+\[[^\]]*\](?:\{[^}]*\})?) ([\w\-]+)\(|\()")
-_OPCODE = re.compile(r" ([\w\-]+)\(")
-_PARENTHESIS = re.compile(r"[()]")
-_COMMENT = re.compile(r"/\*.*?\*/")
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -62,10 +54,20 @@ _GROUPS = re.compile(
     r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\))? ?\{[^}]*\})"
 )
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s?)*)\}")
-_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
-_SOURCE = re.compile(r'\bsource_file="((?:[^"\\]|\\.)*)"(?: source_line=(\d+))?')
-_MODULE_COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedTensor:
+    """One of the tensors of a collective.
+
+    `bytes` are counted as those of the collective. `producers` and `consumers` are the scopes and operations
+    (`op_name`) of the instructions that lead to it and that read it, nearest first.
+    """
+
+    dtype: str
+    bytes: int
+    producers: tuple[str, ...]
+    consumers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,8 @@ class CompiledCollective:
         bytes: of the operands on one device; for an all-gather, of its results on one device.
         bytes_sent: by one device in one execution, by a ring algorithm.
         times: how often it runs: the product of the trip counts of the loops around it.
-        dtypes: element type of each tensor that it carries.
-        op_name: scopes and operation that it came from, where XLA kept them.
+        tensors: that it carries; the compiler merges collectives of many tensors into one.
+        op_name: scopes and operation that it came from, where the compiler kept them; of one of several that it merged.
         source: `file:line` that it came from, or empty.
         synchronous: nothing else runs meanwhile.
         name, computation: where it stands in the HLO text.
@@ -94,12 +96,17 @@ class CompiledCollective:
     bytes: int
     bytes_sent: int
     times: int
-    dtypes: tuple[str, ...]
+    tensors: tuple[CarriedTensor, ...]
     op_name: str
     source: str
     synchronous: bool
     name: str
     computation: str
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Element type of each tensor that it carries."""
+        return tuple(tensor.dtype for tensor in self.tensors)
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
         """The mesh axes that it runs over; None where it runs over part of an axis."""
@@ -125,121 +132,16 @@ def collectives(hlo_text: str) -> tuple[CompiledCollective, ...]:
     Raises:
         ValueError: the text has no entry computation, or spells a collective's groups in an unknown way.
     """
-    return _Reader(_Module.parse(hlo_text)).flatten_entry()
-
-
-@dataclass(slots=True)
-class _Instruction:
-    """One line of a computation, cut into its parts."""
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    line: str
-
-
-def _closing(line: str, opening: int) -> int:
-    """Position of the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for match in _PARENTHESIS.finditer(line, opening):
-        depth += 1 if match[0] == "(" else -1
-        if not depth:
-            return match.start()
-    return len(line)
-
-
-def _parse_instruction(line: str) -> _Instruction | None:
-    """Cuts `%name = type opcode(operands), attributes`; None for a line that defines nothing."""
-    match = _DEFINITION.match(line)
-    if match is None:
-        return None
-    if match[2]:
-        type_text, opcode, opening = match[2], match[3], match.end() - 1
-    else:
-        end = _closing(line, match.end() - 1)
-        follows = _OPCODE.match(line, end + 1)
-        if follows is None:
-            return None
-        type_text, opcode, opening = line[match.end() - 1 : end + 1], follows[1], follows.end() - 1
-    inside = _COMMENT.sub("", line[opening + 1 : _closing(line, opening)])
-    operands = tuple(part.split()[-1].lstrip("%") for part in inside.split(", ") if part.strip())
-    return _Instruction(match[1], type_text, opcode, operands, line)
-
-
-def _elements(type_text: str) -> Iterator[tuple[str, int]]:
-    """Element type and bytes of every array in a printed type."""
-    for match in _ARRAY_TYPE.finditer(type_text):
-        dtype, dims = match[1], match[2]
-        found = _BITS.search(dtype)
-        bits = _ELEMENT_BITS.get(dtype, int(found[0]) if found else 8)
-        count = math.prod(int(size.lstrip("<=")) for size in dims.split(",") if size)
-        yield dtype, (bits * count + 7) // 8
-
-
-@dataclass(slots=True)
-class _Module:
-    """HLO text as lines per computation, with what its header tables say about source lines."""
-
-    entry: str
-    device_count: int
-    computations: dict[str, dict[str, _Instruction]]
-    frames: dict[int, str]
-
-    @classmethod
-    def parse(cls, text: str) -> _Module:
-        computations: dict[str, dict[str, _Instruction]] = {}
-        current: dict[str, _Instruction] | None = None
-        entry, header = "", []
-        for line in text.splitlines():
-            if line.startswith("}"):
-                current = None
-            elif current is not None:
-                if instruction := _parse_instruction(line):
-                    current[instruction.name] = instruction
-            elif line.endswith("{") and (match := _HEADER.match(line)):
-                current = computations.setdefault(match[2], {})
-                entry = match[2] if match[1] else entry
-            else:
-                header.append(line)
-        if not entry:
-            raise ValueError("the HLO text has no `ENTRY` computation: is it a whole module?")
-        counts = _MODULE_COUNT.findall(header[0]) if header else []
-        return cls(entry, math.prod(map(int, counts)), computations, _source_frames(header))
-
-
-def _source_frames(header: list[str]) -> dict[int, str]:
-    """`file:line` per stack frame id, from the tables in front of the computations."""
-    tables: dict[str, dict[int, str]] = {name: {} for name in ("FileNames", "FileLocations", "StackFrames")}
-    table: dict[int, str] = {}
-    for line in header:
-        if line[:1].isdigit():
-            number, value = line.split(" ", 1)
-            table[int(number)] = value
-        else:
-            table = tables.get(line, {})
-    places = {number: _place(value, tables["FileNames"]) for number, value in tables["FileLocations"].items()}
-    frames = tables["StackFrames"].items()
-    return {number: places.get(_identifier(value, "file_location_id"), "") for number, value in frames}
-
-
-def _identifier(entry: str, name: str) -> int:
-    """The number behind `name=` in a header entry such as `{file_location_id=4 parent_frame_id=2}`; 0 for none."""
-    found = re.search(rf"\b{name}=(\d+)", entry)
-    return int(found[1]) if found else 0
-
-
-def _place(entry: str, file_names: dict[int, str]) -> str:
-    file_name = file_names.get(_identifier(entry, "file_name_id"), "").strip('"')
-    return f"{file_name}:{_identifier(entry, 'line')}" if file_name else ""
+    return _Reader(Module.parse(hlo_text)).flatten_entry()
 
 
 @dataclass(slots=True)
 class _Reader:
     """Walks the computations from the entry, each read once."""
 
-    module: _Module
+    module: Module
     _done: dict[str, tuple[CompiledCollective, ...]] = field(default_factory=dict)
+    _users: dict[str, dict[str, list[Instruction]]] = field(default_factory=dict)
 
     def flatten_entry(self) -> tuple[CompiledCollective, ...]:
         return self._flatten(self.module.entry)
@@ -254,7 +156,7 @@ class _Reader:
             self._done[computation] = tuple(found)
         return self._done[computation]
 
-    def _of_instruction(self, instruction: _Instruction, computation: str) -> tuple[CompiledCollective, ...]:
+    def _of_instruction(self, instruction: Instruction, computation: str) -> tuple[CompiledCollective, ...]:
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in KINDS:
             return (self._collective(instruction, computation),)
@@ -271,7 +173,7 @@ class _Reader:
             return tuple(replace(c, synchronous='"is_sync":true' in instruction.line) for c in inner)
         return tuple(inner)
 
-    def _collective(self, instruction: _Instruction, computation: str) -> CompiledCollective:
+    def _collective(self, instruction: Instruction, computation: str) -> CompiledCollective:
         kind = instruction.opcode.removesuffix("-start")
         line = instruction.line
         pairs: tuple[tuple[int, int], ...] = ()
@@ -285,8 +187,8 @@ class _Reader:
             printed = _GROUPS.search(line)
             groups = replica_groups(printed[1] if printed else "{}", self.module.device_count)
             group_size = max(map(len, groups))
-        dtypes, size = self._carried(instruction, computation)
-        size *= group_size if kind == "all-gather" else 1
+        tensors = self._tensors(instruction, computation, group_size if kind == "all-gather" else 1)
+        size = sum(tensor.bytes for tensor in tensors)
         moved = bytes_sent(kind, size, group_size)
         if kind == "collective-permute" and all(source == target for source, target in pairs):
             moved = 0
@@ -298,39 +200,30 @@ class _Reader:
             bytes=size,
             bytes_sent=moved,
             times=1,
-            dtypes=dtypes,
-            op_name=self._op_name(instruction, computation),
-            source=self._source(instruction),
+            tensors=tensors,
+            op_name=instruction.op_name,
+            source=self.module.source(instruction),
             synchronous=not instruction.opcode.endswith("-start") or '"is_sync":true' in line,
             name=instruction.name,
             computation=computation,
         )
 
-    def _carried(self, instruction: _Instruction, computation: str) -> tuple[tuple[str, ...], int]:
-        """Element types and bytes of the operands on one device."""
+    def _tensors(self, instruction: Instruction, computation: str, scale: int) -> tuple[CarriedTensor, ...]:
+        """What the instruction carries; `scale` is 1, or the group size where the results' bytes count."""
         defined = self.module.computations[computation]
+        users = self._users_of(computation)
         operands = instruction.operands[:1] if "ragged" in instruction.opcode else instruction.operands
-        elements = [element for name in operands if name in defined for element in _elements(defined[name].type)]
-        return tuple(dtype for dtype, _ in elements), sum(size for _, size in elements)
+        tensors = []
+        for position, operand in enumerate(operands):
+            for dtype, size in elements(defined[operand].type) if operand in defined else ():
+                before, after = producers(defined, operand), consumers(users, instruction, position)
+                tensors.append(CarriedTensor(dtype, size * scale, before, after))
+        return tuple(tensors)
 
-    def _op_name(self, instruction: _Instruction, computation: str) -> str:
-        """Its own `op_name`; where a pass dropped it, that of the nearest operation that leads to its operands."""
-        defined = self.module.computations[computation]
-        for _ in range(_OPERAND_SEARCH_DEPTH):
-            if match := _OP_NAME.search(instruction.line):
-                return match[1].replace('\\"', '"')
-            producers = [defined[name] for name in instruction.operands if name in defined]
-            if not producers:
-                break
-            instruction = producers[0]
-        return ""
-
-    def _source(self, instruction: _Instruction) -> str:
-        if match := _FRAME.search(instruction.line):
-            return self.module.frames.get(int(match[1]), "")
-        if match := _SOURCE.search(instruction.line):
-            return f"{match[1]}:{match[2] or '?'}"
-        return ""
+    def _users_of(self, computation: str) -> dict[str, list[Instruction]]:
+        if computation not in self._users:
+            self._users[computation] = users_of(self.module.computations[computation])
+        return self._users[computation]
 
 
 def _names(pattern: re.Pattern[str], line: str) -> list[str]:

@@ -74,11 +74,12 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups:
         names.append(name.strip().strip("'\""))
         sizes.append(int(size))
     array = _mesh_array(tuple(sizes), device_ids)
-    shape, kept = [], []
+    shape: list[int] = []
+    kept: list[int] = []
     references = [_AXIS.match(entry.strip()) for entry in filter(None, grouped.split(","))]
-    for name, size in zip(names, sizes, strict=True):
+    for name, axis_size in zip(names, sizes, strict=True):
         parts = [(reference[2], reference[3]) for reference in references if reference and reference[1] == name]
-        factors, named = _factors(size, parts)
+        factors, named = _factors(axis_size, parts)
         kept += [len(shape) + position for position in named]
         shape += factors
     others = [position for position in range(len(shape)) if position not in kept]

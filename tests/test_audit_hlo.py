@@ -219,8 +219,29 @@ def test_metadata_leads_to_scopes_and_source_lines():
     )
     first, second, third = collectives(module(body))
     assert (first.op_name, first.source) == ('jit(step)/op12/dot["x"]', "model.py:7")
-    assert (second.op_name, second.source) == ("jit(step)/op7/neg", "")  # taken from what it reduces
+    assert (second.op_name, second.source) == ("", "")
+    assert second.tensors[0].producers == ("jit(step)/op7/neg",)  # what it reduces is still known
     assert (third.op_name, third.source) == ("f", "old.py:3")
+
+
+def test_each_tensor_of_a_merged_collective_keeps_what_makes_and_reads_it():
+    body = (
+        '  %n = f32[64,8] negate(%a), metadata={op_name="s/op1/neg"}\n'
+        "  %c = f32[64,8] copy(%n)\n"
+        '  %e = bf16[16] exponential(%b), metadata={op_name="s/op2/exp"}\n'
+        f"  %g = ((f32[64,8], bf16[16]), (f32[512,8], bf16[128])) all-gather-start(%c, %e), {ALL}, dimensions={{0}}, "
+        'metadata={op_name="s/op9/constraint"}\n'
+        "  %d = (f32[512,8], bf16[128]) all-gather-done(%g)\n"
+        "  %x = f32[512,8] get-tuple-element(%d), index=0\n"
+        "  %y = bf16[128] get-tuple-element(%d), index=1\n"
+        '  %u = f32[512,8] negate(%x), metadata={op_name="s/op3/neg"}\n'
+        '  %v = bf16[128] negate(%y), metadata={op_name="s/op4/neg"}\n'
+        '  %w = bf16[128] negate(%v), metadata={op_name="s/op5/neg"}'
+    )
+    (found,) = collectives(module(body))
+    assert [(t.dtype, t.bytes) for t in found.tensors] == [("f32", 8 * A), ("bf16", 8 * B)]
+    assert [t.producers for t in found.tensors] == [("s/op1/neg",), ("s/op2/exp",)]
+    assert [t.consumers for t in found.tensors] == [("s/op3/neg",), ("s/op4/neg", "s/op5/neg")]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("pred", 64), ("s4", 32), ("f8e4m3fn", 64), ("c128", 1024), ("u16", 128)])
