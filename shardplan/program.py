@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from shardplan import _jax
+from shardplan.fingerprint import stable_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,14 @@ class Program:
     out_tree: Any
 
     def fingerprint(self) -> str:
-        """A digest of shapes, operations and their order: equal for equal programs, on every machine."""
+        """A digest of names, shapes and operations with their parameters: equal for equal programs, on every machine."""
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(f"{value.shape}{value.dtype}{value.name};".encode())
         for operation in self.operations:
-            operands = [o if isinstance(o, int) else f"c{o.aval}" for o in operation.operands]
-            digest.update(f"{operation.primitive.name}{operands}{operation.results};".encode())
+            params = stable_text(operation.params)
+            operands = [o if isinstance(o, int) else str(o.aval) for o in operation.operands]
+            digest.update(f"{operation.primitive.name}{params}{operands}{operation.results};".encode())
         digest.update(repr((self.inputs, [o for o in self.outputs if isinstance(o, int)], self.ties)).encode())
         return digest.hexdigest()
 
