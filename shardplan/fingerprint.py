@@ -44,7 +44,8 @@ def stable_text(parameter: Any) -> str:
 
 def _object_text(parameter: Any) -> str:
     if isinstance(parameter, np.ndarray):
-        return f"{parameter.dtype}{parameter.shape}{hashlib.sha256(np.ascontiguousarray(parameter).tobytes()).hexdigest()}"
+        digest = hashlib.sha256(np.ascontiguousarray(parameter).tobytes()).hexdigest()
+        return f"{parameter.dtype}{parameter.shape}{digest}"
     if isinstance(parameter, np.dtype) or (isinstance(parameter, type) and issubclass(parameter, np.generic)):
         return np.dtype(parameter).name
     if is_dataclass(parameter) and not isinstance(parameter, type):
@@ -70,8 +71,7 @@ def _jaxpr_text(jaxpr: Any) -> str:
 
     lines = [names((*jaxpr.constvars, *jaxpr.invars))]
     for equation in jaxpr.eqns:
-        lines.append(
-            f"{equation.primitive.name}{stable_text(equation.params)} {names(equation.invars)}>{names(equation.outvars)}"
-        )
+        operation = f"{equation.primitive.name}{stable_text(equation.params)}"
+        lines.append(f"{operation} {names(equation.invars)}>{names(equation.outvars)}")
     lines.append(names(jaxpr.outvars))
     return f"[{'; '.join(lines)}]"

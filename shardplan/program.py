@@ -92,7 +92,7 @@ class Program:
     out_tree: Any
 
     def fingerprint(self) -> str:
-        """A digest of names, shapes and operations with their parameters: equal for equal programs, on every machine."""
+        """A digest of names, shapes and operations with parameters: equal for equal programs, on every machine."""
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(f"{value.shape}{value.dtype}{value.name};".encode())
