@@ -14,11 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.errors import ArgumentError, CallError, ShardplanWarning
-from shardplan.mesh import GivenMesh, check_mesh
-from shardplan.plan import Plan
-from shardplan.planning import Options, make_plan
-from shardplan.program import Program, trace_program
 from shardplan.hardware import HardwareProfile
+from shardplan.mesh import GivenMesh, check_mesh
+from shardplan.options import Options
+from shardplan.plan import Plan
+from shardplan.planning import make_plan, rebuild
+from shardplan.program import Program, trace_program
 
 
 def auto(
@@ -113,21 +114,36 @@ class AutoFunction:
 
 
 class PlannedFunction:
-    """What ``Plan.apply`` returns: a function that runs as one plan says, and refuses arguments that it was not made for."""
+    """What ``Plan.apply`` returns: a function that runs as one plan says, and refuses other arguments.
 
-    def __init__(self, fn: Callable[..., Any], plan: Plan, static_argnums: tuple[int, ...] = ()) -> None:
+    The first call traces the function and holds it against the plan.
+    """
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan) -> None:
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
-        self._static = static_argnums
-        self._runner = _Runner(plan)
-        self._checked: set[Any] = set()
+        self._plan = plan
+        self._static = plan.recipe.options.static
+        self._bound: dict[Any, _Runner] = {}
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
+        runner = self._runner(args, kwargs)
+        return runner.plan.lower(runner.mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner(args, kwargs)(_dynamic(args, self._static), kwargs)
+
+    def _runner(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
         key = _signature(self._fn, args, kwargs, self._static)
-        if key not in self._checked:
-            self._runner.plan.check_program(_trace_call(self._fn, args, kwargs, self._static))
-            self._checked.add(key)
-        return self._runner(_dynamic(args, self._static), kwargs)
+        if key not in self._bound:
+            self._bound[key] = _Runner(bind_plan(self._plan, self._fn, args, kwargs))
+        return self._bound[key]
+
+
+def bind_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
+    """A plan over ``fn``, traced anew; raises PlanMismatchError where that is another program."""
+    return rebuild(plan, _trace_call(fn, args, kwargs, plan.recipe.options.static))
 
 
 class _Runner:

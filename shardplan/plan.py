@@ -7,6 +7,7 @@ and applied (`apply`, `lower`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,9 @@ from shardplan import _jax
 from shardplan.errors import PlanMismatchError
 from shardplan.layout import Layout, to_spec
 from shardplan.mesh import mesh_axes, with_auto_axes
+from shardplan.options import Options
+from shardplan.plan_difference import PlanDifference, compare_plans
+from shardplan.plan_report import plan_html, plan_text
 from shardplan.program import Program
 from shardplan.replay import Replay
 from shardplan.schedule import Schedule
@@ -40,14 +44,42 @@ class PlannedCollective:
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedArgument:
+    """One leaf of the arguments: tree path, whole shape and layout; ``fed_back`` where a result replaces it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    total_bytes: int
+    spec: PartitionSpec
+    fed_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What makes a plan's schedule again from its program: the options, and a choice per variable of the network.
+
+    ``network`` is a digest of those variables. ``fingerprint`` is that of the program, where it is not at hand.
+    """
+
+    options: Options
+    choices: tuple[int, ...] = field(repr=False)
+    network: str
+    fingerprint: str | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How one program is split over one mesh.
 
     ``objective``, ``lower_bound`` and ``gap`` speak of the whole objective (bytes sent and work repeated);
     ``communication_bytes`` is what one device sends per step. ``layouts`` maps the path of every argument leaf to its
-    ``PartitionSpec``. ``statistics`` holds counts and seconds of the stages. ``donated`` are positions among the arguments
-    that are not static.
+    ``PartitionSpec``. ``statistics`` holds counts and seconds of the stages. ``donated`` are positions among the
+    arguments that are not static.
+
+    A plan that was read from a file knows no program until it meets its function (``bind``, or the first call of what
+    ``apply`` gives); until then what needs one raises PlanMismatchError and says so.
     """
 
     mesh: Mesh | AbstractMesh
@@ -56,7 +88,9 @@ class Plan:
     peak_bytes: float
     collectives: tuple[PlannedCollective, ...]
     statistics: Mapping[str, Any]
-    schedule: Schedule = field(repr=False)
+    arguments: tuple[PlannedArgument, ...] = field(repr=False)
+    recipe: Recipe = field(repr=False)
+    built: Schedule | None = field(repr=False)
     donated: tuple[int, ...] = ()
 
     @property
@@ -82,14 +116,28 @@ class Plan:
         return (self.objective - self.lower_bound) / self.objective
 
     @property
+    def schedule(self) -> Schedule:
+        """The routes of every tensor through the program."""
+        if self.built is None:
+            raise PlanMismatchError(
+                "this plan was read from a file and knows no program yet: give it its function and arguments, "
+                "plan.bind(fn, *args), or run it by plan.apply(fn)"
+            )
+        return self.built
+
+    @property
     def program(self) -> Program:
         return self.schedule.program
 
     @property
+    def fingerprint(self) -> str:
+        """A digest of the program that was planned, the same on every machine."""
+        return self.recipe.fingerprint or self.program.fingerprint()
+
+    @property
     def layouts(self) -> dict[str, PartitionSpec]:
         """The ``PartitionSpec`` of every argument leaf, by its tree path."""
-        shardings = self.leaf_shardings()
-        return {self.program.values[i].name or "": s.spec for i, s in zip(self.program.inputs, shardings, strict=True)}
+        return {argument.path: argument.spec for argument in self.arguments}
 
     @property
     def in_shardings(self) -> Any:
@@ -137,10 +185,27 @@ class Plan:
 
     def check_program(self, program: Program) -> None:
         """Raises PlanMismatchError where ``program`` is not the one that was planned."""
-        if program.fingerprint() != self.program.fingerprint():
-            raise PlanMismatchError(
-                "the plan was made for another program: other shapes, another function, another version"
-            )
+        if program.fingerprint() == self.fingerprint:
+            return
+        found = {v.name or "": (v.shape, str(v.dtype)) for v in (program.values[i] for i in program.inputs)}
+        planned = {argument.path: (argument.shape, argument.dtype) for argument in self.arguments}
+        different = [
+            f"\n  `{path}` was planned as {_typed(planned.get(path))} and is {_typed(found.get(path))}"
+            for path in dict.fromkeys((*planned, *found))
+            if planned.get(path) != found.get(path)
+        ]
+        what = "other arguments:" + "".join(different[:8]) if different else "another function or version of JAX"
+        raise PlanMismatchError(f"the plan was made for another program ({self.fingerprint[:12]}), {what}")
+
+    def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+        """This plan over ``fn``, traced anew for arguments (arrays or ``jax.ShapeDtypeStruct``s).
+
+        Raises PlanMismatchError where that is another program than the planned one. Values of literals and of
+        closed-over arrays may differ: those of ``fn`` count.
+        """
+        from shardplan.auto import bind_plan
+
+        return bind_plan(self, fn, args, kwargs)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` as this plan splits it: a function of the planned arguments' shapes, like ``shardplan.auto``.
@@ -150,6 +215,42 @@ class Plan:
         from shardplan.auto import PlannedFunction
 
         return PlannedFunction(fn, self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON, whole or not at all."""
+        from shardplan.plan_file import save_plan
+
+        save_plan(self, path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:
+        """Reads a plan that ``save`` wrote, for a mesh of its axes (default: one without devices).
+
+        Raises PlanMismatchError where the file is torn, of another version, or for another mesh.
+        """
+        from shardplan.plan_file import load_plan
+
+        return load_plan(path, mesh)
+
+    def explain(self, path: str, time_limit: float = 5.0) -> str:
+        """Why an argument (a path glob) or an operation (``op12``, or a glob of its source line) is laid out so.
+
+        Its layout, what reads it, the collectives that it takes part in, and what other layouts would cost: those that
+        can be searched anew within ``time_limit`` seconds exactly, the others at most.
+        """
+        from shardplan.explain import explain_plan
+
+        return explain_plan(self, path, time_limit)
+
+    def diff(self, other: Plan) -> PlanDifference:
+        """What ``other`` does in another way: layouts of arguments, collectives, objective, memory."""
+        return compare_plans(self, other)
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def _with_devices(self, mesh: Mesh | None) -> Mesh:
         chosen = self.mesh if mesh is None else mesh
@@ -168,14 +269,7 @@ class Plan:
         return [self.schedule.assignment.values[i] for i in self.program.inputs]
 
     def _output_layouts(self) -> list[Layout]:
-        layouts = []
-        for number, output in enumerate(self.program.outputs):
-            tied = self.program.ties.get(number)
-            if tied is not None:
-                layouts.append(self.schedule.assignment.values[self.program.inputs[tied]])
-            else:
-                layouts.append(self.schedule.output_layout(output) if isinstance(output, int) else ())
-        return layouts
+        return [self.schedule.layout_of_output(number) for number in range(len(self.program.outputs))]
 
     def _shardings(self, mesh: Mesh | AbstractMesh, layouts: Sequence[Layout]) -> tuple[NamedSharding, ...]:
         axes = mesh_axes(self.mesh)
@@ -191,3 +285,7 @@ class Plan:
 
 def _call_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (*args, kwargs) if kwargs else args
+
+
+def _typed(found: tuple[tuple[int, ...], str] | None) -> str:
+    return "no argument" if found is None else f"{found[1]}{list(found[0])}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardplan.errors import ArgumentError, InfeasibleError, ShardplanWarning
-from shardplan.hardware import HardwareProfile, load
-from shardplan.layout import Layout, LayoutSpace, MeshAxes, from_spec
+from shardplan.annotate import EXACT_METHODS, annotate
+from shardplan.errors import ArgumentError, InfeasibleError, PlanMismatchError, ShardplanWarning
+from shardplan.hardware import load
+from shardplan.layout import Layout, LayoutSpace, MeshAxes, from_spec, to_spec
 from shardplan.mesh import GivenMesh, mesh_axes, shapes_of, with_auto_axes
-from shardplan.plan import Plan, PlannedCollective
+from shardplan.options import Options, as_positions
+from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
 from shardplan.problem import Problem, match_paths
 from shardplan.program import Program
@@ -27,43 +31,6 @@ PRECISION = 1e-5
 DEFAULT_HARDWARE = "h100"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a user may say about a plan; the arguments of ``shardplan.auto``."""
-
-    memory_limit: float | None = None
-    objective: str = "bytes"
-    hardware: HardwareProfile | str | None = None
-    pins: Mapping[str, PartitionSpec] | None = None
-    donate_argnums: int | Sequence[int] | None = None
-    static_argnums: int | Sequence[int] = ()
-    reduce_dtype: Any = None
-    time_limit: float = 60.0
-
-    def check(self) -> None:
-        """Raises ArgumentError for options that no program could be planned with."""
-        if self.objective not in ("bytes", "time"):
-            raise ArgumentError(f"there is no objective `{self.objective}`: choose 'bytes' or 'time'")
-        if not self.time_limit > 0:
-            raise ArgumentError(f"a time limit is a number of seconds above 0, got `{self.time_limit}`")
-        if self.memory_limit is not None and not self.memory_limit > 0:
-            raise ArgumentError(f"a memory limit is a number of bytes above 0, got `{self.memory_limit}`")
-        for path, spec in (self.pins or {}).items():
-            if not isinstance(spec, PartitionSpec):
-                raise ArgumentError(f"the pin `{path}` is `{spec!r}`: a jax.sharding.PartitionSpec was expected")
-
-    @property
-    def static(self) -> tuple[int, ...]:
-        return as_positions(self.static_argnums)
-
-
-def as_positions(argnums: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Argument positions as a sorted tuple."""
-    if argnums is None:
-        return ()
-    return (argnums,) if isinstance(argnums, int) else tuple(sorted(argnums))
-
-
 def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> Plan:
     """Plans a traced program over a checked mesh; of a device count, over the best of the meshes that it makes."""
     candidates = shapes_of(mesh) if isinstance(mesh, int) else [with_auto_axes(mesh)]
@@ -71,17 +38,35 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
     return min(plans, key=lambda plan: plan.objective)
 
 
-def plan_program(program: Program, mesh: Mesh | AbstractMesh, options: Options, traced_seconds: float) -> Plan:
-    """Plans a traced program over one mesh."""
-    started = time.perf_counter()
+def build_problem(
+    program: Program,
+    mesh: Mesh | AbstractMesh,
+    options: Options,
+    fixed: Mapping[int, Layout] | None = None,
+) -> Problem:
+    """The cost network of a program over a mesh; ``fixed`` gives hard layouts of values, beside the pins."""
     axes = mesh_axes(mesh)
-    space = LayoutSpace(axes)
     prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
-    fixed = _fixed_layouts(program, axes, options.pins)
-    problem = Problem(program, space, prices, fixed, options.reduce_dtype)
+    hard = {**(fixed or {}), **_fixed_layouts(program, axes, options.pins)}
+    return Problem(program, LayoutSpace(axes), prices, hard, options.reduce_dtype)
+
+
+def plan_program(
+    program: Program,
+    mesh: Mesh | AbstractMesh,
+    options: Options,
+    traced_seconds: float = 0.0,
+    fixed: Mapping[int, Layout] | None = None,
+    method: str = "auto",
+) -> Plan:
+    """Plans a traced program over one mesh by a method of ``shardplan.search``."""
+    started = time.perf_counter()
+    problem = build_problem(program, mesh, options, fixed)
+    if method not in EXACT_METHODS:
+        annotate(problem)
     built = time.perf_counter()
-    solution = solve(problem.network, gap=PRECISION, time_limit=options.time_limit)
-    if solution.status == "infeasible":
+    solution = solve(problem.network, method=method, gap=PRECISION, time_limit=options.time_limit)
+    if not np.isfinite(solution.cost):
         raise InfeasibleError(_infeasible_message(options, solution))
     solved = time.perf_counter()
     schedule = Schedule(problem, problem.decode(solution.choices))
@@ -101,9 +86,53 @@ def plan_program(program: Program, mesh: Mesh | AbstractMesh, options: Options, 
         peak_bytes=0.0,
         collectives=collectives,
         statistics=statistics,
-        schedule=schedule,
+        arguments=_arguments(schedule),
+        recipe=Recipe(options, tuple(map(int, solution.choices)), _digest(problem)),
+        built=schedule,
         donated=_donated(options),
     )
+
+
+def rebuild(plan: Plan, program: Program) -> Plan:
+    """A plan over the same program, traced anew.
+
+    Raises PlanMismatchError where the program is another one, or this version builds another problem of it.
+    """
+    plan.check_program(program)
+    problem = build_problem(program, plan.mesh, plan.recipe.options)
+    same = _digest(problem) == plan.recipe.network
+    schedule = Schedule(problem, problem.decode(np.array(plan.recipe.choices))) if same else None
+    if schedule is None or _arguments(schedule) != plan.arguments:
+        raise PlanMismatchError(
+            "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"
+        )
+    return replace(plan, built=schedule)
+
+
+def _digest(problem: Problem) -> str:
+    """A digest of the network's variables: choices are positions, which hold for no other network."""
+    sizes = [costs.size for costs in problem.network.costs]
+    return hashlib.sha256(repr((problem.network.names, sizes)).encode()).hexdigest()
+
+
+def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
+    program, mesh = schedule.program, schedule.space.mesh
+    tied = set(program.ties.values())
+    found = []
+    for position, index in enumerate(program.inputs):
+        value = program.values[index]
+        spec = to_spec(mesh, schedule.assignment.values[index])
+        found.append(
+            PlannedArgument(
+                path=value.name or "",
+                shape=value.shape,
+                dtype=str(value.dtype),
+                total_bytes=value.total_bytes,
+                spec=spec,
+                fed_back=position in tied,
+            )
+        )
+    return tuple(found)
 
 
 def _donated(options: Options) -> tuple[int, ...]:

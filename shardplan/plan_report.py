@@ -1,0 +1,197 @@
+"""How a plan prints: its evidence, its collectives, and the layouts of its arguments in groups.
+
+Arguments whose paths differ in numbers alone and whose layouts are equal are one row; `*` stands for the numbers:
+
+>>> glob_of("0/params/layer_11/kernel")
+'0/params/layer_*/kernel'
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from jax.sharding import PartitionSpec
+
+from shardplan.tables import html_table, megabytes, text_table
+
+if TYPE_CHECKING:
+    from shardplan.plan import Plan, PlannedArgument
+
+_ROWS = 40
+"""Rows of a table of layouts; the rest is counted."""
+
+_COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutGroup:
+    """Arguments of equal shape, dtype and layout whose paths match one glob.
+
+    ``bytes_per_device`` is what one device holds of all of them.
+    """
+
+    pattern: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    count: int
+    bytes_per_device: float
+
+    @property
+    def tensor(self) -> str:
+        """Type and shape, with the mesh axes behind the dimensions that they split: ``float32[64/data, 256]``."""
+        return f"{self.dtype}[{sizes_text(self.shape, self.spec)}]"
+
+
+def glob_of(path: str) -> str:
+    """A path with `*` for every number behind its first component, which is an argument's position."""
+    first, *rest = path.split("/")
+    return "/".join([first, *(re.sub(r"\d+", "*", component) for component in rest)])
+
+
+def axes_of(entry: object) -> tuple[str, ...]:
+    """The mesh axes that one entry of a ``PartitionSpec`` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]
+
+
+def sizes_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
+    """A shape with the mesh axes that split its dimensions.
+
+    >>> sizes_text((64, 256), PartitionSpec(None, ("data", "model")))
+    '64, 256/data/model'
+    """
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return ", ".join("/".join([str(size), *axes_of(entry)]) for size, entry in zip(shape, entries, strict=True))
+
+
+def bytes_on_device(argument: PlannedArgument, mesh_axes: dict[str, int]) -> float:
+    """What one device holds of an argument."""
+    return argument.total_bytes / prod(mesh_axes[axis] for entry in argument.spec for axis in axes_of(entry))
+
+
+def layout_groups(plan: Plan) -> list[LayoutGroup]:
+    """The arguments in groups, in the order of their first members."""
+    mesh_axes = plan.mesh_axes
+    groups: dict[object, list[PlannedArgument]] = {}
+    for argument in plan.arguments:
+        key = (glob_of(argument.path), argument.shape, argument.dtype, tuple(argument.spec))
+        groups.setdefault(key, []).append(argument)
+    found = []
+    for members in groups.values():
+        first = members[0]
+        pattern = first.path if len(members) == 1 else glob_of(first.path)
+        held = sum(bytes_on_device(member, mesh_axes) for member in members)
+        found.append(LayoutGroup(pattern, first.shape, first.dtype, first.spec, len(members), held))
+    return found
+
+
+def planned_traffic(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+    """Times and bytes that one device sends per step, by kind of collective and mesh axes, most bytes first."""
+    found: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+    for collective in plan.collectives:
+        key = (collective.kind, collective.axes)
+        times, sent = found.get(key, (0, 0.0))
+        found[key] = times + collective.times, sent + collective.bytes * collective.times
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def objective_text(plan: Plan, amount: float) -> str:
+    """An amount of the plan's objective in its unit."""
+    return f"{1e3 * amount:,.3f} ms" if plan.recipe.options.objective == "time" else f"{megabytes(amount)} MB"
+
+
+def evidence(plan: Plan) -> str:
+    """One line: what is sent, and how near the optimum the plan is."""
+    sent = f"{megabytes(plan.communication_bytes)} MB sent per device and step"
+    if plan.lower_bound == float("-inf"):
+        return f"{sent}; objective {objective_text(plan, plan.objective)}, without a bound"
+    share = f"at most {100 * plan.gap:.4f} % above the optimum of the cost model"
+    return f"{sent}; objective {objective_text(plan, plan.objective)}, {share}"
+
+
+def memory_text(plan: Plan) -> str:
+    """One line: what one device holds."""
+    mesh_axes = plan.mesh_axes
+    arguments = sum(bytes_on_device(argument, mesh_axes) for argument in plan.arguments)
+    peak = f", {megabytes(plan.peak_bytes)} MB at the peak" if plan.peak_bytes else ""
+    return f"{megabytes(arguments)} MB of arguments per device{peak}"
+
+
+def mesh_text(mesh_axes: dict[str, int]) -> str:
+    """``data=2, model=4``."""
+    return ", ".join(f"{name}={size}" for name, size in mesh_axes.items())
+
+
+_TRAFFIC_HEADER = ("collective", "mesh axes", "times", "MB sent")
+_LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device")
+
+
+def plan_text(plan: Plan) -> str:
+    """What ``print(plan)`` shows."""
+    lines = [
+        f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
+        f"  {evidence(plan)}",
+        f"  {memory_text(plan)}",
+        "",
+        text_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3)),
+        "",
+        text_table(_LAYOUT_HEADER, _layout_rows(layout_groups(plan)), numbers=(3, 4)),
+    ]
+    return "\n".join(lines)
+
+
+def plan_html(plan: Plan) -> str:
+    """What a notebook shows: the same, with each layout drawn as the blocks that it makes."""
+    groups = layout_groups(plan)
+    drawn = "".join(
+        f'<div style="display:inline-block;margin:4px 10px;vertical-align:top">{_grid(group, plan.mesh_axes)}'
+        f"<div><code>{html.escape(group.pattern)}</code><br>{html.escape(group.tensor)}</div></div>"
+        for group in groups[:_ROWS]
+        if group.shape
+    )
+    title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>"
+    return (
+        f"<div>{title}<br>{html.escape(evidence(plan))}<br>{html.escape(memory_text(plan))}"
+        f"{html_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3))}"
+        f"{html_table(_LAYOUT_HEADER, _layout_rows(groups), numbers=(3, 4))}<div>{drawn}</div></div>"
+    )
+
+
+def _traffic_rows(plan: Plan) -> list[tuple[str, ...]]:
+    traffic = planned_traffic(plan)
+    rows = [(kind, ", ".join(axes), str(times), megabytes(sent)) for (kind, axes), (times, sent) in traffic.items()]
+    return [*rows, ("total", "", str(sum(t for t, _ in traffic.values())), megabytes(plan.communication_bytes))]
+
+
+def _layout_rows(groups: list[LayoutGroup]) -> list[tuple[str, ...]]:
+    rows = [(g.pattern, g.tensor, str(g.spec), str(g.count), megabytes(g.bytes_per_device)) for g in groups[:_ROWS]]
+    if len(groups) > _ROWS:
+        rest = groups[_ROWS:]
+        held = megabytes(sum(group.bytes_per_device for group in rest))
+        rows.append((f"and {len(rest)} more", "", "", str(sum(group.count for group in rest)), held))
+    return rows
+
+
+def _grid(group: LayoutGroup, mesh_axes: dict[str, int]) -> str:
+    """The first two split dimensions (or the first ones) as rows and columns of coloured blocks."""
+    entries = [*group.spec, *[None] * (len(group.shape) - len(group.spec))]
+    blocks = [prod(mesh_axes[axis] for axis in axes_of(entry)) for entry in entries]
+    split = [dim for dim, count in enumerate(blocks) if count > 1][:2]
+    whole = [dim for dim in range(len(blocks)) if dim not in split]
+    shown = sorted([*split, *whole][:2])
+    rows, columns = (blocks[shown[0]], blocks[shown[1]]) if len(shown) == 2 else (1, blocks[shown[0]])
+    width, height = max(8, 64 // columns), max(8, 40 // rows)
+    cell = '<td style="width:{w}px;height:{h}px;padding:0;border:1px solid #fff;background:{c}"></td>'
+    body = "".join(
+        "<tr>"
+        + "".join(
+            cell.format(w=width, h=height, c=_COLOURS[(row * columns + c) % len(_COLOURS)]) for c in range(columns)
+        )
+        + "</tr>"
+        for row in range(min(rows, 64))
+    )
+    return f'<table style="border-collapse:collapse">{body}</table>'
