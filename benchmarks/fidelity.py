@@ -7,8 +7,8 @@ from shardplan.tables import megabytes
 
 INTRODUCTION = (
     "Predicted beside compiled bytes sent per device and step, peak memory, the gap to the lower bound, and seconds: "
-    "to plan (tracing included), and to lower and compile the planned step; the work of it, on all cores, as a multiple "
-    "of that of data parallelism by plain `jit`."
+    "to plan (tracing included), and to lower and compile the planned step; the work of that on all cores, as a "
+    "multiple of that of data parallelism by plain `jit`."
 )
 
 

@@ -26,7 +26,7 @@ from shardplan.compiled import measure as measure
 from shardplan.errors import ArgumentError
 from shardplan.hlo import KINDS, CompiledCollective
 from shardplan.tables import html_table, megabytes, text_table
-from shardplan.target import gpu_mesh
+from shardplan.target import gpu_mesh, only_described
 
 
 class PlannedCollective(Protocol):
@@ -169,6 +169,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
     Raises:
         ArgumentError: the target is unknown, or the mesh has other axes than the plan.
         TargetNotInstalledError: the extra `audit` is not installed.
+        ShardplanError: the program calls back to Python, or asks for a library that is not installed.
     """
     axes = dict(plan.mesh_axes)
     if mesh is None:
@@ -177,7 +178,9 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         target = ""
         if dict(mesh.shape) != axes:
             raise ArgumentError(f"the plan is for a mesh of axes `{axes}`, and this one has `{dict(mesh.shape)}`.")
-    report = measure(plan.lower(mesh), axes)
+    with only_described():
+        lowered = plan.lower(mesh)
+    report = measure(lowered, axes)
     return Audit(
         target=target,
         predicted=_planned(plan.collectives, axes),

@@ -87,6 +87,23 @@ def gpu_devices(target: str, count: int, hosts: int | None = None) -> list[jax.D
     return list(_topology(target, count, hosts).devices)
 
 
+@contextmanager
+def only_described() -> Iterator[None]:
+    """Explains why lowering for devices that are only described fails, where JAX's own words would mislead."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Unknown backend" in str(error):
+            reason = (
+                "it calls back to Python (`jax.debug.print`, `pure_callback`, `io_callback`), which needs a real GPU"
+            )
+        elif "cuDNN not found" in str(error):
+            reason = 'it asks for cuDNN (`implementation="cudnn"`): pip install nvidia-cudnn-cu12, or take another one'
+        else:
+            raise
+        raise ShardplanError(f"the program cannot be compiled for a GPU that is not there: {reason}.") from error
+
+
 def compile_for(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
     """Compiles a lowered program for the devices of its shardings, with the options that a GPU target needs.
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardplan.audit import Audit, CompiledMemory, CompiledReport, audit
-from shardplan.errors import ArgumentError
+from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.hlo import bytes_sent, collectives
 from shardplan.target import gpu_mesh
 
@@ -103,6 +103,23 @@ def test_another_mesh_of_the_same_axes():
 def test_an_unknown_target():
     with pytest.raises(ArgumentError, match="`tpu`"):
         audit(plan(), target="tpu")
+
+
+@dataclass(frozen=True)
+class CallingBack(HandMadePlan):
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        def function(x):
+            jax.debug.print("{}", x.sum())
+            return x
+
+        step = jax.jit(function, in_shardings=NamedSharding(mesh, P("data")))
+        return step.lower(jax.ShapeDtypeStruct((8,), jnp.float32))
+
+
+@pytest.mark.skipif(any(d.platform == "gpu" for d in jax.devices()), reason="there is a GPU that can call back")
+def test_a_program_that_calls_back_is_named_as_such():
+    with pytest.raises(ShardplanError, match=r"`jax.debug.print`.* needs a real GPU"):
+        audit(CallingBack((), MESH))
 
 
 def report(text: str) -> CompiledReport:
