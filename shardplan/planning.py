@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan.annotate import EXACT_METHODS, annotate
-from shardplan.errors import ArgumentError, InfeasibleError, PlanMismatchError, ShardplanWarning
+from shardplan.errors import ArgumentError, PlanMismatchError, ShardplanWarning
 from shardplan.hardware import load
 from shardplan.layout import Layout, LayoutSpace, MeshAxes, from_spec, to_spec
 from shardplan.mesh import GivenMesh, mesh_axes, shapes_of, with_auto_axes
@@ -23,12 +24,13 @@ from shardplan.prices import Prices
 from shardplan.problem import Problem, match_paths
 from shardplan.program import Program
 from shardplan.schedule import Schedule
-from shardplan.search import Solution, solve
-
-PRECISION = 1e-5
-"""The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal."""
+from shardplan.searching import Search, search_within
 
 DEFAULT_HARDWARE = "h100"
+
+RESERVED_MEMORY = 0.08
+"""The part of a device's memory that is kept free where no limit is given: for the runtime, its communication buffers and
+fragmentation."""
 
 
 def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> Plan:
@@ -65,11 +67,12 @@ def plan_program(
     if method not in EXACT_METHODS:
         annotate(problem)
     built = time.perf_counter()
-    solution = solve(problem.network, method=method, gap=PRECISION, time_limit=options.time_limit)
-    if not np.isfinite(solution.cost):
-        raise InfeasibleError(_infeasible_message(options, solution))
+    donated = _donated(options)
+    limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
+    search = Search(method, options.time_limit, limit, _donated_leaves(program, donated))
+    found = search_within(problem, search)
+    solution, schedule = found.solution, found.schedule
     solved = time.perf_counter()
-    schedule = Schedule(problem, problem.decode(solution.choices))
     collectives = _planned_collectives(schedule)
     _warn(problem)
     statistics = {
@@ -83,13 +86,13 @@ def plan_program(
         mesh=mesh,
         objective=float(solution.cost),
         lower_bound=float(min(solution.lower_bound, solution.cost)),
-        peak_bytes=0.0,
+        peak_bytes=found.peak_bytes,
         collectives=collectives,
         statistics=statistics,
         arguments=_arguments(schedule),
         recipe=Recipe(options, tuple(map(int, solution.choices)), _digest(problem)),
         built=schedule,
-        donated=_donated(options),
+        donated=donated,
     )
 
 
@@ -141,6 +144,12 @@ def _donated(options: Options) -> tuple[int, ...]:
     return tuple(position - sum(s < position for s in static) for position in wanted if position not in static)
 
 
+def _donated_leaves(program: Program, donated: tuple[int, ...]) -> frozenset[int]:
+    """The positions among the flattened arguments that belong to donated ones."""
+    positions = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))[0]
+    return frozenset(leaf for argument in donated for leaf in jax.tree.leaves(positions[argument]))
+
+
 def _fixed_layouts(program: Program, axes: MeshAxes, pins: Mapping[str, PartitionSpec] | None) -> dict[int, Any]:
     names = {index: program.values[index].name or "" for index in program.inputs}
     fixed: dict[int, Any] = {}
@@ -190,10 +199,6 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
             )
         )
     return tuple(found)
-
-
-def _infeasible_message(options: Options, solution: Solution) -> str:
-    return f"no layout keeps within {options.memory_limit} bytes; the least peak found is {solution.peak_usage}"
 
 
 def _warn(problem: Problem) -> None:

@@ -237,6 +237,14 @@ class Problem:
                 table = self._transition_table(value, self._domain(target).layouts)
                 self.network.add_edge(self._read_variable(output), self._variables.values[target], table)
 
+    def variables_of(self, value: int) -> tuple[int | None, int | None]:
+        """The variables of a value and of its shared copy in the network, None where it has none."""
+        return self._variables.values.get(value), self._variables.copies.get(value)
+
+    def variable_of_operation(self, operation: int) -> int | None:
+        """The variable of an operation in the network, None where its result's layout decides how it is split."""
+        return self._variables.operations.get(operation)
+
     # ---- the way back
 
     def decode(self, choices: np.ndarray) -> Assignment:

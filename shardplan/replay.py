@@ -116,10 +116,7 @@ class Replay:
     def _output(self, number: int, output: int | Constant) -> Any:
         if isinstance(output, Constant):
             return jax.numpy.asarray(output.value, dtype=output.aval.dtype)
-        position = self._program.ties.get(number)
-        if position is not None:
-            return self._read(output, self._schedule.assignment.values[self._program.inputs[position]])
-        return self._read(output, self._schedule.output_layout(output))
+        return self._read(output, self._schedule.layout_of_output(number))
 
     def _constrain(self, array: Any, layout: Layout) -> Any:
         if not _jax.is_array_type(jax.typeof(array)):

@@ -63,8 +63,13 @@ class Schedule:
             self._routes[key] = Route(source, self._problem.transitions.path(domain, source, target))
         return self._routes[key]
 
-    def output_layout(self, output: int) -> Layout:
-        """The layout of a result that goes to the caller and is not fed back."""
+    def layout_of_output(self, number: int) -> Layout:
+        """The layout in which a result reaches the caller: that of the input which it replaces, or its own."""
+        output, tied = self.program.outputs[number], self.program.ties.get(number)
+        if tied is not None:
+            return self.assignment.values[self.program.inputs[tied]]
+        if not isinstance(output, int):
+            return ()
         if output in self.assignment.generated:
             return replicated(len(self.program.values[output].shape))
         return self.assignment.values[output]

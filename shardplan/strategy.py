@@ -39,11 +39,13 @@ class Choices:
     """The strategies of one operation.
 
     ``follows_result`` tells that they are aligned with the domain of the only result, one per layout; otherwise the
-    operation is a variable of its own.
+    operation is a variable of its own. ``pointwise`` tells that each element of the result reads the elements at its own
+    place alone (of operands that may be broadcast).
     """
 
     strategies: tuple[Strategy, ...]
     follows_result: bool
+    pointwise: bool
     flops: int
     memory_bytes: int
     """Bytes that the whole operation reads and writes."""
@@ -78,10 +80,10 @@ class StrategyMaker:
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)
             strategies = [self._following(layout, splits, ranks) for layout in domain.layouts]
-            return Choices(tuple(strategies), True, *work)
+            return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), *work)
         indices = list(dict.fromkeys(split.index for split in every))
         strategies = list(self._free(indices, splits, ranks))
-        return Choices(tuple(strategies), False, *work)
+        return Choices(tuple(strategies), False, False, *work)
 
     def _degrees(self) -> list[int]:
         mesh = self.space.mesh
@@ -182,6 +184,15 @@ def bytes_of(tensor: Any) -> int:
 
 def _usable(splits: Sequence[Any]) -> list[Any]:
     return [split for split in splits if all(slot.halo == (0, 0) for slot in split.operands)]
+
+
+def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:
+    for operand in operands:
+        aligned = zip(operand.shape, result.shape, strict=False)
+        if operand.shape and (len(operand.shape) != len(result.shape) or any(a not in (1, b) for a, b in aligned)):
+            return False
+    split = {s.results[0].dim for size in set(result.shape) if size > 1 for s in _usable(rule.splits(size))}
+    return bool(operands) and all(dim in split for dim, size in enumerate(result.shape) if size > 1)
 
 
 def _determined_by_result(splits: dict[int, list[Any]]) -> bool:

@@ -1,0 +1,161 @@
+"""Memory: which tensors a device holds, when, and how many bytes that is.
+
+Operations run in the order of the program. What XLA fuses never exists in memory: a value is *held* where the operation
+that makes it cannot be fused into its readers (contractions, convolutions, gathers, sorts), where a reader needs it in
+memory (an operand of a contraction), and where it enters or leaves the step. The readers of a fused value read what it
+is computed from instead, so these live longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardplan.layout import Layout
+from shardplan.problem import Problem
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+
+# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose operands
+# it computes on the way; and updates, which it writes into their first operand where nobody needs that any more.
+_MOVES = frozenset(
+    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
+    | {"gather", "dynamic_slice", "concatenate", "copy", "copy_p", "stop_gradient"}
+)
+_READS_ON_THE_WAY = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
+)
+_UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """When a value is in memory: from the operation that makes it up to its last reader, in operation numbers."""
+
+    start: int
+    end: int
+
+
+class Lifetimes:
+    """The lifetimes of a program's held values, whatever the layouts are."""
+
+    def __init__(self, problem: Problem) -> None:
+        program = problem.program
+        self._problem = problem
+        self.end = len(program.operations)
+        outputs = {o for o in program.outputs if isinstance(o, int)}
+        readers: dict[int, list[Operation]] = {}
+        for operation in program.operations:
+            for operand in operation.operands:
+                if isinstance(operand, int):
+                    readers.setdefault(operand, []).append(operation)
+        self.held: dict[int, Lifetime] = {}
+        last_read = dict.fromkeys(outputs, self.end)
+        for operation in reversed(program.operations):
+            for result in operation.results:
+                needed = result in outputs or any(not self._fuses_operands(r) for r in readers.get(result, ()))
+                if (needed or not self._fusible(operation)) and result not in problem.generated:
+                    self.held[result] = Lifetime(operation.index, last_read.get(result, operation.index))
+            until = max((last_read.get(r, operation.index) for r in operation.results if r not in self.held), default=0)
+            for operand in operation.operands:
+                if isinstance(operand, int):
+                    last_read[operand] = max(last_read.get(operand, 0), operation.index, until)
+        for index in (*program.inputs, *program.captured):
+            self.held[index] = Lifetime(0, self.end)
+        self._share_in_place(last_read)
+        self.reads = {v: (found[0].index, max(last_read[v], found[0].index)) for v, found in readers.items()}
+
+    def _share_in_place(self, last_read: dict[int, int]) -> None:
+        """Lets a result take the memory of an operand of its size that is read for the last time."""
+        for operation in self._problem.program.operations:
+            updates = operation.primitive.name in _UPDATES
+            if (
+                not operation.results
+                or operation.results[0] not in self.held
+                or not (updates or self._fusible(operation))
+            ):
+                continue
+            size = self._problem.program.values[operation.results[0]].total_bytes
+            for operand in operation.operands[:1] if updates else operation.operands:
+                lifetime = self.held.get(operand) if isinstance(operand, int) else None
+                if lifetime is None or lifetime.end != operation.index or lifetime.start == operation.index:
+                    continue
+                if self._problem.program.values[operand].total_bytes == size:
+                    self.held[operand] = Lifetime(lifetime.start, operation.index - 1)
+                    break
+
+    def _fusible(self, operation: Operation) -> bool:
+        return self._problem.choices[operation.index].pointwise or operation.primitive.name in _MOVES
+
+    def _fuses_operands(self, operation: Operation) -> bool:
+        return self._fusible(operation) or operation.primitive.name in _READS_ON_THE_WAY
+
+    def add_usages(self, donated: frozenset[int]) -> None:
+        """Tells the network what each layout of a held value, and of its shared copy, uses and when.
+
+        A copy that has its value's own layout needs no memory, which a sum over variables cannot say: a copy counts
+        by what it takes more than the most split layout. `memory_profile` counts exactly.
+        """
+        program = self._problem.program
+        copied_out = [p for number, p in program.ties.items() if p not in donated]
+        twice = {program.inputs[position] for position in copied_out}
+        leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
+        replaced = {program.outputs[number] for number in program.ties}
+        for value in program.values:
+            variable, copy = self._problem.variables_of(value.index)
+            if variable is None:
+                continue
+            degrees = self._problem.space.domain(value.shape).degrees
+            lifetime = Lifetime(0, self.end) if value.index in leaving else self.held.get(value.index)
+            if lifetime is not None and value.index not in replaced:
+                usage = value.total_bytes / degrees * (2 if value.index in twice else 1)
+                self._problem.network.add_usage(variable, usage, lifetime.start, lifetime.end + 1)
+            if copy is not None and value.index in self.reads:
+                usage = value.total_bytes * (1 / degrees - 1 / degrees.max())
+                start, end = self.reads[value.index]
+                self._problem.network.add_usage(copy, usage, start, end + 1)
+
+
+def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> np.ndarray:
+    """float [operations + 1]: bytes that one device holds while each operation runs, and at the end of the step.
+
+    ``donated`` are the positions of the inputs whose memory the outputs tied to them take.
+    """
+    program, space = schedule.program, schedule.space
+    ends = np.zeros(lifetimes.end + 2)
+
+    def hold(value: int, layout: Layout, start: int, end: int) -> None:
+        size = program.values[value].total_bytes / space.mesh.degree([axis for axes in layout for axis in axes])
+        ends[start] += size
+        ends[end + 1] -= size
+
+    inputs = {*program.inputs, *program.captured}
+    leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
+    for value, lifetime in lifetimes.held.items():
+        layout, copy = schedule.assignment.values[value], schedule.copy(value)
+        end = lifetime.end
+        if value in leaving:
+            continue
+        if copy != layout and value not in inputs:
+            end = max(lifetime.start, min(end, lifetimes.reads[value][0]))
+        hold(value, layout, lifetime.start, end)
+    for number, output in enumerate(program.outputs):
+        # the caller's memory for results is there from the start; a donated argument's is the result's
+        if isinstance(output, int) and program.ties.get(number) not in donated:
+            hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
+    for value in schedule.assignment.copies:
+        if schedule.copy(value) != schedule.assignment.values[value]:
+            hold(value, schedule.copy(value), *lifetimes.reads[value])
+    for operation in program.operations:
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is None:
+            continue
+        for operand, wanted in zip(operation.operands, strategy.operands, strict=True):
+            if isinstance(operand, int) and wanted is not None and operand in schedule.assignment.values:
+                if wanted not in (schedule.assignment.values[operand], schedule.copy(operand)):
+                    hold(operand, wanted, operation.index, operation.index)
+        for result, own in zip(operation.results, strategy.results, strict=True):
+            if own != schedule.assignment.values[result]:
+                hold(result, own, operation.index, operation.index)
+    return np.cumsum(ends)[:-1]
