@@ -58,7 +58,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes per device and step, and seconds.
+    """Bytes per device and step, and seconds. Reductions are by element type: at what precision they sum.
 
     Compiling includes lowering. Its `work` is in seconds of all cores together, which a busy machine does not distort;
     `plain_work` is that of data parallelism by plain `jit`, NaN where it was not asked for.
@@ -75,8 +75,10 @@ class Measured:
     seconds_to_compile: float
     compile_work: float
     plain_work: float
+    reduced_bytes: dict[str, float]
     baseline_bytes: dict[str, int]
     baseline_peaks: dict[str, int]
+    baseline_reduced: dict[str, dict[str, float]]
 
 
 def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Measured:
@@ -92,11 +94,10 @@ def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Me
     checked = audit(plan, target=TARGET)
     compiled, compile_work = time.perf_counter(), time.process_time() - before
 
-    sent, peaks, plain_work = {}, {}, math.nan
+    reports, plain_work = {}, math.nan
     for baseline in baselines:
         before = time.process_time()
-        found = measure(lower(baseline, training.train_step, state, batch, mesh))
-        sent[baseline.name], peaks[baseline.name] = found.communication_bytes, found.memory.peak
+        reports[baseline.name] = measure(lower(baseline, training.train_step, state, batch, mesh))
         if baseline == DATA_PARALLEL:
             plain_work = time.process_time() - before
     return Measured(
@@ -111,8 +112,10 @@ def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Me
         seconds_to_compile=compiled - planned,
         compile_work=compile_work,
         plain_work=plain_work,
-        baseline_bytes=sent,
-        baseline_peaks=peaks,
+        reduced_bytes=checked.compiled.reduced_bytes(),
+        baseline_bytes={title: found.communication_bytes for title, found in reports.items()},
+        baseline_peaks={title: found.memory.peak for title, found in reports.items()},
+        baseline_reduced={title: found.reduced_bytes() for title, found in reports.items()},
     )
 
 

@@ -19,6 +19,12 @@ def _megabytes_of(name: str):
     return lambda m: megabytes(m.baseline_bytes[name])
 
 
+def _reduced_in_bf16(m: Measured) -> str:
+    """The part of the reductions' bytes that sums in bf16."""
+    ways = (m.reduced_bytes, *m.baseline_reduced.values())
+    return " / ".join(f"{100 * way.get('bf16', 0) / max(sum(way.values()), 1):.0f} %" for way in ways)
+
+
 def _memory(m: Measured) -> str:
     return " / ".join(f"{peak / 1e9:.2f}" for peak in (m.compiled_peak, *m.baseline_peaks.values()))
 
@@ -30,6 +36,7 @@ COLUMNS = {
     "plan / data parallel": _beside(DATA_PARALLEL.name),
     "plan / FSDP": _beside(FSDP.name),
     "peak GB (plan / data parallel / FSDP)": _memory,
+    "reduced in bf16 (the same)": _reduced_in_bf16,
 }
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardplan.errors import ArgumentError
-from shardplan.hlo import CompiledCollective, collectives
+from shardplan.hlo import REDUCTIONS, CompiledCollective, collectives
 from shardplan.tables import html_table, megabytes, text_table
 from shardplan.target import compile_for
 
@@ -36,13 +36,15 @@ class Traffic:
     Attributes:
         times: executions per step.
         bytes_sent: by one device per step.
+        overlapped_bytes: those of them that other work runs beside, where a compiled program says so.
     """
 
     times: int = 0
     bytes_sent: float = 0
+    overlapped_bytes: float = 0
 
-    def plus(self, times: int, bytes_sent: float) -> Traffic:
-        return Traffic(self.times + times, self.bytes_sent + bytes_sent)
+    def plus(self, times: int, bytes_sent: float, overlapped_bytes: float = 0) -> Traffic:
+        return Traffic(self.times + times, self.bytes_sent + bytes_sent, self.overlapped_bytes + overlapped_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,17 @@ class CompiledReport:
         """Times and bytes per kind of collective and mesh axes."""
         sent: dict[tuple[str, Axes], Traffic] = {}
         for found in self.collectives:
-            key = (found.kind, found.axes(self.mesh_axes))
-            sent[key] = sent.get(key, Traffic()).plus(found.times, found.bytes_sent * found.times)
+            key, size = (found.kind, found.axes(self.mesh_axes)), found.bytes_sent * found.times
+            sent[key] = sent.get(key, Traffic()).plus(found.times, size, size if found.overlapped else 0)
+        return sent
+
+    def reduced_bytes(self) -> dict[str, float]:
+        """Bytes sent by reductions (all-reduce, reduce-scatter) per element type: the precision that they sum in."""
+        sent: dict[str, float] = {}
+        for found in self.collectives:
+            for tensor in found.tensors if found.kind in REDUCTIONS else ():
+                share = found.bytes_sent * found.times * tensor.bytes / max(found.bytes, 1)
+                sent[tensor.dtype] = sent.get(tensor.dtype, 0) + share
         return sent
 
     def operation_bytes(self) -> dict[int | None, float]:
@@ -97,16 +108,26 @@ class CompiledReport:
 
     def _rows(self) -> list[tuple[str, ...]]:
         traffic = sorted(self.traffic().items(), key=lambda item: -item[1].bytes_sent)
-        rows = [(kind, axes_text(axes), str(t.times), megabytes(t.bytes_sent)) for (kind, axes), t in traffic]
-        times = sum(t.times for _, t in traffic)
-        return [*rows, ("total", "", str(times), megabytes(self.communication_bytes))]
+        total = Traffic()
+        rows: list[tuple[str, ...]] = []
+        for (kind, axes), t in traffic:
+            total = total.plus(t.times, t.bytes_sent, t.overlapped_bytes)
+            rows.append((kind, axes_text(axes), *_cells(t)))
+        return [*rows, ("total", "", *_cells(total))]
 
     def __str__(self) -> str:
-        table = text_table(("collective", "mesh axes", "times", "MB sent"), self._rows(), numbers=(2, 3))
+        table = text_table(_HEADER, self._rows(), numbers=(2, 3, 4))
         return f"{table}\npeak memory {megabytes(self.memory.peak)} MB, compiled in {self.compile_seconds:.1f} s"
 
     def _repr_html_(self) -> str:
-        return html_table(("collective", "mesh axes", "times", "MB sent"), self._rows(), numbers=(2, 3))
+        return html_table(_HEADER, self._rows(), numbers=(2, 3, 4))
+
+
+_HEADER = ("collective", "mesh axes", "times", "MB sent", "beside other work")
+
+
+def _cells(traffic: Traffic) -> tuple[str, str, str]:
+    return str(traffic.times), megabytes(traffic.bytes_sent), megabytes(traffic.overlapped_bytes)
 
 
 def operation_of(op_name: str) -> int | None:
@@ -125,11 +146,12 @@ def origins(found: CompiledCollective) -> list[tuple[str, float]]:
     Its own path where it carries one tensor; else that of the nearest instruction that makes the tensor (of a sum) or
     reads it (of anything else); an empty path where none of them leads to an operation.
     """
-    reduces = found.kind in ("all-reduce", "reduce-scatter")
     shares = []
     for tensor in found.tensors:
         own = (found.op_name,) if len(found.tensors) == 1 else ()
-        around = (tensor.producers, tensor.consumers) if reduces else (tensor.consumers, tensor.producers)
+        around = (
+            (tensor.producers, tensor.consumers) if found.kind in REDUCTIONS else (tensor.consumers, tensor.producers)
+        )
         known = (path for path in (*own, *around[0], *around[1]) if operation_of(path) is not None)
         share = found.bytes_sent * found.times * tensor.bytes / found.bytes if found.bytes else 0.0
         shares.append((next(known, ""), share))

@@ -28,6 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from shardplan.hlo_groups import Groups as Groups
 from shardplan.hlo_groups import mesh_axes as mesh_axes
@@ -45,6 +46,12 @@ KINDS = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+
+_NO_KERNELS = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *(kind + end for kind in (*KINDS, "async") for end in ("-start", "-done")),
+}
 
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
 _BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
@@ -53,6 +60,7 @@ _GROUPS = re.compile(
     r"\breplica_groups=(\{\}|\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\))? ?\{[^}]*\})"
 )
+_IS_SYNCHRONOUS = '"is_sync":true'
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s?)*)\}")
 
 
@@ -85,7 +93,8 @@ class CompiledCollective:
         tensors: that it carries; the compiler merges collectives of many tensors into one.
         op_name: scopes and operation that it came from, where the compiler kept them; of one of several that it merged.
         source: `file:line` that it came from, or empty.
-        synchronous: nothing else runs meanwhile.
+        synchronous: it is not left to run beside other work.
+        kernels_meanwhile: kernels that start between its start and its end, in the schedule of the compiler.
         name, computation: where it stands in the HLO text.
     """
 
@@ -100,6 +109,7 @@ class CompiledCollective:
     op_name: str
     source: str
     synchronous: bool
+    kernels_meanwhile: int
     name: str
     computation: str
 
@@ -107,6 +117,11 @@ class CompiledCollective:
     def dtypes(self) -> tuple[str, ...]:
         """Element type of each tensor that it carries."""
         return tuple(tensor.dtype for tensor in self.tensors)
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether other work runs meanwhile."""
+        return not self.synchronous and self.kernels_meanwhile > 0
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
         """The mesh axes that it runs over; None where it runs over part of an axis."""
@@ -141,6 +156,7 @@ class _Reader:
 
     module: Module
     _done: dict[str, tuple[CompiledCollective, ...]] = field(default_factory=dict)
+    _kernels: dict[str, dict[str, int]] = field(default_factory=dict)
     _users: dict[str, dict[str, list[Instruction]]] = field(default_factory=dict)
 
     def flatten_entry(self) -> tuple[CompiledCollective, ...]:
@@ -170,7 +186,9 @@ class _Reader:
             trips = _TRIPS.search(instruction.line)
             return tuple(replace(c, times=c.times * (int(trips[1]) if trips else 1)) for c in inner)
         if opcode == "async-start":
-            return tuple(replace(c, synchronous='"is_sync":true' in instruction.line) for c in inner)
+            kernels = self._kernels_meanwhile(instruction, computation)
+            synchronous = _IS_SYNCHRONOUS in instruction.line
+            return tuple(replace(c, synchronous=synchronous, kernels_meanwhile=kernels) for c in inner)
         return tuple(inner)
 
     def _collective(self, instruction: Instruction, computation: str) -> CompiledCollective:
@@ -203,7 +221,8 @@ class _Reader:
             tensors=tensors,
             op_name=instruction.op_name,
             source=self.module.source(instruction),
-            synchronous=not instruction.opcode.endswith("-start") or '"is_sync":true' in line,
+            synchronous=not instruction.opcode.endswith("-start") or _IS_SYNCHRONOUS in line,
+            kernels_meanwhile=self._kernels_meanwhile(instruction, computation),
             name=instruction.name,
             computation=computation,
         )
@@ -219,6 +238,17 @@ class _Reader:
                 before, after = producers(defined, operand), consumers(users, instruction, position)
                 tensors.append(CarriedTensor(dtype, size * scale, before, after))
         return tuple(tensors)
+
+    def _kernels_meanwhile(self, instruction: Instruction, computation: str) -> int:
+        """Kernels between a start and its end; 0 for an operation that is not split in two."""
+        ends = [user for user in self._users_of(computation).get(instruction.name, []) if user.opcode.endswith("-done")]
+        if not instruction.opcode.endswith("-start") or not ends:
+            return 0
+        if computation not in self._kernels:
+            counts = accumulate(i.opcode not in _NO_KERNELS for i in self.module.computations[computation].values())
+            self._kernels[computation] = dict(zip(self.module.computations[computation], counts, strict=True))
+        before = self._kernels[computation]
+        return before[ends[0].name] - before[instruction.name]
 
     def _users_of(self, computation: str) -> dict[str, list[Instruction]]:
         if computation not in self._users:

@@ -244,6 +244,24 @@ def test_each_tensor_of_a_merged_collective_keeps_what_makes_and_reads_it():
     assert [t.consumers for t in found.tensors] == [("s/op3/neg",), ("s/op4/neg", "s/op5/neg")]
 
 
+def test_kernels_between_start_and_end_are_counted():
+    def text(synchronous: str) -> str:
+        return module(
+            f"  %g = f32[64,8] all-reduce-start(%a), {ALL}, backend_config={{{synchronous}}}\n"
+            "  %f = f32[64,8] fusion(%a), kind=kLoop, calls=%add\n"
+            "  %c = bf16[] constant(0)\n"
+            "  %t = f32[64,8] bitcast(%f)\n"
+            "  %k = f32[64,8] custom-call(%t)\n"
+            "  %d = f32[64,8] all-reduce-done(%g)\n"
+            "  %l = f32[64,8] fusion(%d), kind=kLoop, calls=%add"
+        )
+
+    (found,) = collectives(text('"is_sync":false'))
+    assert (found.kernels_meanwhile, found.overlapped) == (2, True)
+    (found,) = collectives(text('"is_sync":true'))
+    assert not found.overlapped
+
+
 @pytest.mark.parametrize(("dtype", "size"), [("pred", 64), ("s4", 32), ("f8e4m3fn", 64), ("c128", 1024), ("u16", 128)])
 def test_element_types(dtype, size):
     body = f"  %x = {dtype}[64]{{0}} parameter(2)\n  %r = {dtype}[64]{{0}} all-to-all(%x), {ALL}, dimensions={{0}}"

@@ -140,6 +140,10 @@ def test_known_ways_to_split_an_mlp_send_what_is_known_of_them(way):
         sent[kind] += traffic.bytes_sent
     assert dict(sent) == expected
     assert report.communication_bytes == sum(expected.values())
+    reduced = sum(sent[kind] for kind in ("all-reduce", "reduce-scatter"))
+    assert report.reduced_bytes() == pytest.approx({"f32": reduced})
+    overlapped = sum(t.overlapped_bytes for t in report.traffic().values())
+    assert 0 < overlapped <= report.communication_bytes
     # Weights and moments stay where they are: donated arguments take no room twice.
     state_bytes = 2 * PARAMETER_BYTES // (1 if way == "data parallel" else 8)
     assert report.memory.aliases == state_bytes
