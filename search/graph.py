@@ -66,6 +66,8 @@ class Graph:
         """Usages that no longer depend on a choice."""
         self.constant = 0.0
         self.undo: list[Best | Follow | Keep] = []
+        self.hint: dict[int, int] | None = None
+        """A valid assignment of the variables that are left, which every reduction carries along."""
 
     @classmethod
     def of(cls, network: Network) -> Graph:
@@ -82,7 +84,7 @@ class Graph:
         for u, v, index in network.edges:
             graph.add_edge(leaders[u], leaders[v], unique[index])
         for usage in network.usages if network.usage_limit is not None else ():
-            graph.spans[leaders[usage.variable]].append((usage.amounts, usage.start, usage.end))
+            graph.spans[leaders[usage.variable]].append((tables.unique(usage.amounts), usage.start, usage.end))
         graph.usage_limit = network.usage_limit
         followers = [(v, u) for v, u in enumerate(leaders) if v != u]
         for v, u in followers:
@@ -106,6 +108,10 @@ class Graph:
         known = self.neighbours[u].get(v)
         if known is not None:
             table = self.tables.add(known, table)
+        self.set_edge(u, v, table)
+
+    def set_edge(self, u: int, v: int, table: Array) -> None:
+        """Puts a table in the place of the one that the pair has."""
         self.neighbours[u][v] = table
         self.neighbours[v][u] = self.tables.transpose(table)
 
@@ -116,6 +122,8 @@ class Graph:
             del self.neighbours[w][v]
         self.neighbours[v] = {}
         self.costs[v] = None
+        if self.hint is not None:
+            del self.hint[v]
         return neighbours
 
     def restrict(self, v: int, keep: NDArray[np.bool_]) -> None:
@@ -123,14 +131,31 @@ class Graph:
         if keep.all():
             return
         rows = keep.tobytes()
-        self.undo.append(Keep(v, np.flatnonzero(keep)))
+        self._note(v, keep)
         self.costs[v] = self.tables.restrict(self.costs[v], rows)  # type: ignore[arg-type]
         for w, table in self.neighbours[v].items():
             every = np.ones(table.shape[1], dtype=bool).tobytes()
             smaller = self.tables.restrict(table, rows, every)
             self.neighbours[v][w] = smaller
             self.neighbours[w][v] = self.tables.transpose(smaller)
-        self.spans[v] = [(amounts[keep], start, end) for amounts, start, end in self.spans[v]]
+        self.spans[v] = [(self.tables.restrict(amounts, rows), start, end) for amounts, start, end in self.spans[v]]
+
+    def _note(self, v: int, keep: NDArray[np.bool_]) -> None:
+        """Records that only some choices of `v` stay; a hint that is not among them is lost."""
+        self.undo.append(Keep(v, np.flatnonzero(keep)))
+        if self.hint is not None:
+            if keep[self.hint[v]]:
+                self.hint[v] = int(np.count_nonzero(keep[: self.hint[v]]))
+            else:
+                self.hint = None
+
+    def cost(self, choices: dict[int, int]) -> float:
+        """The cost of an assignment of the variables that are left."""
+        total = self.constant
+        for v, k in choices.items():
+            total += float(self.costs[v][k])  # type: ignore[index]
+            total += sum([float(t[k, choices[w]]) for w, t in self.neighbours[v].items() if v < w])
+        return total
 
     def make_consistent(self) -> None:
         """Drops every choice that has an infinite cost, or none to go with it at some neighbour."""
@@ -171,9 +196,11 @@ class Graph:
         for v, mask in changed.items():
             if not mask.any():
                 raise Infeasible(f"variable {v} has no choice left")
-            self.undo.append(Keep(v, np.flatnonzero(mask)))
+            self._note(v, mask)
             self.costs[v] = self.tables.restrict(self.costs[v], rows[v])  # type: ignore[arg-type]
-            self.spans[v] = [(amounts[mask], start, end) for amounts, start, end in self.spans[v]]
+            self.spans[v] = [
+                (self.tables.restrict(amounts, rows[v]), start, end) for amounts, start, end in self.spans[v]
+            ]
         for v in changed:
             for w, table in self.neighbours[v].items():
                 if w in changed and w < v:
@@ -182,13 +209,12 @@ class Graph:
                 self.neighbours[v][w] = smaller
                 self.neighbours[w][v] = self.tables.transpose(smaller)
 
-    def expand(self, choices: dict[int, int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Choices of all the network's variables, from those of the variables that are left."""
-        full = np.zeros(len(self.costs), dtype=np.int64)
-        for v, k in choices.items() if isinstance(choices, dict) else enumerate(choices):
-            full[v] = k
-        picked = full.tolist()
-        for step in reversed(self.undo):
+    def expand(self, choices: dict[int, int], mark: int | None = None) -> NDArray[np.int64]:
+        """Choices of all the network's variables, from those that were left when `undo` had `mark` steps (now)."""
+        picked = [0] * len(self.costs)
+        for v, k in choices.items():
+            picked[v] = k
+        for step in reversed(self.undo[:mark]):
             v = step.variable
             if isinstance(step, Best):
                 total = step.costs

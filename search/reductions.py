@@ -4,7 +4,7 @@
 |---|---|---|
 | `eliminate` | variables of degree 0, 1 and 2 without usage | nothing; costs on the neighbour; a table on the two |
 | `follow` | a variable whose choice another one's determines (one finite entry per row) | all it has, on that one |
-| `drop_dominated` | choices that another one of the variable beats wherever the neighbours are | |
+| `drop_dominated` | choices that another one of the variable beats whatever the neighbours do | |
 
 A variable whose usage could bind stays, as its cheapest choice alone does not say what is best; `follow` and
 `drop_dominated` take usage into account.
@@ -12,14 +12,19 @@ A variable whose usage could bind stays, as its cheapest choice alone does not s
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.search.graph import Best, Follow, Graph, Infeasible
+from shardplan.search.memory import drop_safe_spans, fitting
 
-__all__ = ["drop_dominated", "eliminate", "follow", "reduce_graph", "settle_usage"]
+__all__ = ["drop_dominated", "eliminate", "follow", "reduce_graph", "settle_usage", "shrink"]
 
 _LARGEST_JOIN = 3_000_000
 _LARGEST_TABLE = 150_000
+_LARGEST_GROWTH = 4
 
 
 def reduce_graph(graph: Graph) -> None:
@@ -33,6 +38,24 @@ def reduce_graph(graph: Graph) -> None:
         graph.make_consistent()
         if not count and not drop_dominated(graph):
             return
+
+
+def shrink(graph: Graph) -> None:
+    """All reductions, with those that the usage limit allows, until they find nothing more."""
+    while True:
+        if graph.usage_limit is not None:
+            drop_safe_spans(graph)
+        reduce_graph(graph)
+        if graph.usage_limit is None:
+            return
+        masks = fitting(graph)
+        for v, keep in masks.items():
+            if not keep.any():
+                raise Infeasible(f"no choice of variable {v} fits under the usage limit")
+            graph.restrict(v, keep)
+        if not masks:
+            return
+        graph.make_consistent()
 
 
 def settle_usage(graph: Graph) -> None:
@@ -107,22 +130,48 @@ def _eliminate_one(graph: Graph, v: int) -> bool:
 
 
 def follow(graph: Graph) -> int:
-    """Takes out variables whose choice is determined by a neighbour's; returns how many."""
+    """Takes out variables whose choice is determined by a neighbour's; returns how many.
+
+    Those with few edges go first: then a variable that many follow has lost them by the time that it goes itself.
+    """
+    neighbours = graph.neighbours
+    heap = [(len(neighbours[v]), v) for v in graph.live()]
+    heapq.heapify(heap)
     count = 0
-    for v in graph.live():
+    while heap:
+        degree, v = heapq.heappop(heap)
         if graph.costs[v] is None:
+            continue
+        if degree != len(neighbours[v]):
+            heapq.heappush(heap, (len(neighbours[v]), v))
             continue
         if graph.size(v) == 1:
             _fold_fixed(graph, v)
             count += 1
             continue
-        for leader in sorted(graph.neighbours[v]):
-            where = graph.tables.finite(graph.neighbours[leader][v])
-            if where is not None and (where.sum(axis=1) == 1).all():
-                _fold_follower(graph, v, leader, where.argmax(axis=1))
-                count += 1
-                break
+        leader = _leader(graph, v)
+        if leader is not None:
+            _fold_follower(graph, v, *leader)
+            heapq.heappush(heap, (len(neighbours[leader[0]]), leader[0]))
+            count += 1
     return count
+
+
+def _leader(graph: Graph, v: int) -> tuple[int, NDArray[np.intp]] | None:
+    """The neighbour with the fewest choices that determines v's, with the mapping, where folding pays."""
+    around = graph.neighbours[v]
+    width = sum(table.shape[1] for table in around.values())
+    best: tuple[int, int, NDArray[np.intp]] | None = None
+    for w, table in around.items():
+        size = table.shape[1]
+        if best is not None and best[:2] <= (size, w):
+            continue
+        if size * (width - size) > _LARGEST_GROWTH * graph.size(v) * width:
+            continue
+        mapping = graph.tables.mapping(graph.neighbours[w][v])
+        if mapping is not None:
+            best = (size, w, mapping)
+    return None if best is None else best[1:]
 
 
 def _fold_fixed(graph: Graph, v: int) -> None:
@@ -137,7 +186,7 @@ def _fold_fixed(graph: Graph, v: int) -> None:
     graph.undo.append(Best(v, np.zeros(1), ()))
 
 
-def _fold_follower(graph: Graph, v: int, leader: int, mapping: np.ndarray) -> None:
+def _fold_follower(graph: Graph, v: int, leader: int, mapping: NDArray[np.intp]) -> None:
     """A variable that follows `leader`: everything it has goes to the leader."""
     costs = graph.costs[v]
     assert costs is not None
@@ -146,8 +195,9 @@ def _fold_follower(graph: Graph, v: int, leader: int, mapping: np.ndarray) -> No
             agreed = table[mapping, np.arange(mapping.size)] + costs[mapping]
             graph.costs[leader] = graph.tables.add(graph.costs[leader], agreed)  # type: ignore[arg-type]
         else:
-            graph.add_edge(leader, w, np.ascontiguousarray(table[mapping]))
-    graph.spans[leader] += [(amounts[mapping], start, end) for amounts, start, end in graph.spans[v]]
+            graph.add_edge(leader, w, graph.tables.rows(table, mapping))
+    rows = graph.tables.rows
+    graph.spans[leader] += [(rows(amounts, mapping), start, end) for amounts, start, end in graph.spans[v]]
     graph.spans[v] = []
     graph.undo.append(Follow(v, leader, mapping))
 
@@ -165,28 +215,33 @@ def drop_dominated(graph: Graph) -> int:
         size = len(costs)
         if size == 1 or size * sum(t.size for t in graph.neighbours[v].values()) > _LARGEST_JOIN:
             continue
-        keep = _undominated(graph, v, costs)
-        if not keep.all():
+        better = _dominance(graph, v, costs)
+        keep = better < 0
+        if not keep.all() and keep.any():
+            if graph.hint is not None:
+                # Whatever the others do, the hint is no worse with the choice that beats its own.
+                for _ in range(size):
+                    if not keep[graph.hint[v]]:
+                        graph.hint[v] = int(better[graph.hint[v]])
             count += int((~keep).sum())
             graph.restrict(v, keep)
     return count
 
 
-def _undominated(graph: Graph, v: int, costs: np.ndarray) -> np.ndarray:
-    # worse[l, k]: at least by how much the total may rise when k is replaced by l.
+def _dominance(graph: Graph, v: int, costs: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Per choice one that beats it, or -1."""
+    # worse[l, k]: at most by how much the total rises when k is replaced by l.
     worse = costs[:, None] - costs[None, :]
     for table in graph.neighbours[v].values():
         with np.errstate(invalid="ignore"):
             rise = table[:, None, :] - table[None, :, :]
-        # inf - inf: k is excluded there itself, so nothing is lost.
-        np.copyto(rise, -np.inf, where=np.isnan(rise))
+        if graph.tables.finite(table) is not None:
+            # inf - inf: k is excluded there itself, so nothing is lost.
+            np.copyto(rise, -np.inf, where=np.isnan(rise))
         worse = worse + rise.max(axis=2)
-    for amounts, _, _ in graph.spans[v]:
-        worse = np.where(amounts[:, None] > amounts[None, :], np.inf, worse)
+    for amounts in {id(amounts): amounts for amounts, _, _ in graph.spans[v]}.values():
+        worse[amounts[:, None] > amounts[None, :]] = np.inf
     beats = worse <= 0
     # Of choices that beat each other, the first stays.
-    mutual = beats & beats.T
-    order = np.arange(len(costs))
-    beats &= ~mutual | (order[:, None] < order[None, :])
-    keep = ~beats.any(axis=0)
-    return keep if keep.any() else np.ones_like(keep)
+    beats &= ~beats.T | np.tri(len(costs), k=-1, dtype=bool).T
+    return np.where(beats.any(axis=0), beats.argmax(axis=0), -1)

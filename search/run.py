@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.graph import Graph
 from shardplan.search.network import Network
 from shardplan.search.solution import Progress, ProgressCallback, Solution, relative_gap
 
@@ -39,6 +40,7 @@ class Run:
         self.interrupted = False
         self.proven_infeasible = False
         self._stage = "start"
+        self._pending: tuple[Graph, dict[int, int], int] | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -63,6 +65,7 @@ class Run:
 
         Without any valid one, the one of the least peak is kept.
         """
+        self.settle()
         network = self.network
         cost = network.cost(choices)
         peak = network.peak(choices) if network.usages else (0.0, 0)
@@ -76,6 +79,23 @@ class Run:
             self.choices, self.cost, self.peak = choices, cost, peak
             self.report()
         return better
+
+    def offer_reduced(self, graph: Graph, choices: dict[int, int], cost: float) -> None:
+        """Takes a valid assignment of a reduced graph into account. It is expanded only when it is asked for."""
+        if cost < self.cost:
+            self.cost = cost
+            self._pending = (graph, dict(choices), len(graph.undo))
+            self.report()
+
+    def settle(self) -> None:
+        """Expands what `offer_reduced` left, and counts its cost on the network itself."""
+        if self._pending is None:
+            return
+        graph, choices, mark = self._pending
+        self._pending = None
+        self.choices = graph.expand(choices, mark)
+        self.cost = self.network.cost(self.choices)
+        self.peak = self.network.peak(self.choices) if self.network.usages else (0.0, 0)
 
     def bound(self, lower_bound: float) -> None:
         """Takes a lower bound into account."""
@@ -98,6 +118,7 @@ class Run:
 
     def solution(self, method: str) -> Solution:
         """What was found, in its final form."""
+        self.settle()
         network = self.network
         choices = self.choices if self.choices is not None else np.zeros(len(network), dtype=np.int64)
         peak = network.peak(choices) if network.usages else (0.0, 0)

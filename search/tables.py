@@ -32,6 +32,7 @@ class Tables:
     def __init__(self) -> None:
         self._results: dict[tuple[object, ...], tuple[object, ...]] = {}
         self._by_content: dict[tuple[object, ...], Array] = {}
+        self._mappings: dict[bytes, NDArray[np.intp]] = {}
         self._bytes = 0
 
     def _remember(self, key: tuple[object, ...], make: Callable[[], Array], *operands: object) -> Array:
@@ -81,6 +82,24 @@ class Tables:
         """`min over i of costs[i] + left[i, j] + right[i, k]`, per (j, k), what it leaves on two neighbours."""
         key = ("join", id(costs), id(left), id(right))
         return self._remember(key, lambda: _join(costs, left, right), costs, left, right)
+
+    def rows(self, array: Array, mapping: NDArray[np.intp]) -> Array:
+        """`array[mapping]`, along the first axis; equal mappings should be the same object."""
+        return self._remember(("rows", id(array), id(mapping)), lambda: array[mapping], array, mapping)
+
+    def mapping(self, table: Array) -> NDArray[np.intp] | None:
+        """Where each row has one finite entry: the column of it, per row."""
+        key = ("mapping", id(table))
+        found = self._results.get(key)
+        if found is None:
+            where = self.finite(table)
+            functional = where is not None and bool((where.sum(axis=1) == 1).all())
+            mapping = where.argmax(axis=1) if functional else None  # type: ignore[union-attr]
+            if mapping is not None:
+                mapping = self._mappings.setdefault(mapping.tobytes(), mapping)
+            found = (mapping, table)
+            self._results[key] = found
+        return found[0]  # type: ignore[return-value]
 
     def restrict(self, array: Array, rows: bytes, columns: bytes | None = None) -> Array:
         """The rows (and columns) whose bytes are not 0."""

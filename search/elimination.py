@@ -1,0 +1,159 @@
+"""Dynamic programming over a graph whose variables have few choices each.
+
+Variables are taken out one after another; what each leaves is a table over its neighbours, of as many dimensions as it
+has (bucket elimination: Dechter, "Bucket elimination", 1999). The networks of models are nearly chains, with about
+seven neighbours at the widest place, so this is exact once pruning has left a few choices per variable, and, on the
+most promising choices alone, finds very good assignments long before. Where a table would grow too large, a variable
+is fixed to a given choice instead, and the result is no longer exact, only the best for these choices.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.graph import Graph
+
+__all__ = ["Elimination", "plan"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+Factor = tuple[tuple[int, ...], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The order in which variables go, and those that are to be fixed when their turn comes.
+
+    entries: of all tables together, the work to do.
+    """
+
+    steps: list[int]
+    fixed: frozenset[int]
+    entries: float
+
+
+def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float, most: float = math.inf) -> Plan | None:
+    """Greedy order by the least table; `None` once more than `most` entries are needed.
+
+    neighbours: changed on the way. largest: entries of a table; a variable is fixed where the least exceeds it.
+    """
+    widths = {v: math.log(size) for v, size in sizes.items()}
+    limit = math.log(largest)
+
+    def width(v: int) -> float:
+        return widths[v] + sum([widths[w] for w in neighbours[v]])
+
+    current = {v: width(v) for v in sizes}
+    heap = [(value, v) for v, value in current.items()]
+    heapq.heapify(heap)
+    steps: list[int] = []
+    fixed: set[int] = set()
+    entries = 0.0
+    while current:
+        value, v = heapq.heappop(heap)
+        if current.get(v) != value:
+            continue
+        if value > limit + 1e-9:
+            heapq.heappush(heap, (value, v))
+            v = max((v, *neighbours[v]), key=lambda u: (len(neighbours[u]) * widths[u], u))
+            fixed.add(v)
+        else:
+            entries += math.exp(value)
+        if entries > most:
+            return None
+        steps.append(v)
+        del current[v]
+        around = neighbours.pop(v)
+        for w in around:
+            neighbours[w].discard(v)
+            if v not in fixed:
+                neighbours[w] |= around
+                neighbours[w].discard(w)
+        for w in around:
+            current[w] = width(w)
+            heapq.heappush(heap, (current[w], w))
+    return Plan(steps, frozenset(fixed), entries)
+
+
+class Elimination:
+    """The best assignment of a graph's variables within some of their choices.
+
+    costs: per variable, of all its choices (with prices, where there are any).
+    keep: per variable, the choices to consider, ascending. hint: the choices that fixed variables take.
+    """
+
+    def __init__(self, graph: Graph, costs: dict[int, Array], keep: dict[int, Index]) -> None:
+        self.keep = keep
+        self.constant = graph.constant
+        self.costs = {v: costs[v][picked] for v, picked in keep.items()}
+        self.factors: dict[int, list[Factor]] = {v: [] for v in keep}
+        self.neighbours: dict[int, set[int]] = {v: set() for v in keep}
+        for v, picked in keep.items():
+            for w, table in graph.neighbours[v].items():
+                self.neighbours[v].add(w)
+                if v < w:
+                    smaller = table[picked[:, None], keep[w]] if table.size else table
+                    self.factors[v].append(((v, w), smaller))
+                    self.factors[w].append(((v, w), smaller))
+
+    def sizes(self) -> dict[int, int]:
+        """Number of choices considered, per variable."""
+        return {v: len(picked) for v, picked in self.keep.items()}
+
+    def solve(self, order: Plan, hint: dict[int, int]) -> tuple[dict[int, int], float]:
+        """Eliminates in this order; returns the assignment and its cost."""
+        undo: list[tuple[int, tuple[int, ...], NDArray[np.integer] | int]] = []
+        for v in order.steps:
+            if v in order.fixed:
+                place = int(np.searchsorted(self.keep[v], hint[v]))
+                self._fix(v, place)
+                undo.append((v, (), place))
+            else:
+                undo.append((v, *self._eliminate(v)))
+        found: dict[int, int] = {}
+        for v, scope, best in reversed(undo):
+            found[v] = int(best[tuple(found[w] for w in scope)]) if scope else int(best)  # type: ignore[index]
+        return {v: int(self.keep[v][place]) for v, place in found.items()}, self.constant
+
+    def _fix(self, v: int, place: int) -> None:
+        self.constant += float(self.costs[v][place])
+        for scope, table in self._take(v):
+            axis = scope.index(v)
+            self._put(scope[:axis] + scope[axis + 1 :], table.take(place, axis=axis))
+
+    def _eliminate(self, v: int) -> tuple[tuple[int, ...], NDArray[np.integer]]:
+        factors = self._take(v)
+        scope = tuple(sorted({w for names, _ in factors for w in names} - {v}))
+        axes = {w: axis for axis, w in enumerate((v, *scope))}
+        total = self.costs[v].reshape(-1, *[1] * len(scope))
+        # Small tables first: sums grow to the full size only at the end.
+        for names, table in sorted(factors, key=lambda factor: factor[1].size):
+            order = sorted(range(len(names)), key=lambda i: axes[names[i]])
+            shape = [1] * (len(scope) + 1)
+            for i in order:
+                shape[axes[names[i]]] = table.shape[i]
+            total = total + table.transpose(order).reshape(shape)
+        best = total.argmin(axis=0).astype(np.uint16)
+        self._put(scope, total.min(axis=0))
+        return scope, best
+
+    def _take(self, v: int) -> list[Factor]:
+        """Removes the factors that have `v`."""
+        factors = self.factors.pop(v)
+        for w in {w for names, _ in factors for w in names} - {v}:
+            self.factors[w] = [factor for factor in self.factors[w] if v not in factor[0]]
+        return factors
+
+    def _put(self, scope: tuple[int, ...], table: Array) -> None:
+        if not scope:
+            self.constant += float(table)
+        elif len(scope) == 1:
+            self.costs[scope[0]] = self.costs[scope[0]] + table
+        else:
+            for w in scope:
+                self.factors[w].append((scope, table))

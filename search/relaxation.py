@@ -1,0 +1,215 @@
+"""The Lagrangian relaxation of a graph: message passing, with prices on the usage at critical times.
+
+A price p on the usage at a time adds `p * (usage - limit)` to the cost. That is never positive for an assignment that
+keeps the limit, so the bound of the priced network bounds the limited one. Prices rise where decoded assignments use
+too much and fall where they use less (a subgradient step of Polyak's length), between the sweeps of the messages: both
+climb the same concave function. Times come in when a decoded assignment has its peak there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.graph import Graph
+from shardplan.search.memory import Profile
+from shardplan.search.messages import Model, Sweeper
+
+__all__ = ["Relaxation"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+_PATIENCE = 12
+_MOST_TIMES = 250
+
+
+class Relaxation:
+    """Bounds and assignments of one graph, by sweeps.
+
+    prices: per time (as in the graph's spans), to begin with.
+    After `improve`: `bound` is the best lower bound of the graph's cost, `choices` (by place) the best assignment
+    decoded within the limit, of cost `cost`.
+    """
+
+    def __init__(self, graph: Graph, prices: dict[int, float] | None = None) -> None:
+        self.graph = graph
+        self.live = graph.live()
+        self.sweeper = Sweeper(_model(graph, self.live))
+        self.order = [self.live[i] for i in np.argsort(self.sweeper.place)]
+        self.base: Array = self.sweeper.costs.copy()
+        self.bound, self.cost = -math.inf, math.inf
+        self.choices: Index | None = None
+        self.sweeps = 0
+        self.profile: Profile | None = None
+        self.instants: list[int] = []
+        self.amounts = np.zeros((0, len(self.base)))
+        self.prices = np.zeros(0)
+        self.best_prices = self.prices
+        self.peak, self.leanest = math.inf, self.choices
+        """The lowest peak of an assignment decoded so far, and the assignment."""
+        self._length, self._since = 1.0, 0
+        if graph.usage_limit is not None:
+            self.profile = Profile(graph, self.order, self.sweeper.offsets[:-1])
+            for time, price in (prices or {}).items():
+                self._watch(int(np.searchsorted(self.profile.instants, time, side="right")) - 1, price)
+            self.best_prices = self.prices
+
+    def improve(self, upper: float) -> None:
+        """One sweep up and down, a decoded assignment, a step of the prices. upper: cost of the best known."""
+        bound = self._sweep(self.prices)
+        gain = bound - self.bound
+        if gain > 0:
+            self.bound, self.best_prices = bound, self.prices
+        if self.profile is None:
+            if self.sweeps % 10 == 5:
+                self.offer(self.sweeper.decode())
+            return
+        choices = self.sweeper.decode(2 if self.sweeps % 5 == 1 else 0)
+        self.offer(choices)
+        upper = min(upper, self.cost)
+        target = upper - bound if upper < math.inf else 0.1 * abs(bound) + 1.0
+        self._since = 0 if gain > 1e-3 * target else self._since + 1
+        if self._since >= _PATIENCE:
+            self._length *= 0.7
+            self._since = 0
+            self.prices = np.append(self.best_prices, np.zeros(len(self.prices) - len(self.best_prices)))
+        self._step(choices, max(target, 1e-4 * abs(bound)))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the prices hardly move any more."""
+        return not len(self.prices) or self._length < 0.02
+
+    def _sweep(self, prices: Array) -> float:
+        sweeper, profile = self.sweeper, self.profile
+        sweeper.costs = self.base + prices @ self.amounts if len(prices) else self.base
+        sweeper.up()
+        bound = self.graph.constant + sweeper.down()
+        self.sweeps += 1
+        if profile is None:
+            return bound
+        return bound - float(prices @ (profile.limit - profile.fixed[self.instants])) if len(prices) else bound
+
+    def offer(self, choices: Index) -> None:
+        """Takes an assignment (by place) into account, where it keeps the limit."""
+        if self.profile is not None:
+            peak = float(self.profile.used(choices).max())
+            if peak < self.peak:
+                self.peak, self.leanest = peak, choices
+            if peak > self.profile.limit:
+                return
+        cost = self.price_free_cost(choices)
+        if cost < self.cost:
+            self.cost, self.choices = cost, choices
+
+    def price_free_cost(self, choices: Index) -> float:
+        """The graph's cost of an assignment (by place)."""
+        priced, self.sweeper.costs = self.sweeper.costs, self.base
+        cost = self.graph.constant + self.sweeper.cost(choices)
+        self.sweeper.costs = priced
+        return cost
+
+    def _step(self, choices: Index, target: float) -> None:
+        profile = self.profile
+        assert profile is not None
+        used = profile.used(choices)
+        highest = int(used.argmax())
+        if used[highest] > profile.limit and highest not in self.instants and len(self.instants) < _MOST_TIMES:
+            self._watch(highest, 0.0)
+        if not self.instants:
+            return
+        over = used[self.instants] - profile.limit
+        over[(self.prices <= 0) & (over < 0)] = 0.0
+        square = float(over @ over)
+        if square > 0:
+            self.prices = np.maximum(self.prices + self._length * target / square * over, 0.0)
+
+    def _watch(self, instant: int, price: float) -> None:
+        assert self.profile is not None
+        if instant in self.instants:
+            return
+        self.instants.append(instant)
+        self.amounts = np.vstack([self.amounts, self.profile.at(instant)[None]])
+        self.prices = np.append(self.prices, price)
+        self.best_prices = np.append(self.best_prices, 0.0)
+
+    def by_variable(self, choices: Index) -> dict[int, int]:
+        """An assignment by place, as one by variable."""
+        return dict(zip(self.order, choices.tolist(), strict=True))
+
+    def promising(self, count: int) -> dict[int, Index]:
+        """Per variable its choices of the least min-marginals of the last sweep, ascending."""
+        offsets, above = self.sweeper.offsets.tolist(), self.sweeper.beliefs
+        found = {}
+        for place, v in enumerate(self.order):
+            lo, hi = offsets[place], offsets[place + 1]
+            if hi - lo <= count:
+                found[v] = np.arange(hi - lo)
+            else:
+                found[v] = np.sort(np.argpartition(above[lo:hi], count - 1)[:count])
+        return found
+
+    def priced_costs(self, scale: float = 1.0) -> dict[int, Array]:
+        """Per variable the costs of its choices, with the best prices times `scale` on what they use."""
+        prices = self.best_prices * scale
+        costs = self.base + prices @ self.amounts[: len(prices)] if len(prices) else self.base
+        offsets = self.sweeper.offsets
+        return {v: costs[offsets[place] : offsets[place + 1]] for place, v in enumerate(self.order)}
+
+    def price_by_time(self) -> dict[int, float]:
+        """The best prices, for another relaxation of the same problem."""
+        if self.profile is None:
+            return {}
+        times = self.profile.instants[self.instants[: len(self.best_prices)]].tolist()
+        return {t: p for t, p in zip(times, self.best_prices.tolist(), strict=True) if p > 0}
+
+    def reduced_costs(self) -> tuple[float, Array]:
+        """A bound, and per choice (by place) by how much it rises at least when that choice is taken."""
+        prices = self.best_prices
+        if len(prices) < len(self.instants):
+            prices = np.append(prices, np.zeros(len(self.instants) - len(prices)))
+        bound = self._sweep(prices)
+        again = self._sweep(prices)
+        self.bound = max(self.bound, bound, again)
+        return bound, self.sweeper.beliefs
+
+    def prune(self, upper: float) -> int:
+        """Drops choices that no assignment below `upper` takes, from the graph; returns how many.
+
+        The relaxation describes the graph no more afterwards.
+        """
+        bound, above = self.reduced_costs()
+        fits = above <= upper - bound + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
+        offsets = self.sweeper.offsets
+        count = 0
+        for place, v in enumerate(self.order):
+            keep = fits[offsets[place] : offsets[place + 1]]
+            if keep.any() and not keep.all():
+                count += int((~keep).sum())
+                self.graph.restrict(v, keep)
+        return count
+
+    def reparametrise(self) -> None:
+        """Moves the messages into the graph's costs and tables. Every assignment keeps its cost, and the bound of
+        another relaxation starts where this one's ended. To be called before `prune`."""
+        sweeper, graph = self.sweeper, self.graph
+        added = sweeper.message_sums()
+        offsets = sweeper.offsets
+        for place, v in enumerate(self.order):
+            graph.costs[v] = graph.costs[v] + added[offsets[place] : offsets[place + 1]]  # type: ignore[operator]
+        for low, high, to_low, to_high in sweeper.message_pairs():
+            v, w = self.order[low], self.order[high]
+            graph.set_edge(v, w, graph.neighbours[v][w] - to_low[:, None] - to_high[None, :])
+
+
+def _model(graph: Graph, live: list[int]) -> Model:
+    index = {v: i for i, v in enumerate(live)}
+    edges, tables = [], []
+    for v in live:
+        for w, table in graph.neighbours[v].items():
+            if v < w:
+                edges.append((index[v], index[w]))
+                tables.append(table)
+    return Model([graph.costs[v] for v in live], edges, tables)  # type: ignore[misc]

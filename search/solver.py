@@ -1,0 +1,178 @@
+"""Minimising one graph: rounds of sweeps, dynamic programming on what is promising, pruning and reducing.
+
+A round passes messages for a while, looks for a better assignment among each variable's most promising choices, drops
+every choice that cannot be in anything better, and reduces the graph again. Sooner or later so little is left that
+dynamic programming, or CP-SAT where usage binds, settles it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.closing import close
+from shardplan.search.elimination import Elimination, plan
+from shardplan.search.graph import Graph
+from shardplan.search.reductions import shrink
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.solution import relative_gap
+
+__all__ = ["Effort", "GraphSolver"]
+
+Index = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is tried; counts of work, not of seconds, so that results repeat.
+
+    sweeps: of messages, in a round. rounds: at most. promising: choices per variable that are tried together.
+    table, entries: of dynamic programming, in one table and in all. closing: CP-SAT's deterministic time;
+    closable: table entries up to which it is tried.
+    """
+
+    sweeps: int = 20
+    rounds: int = 40
+    promising: int = 4
+    table: float = 2e5
+    entries: float = 2e7
+    closing: float = 30.0
+    closable: int = 60_000
+
+
+class GraphSolver:
+    """Minimises a graph. `lower` and `upper` are valid at any moment; `graph.hint` is of cost `upper`.
+
+    report: called after each step that may have changed a bound; it may raise, to end the search.
+    """
+
+    def __init__(self, graph: Graph, upper: float, effort: Effort, gap: float, report: Callable[[], None]) -> None:
+        self.graph, self.effort, self.gap = graph, effort, gap
+        self.upper, self.lower = upper, -math.inf
+        self.report = report
+        self.prices: dict[int, float] = {}
+        self.sweeps = 0
+        self.relaxation: Relaxation | None = None
+
+    def solve(self) -> None:
+        """Runs rounds until the gap is closed, or a round does not help any more."""
+        graph, effort = self.graph, self.effort
+        shrink(graph)
+        for turn in range(effort.rounds):
+            if self._settled_by_elimination(1e4 if turn == 0 else effort.entries):
+                return
+            before = self._choices()
+            lower, upper = self.lower, self.upper
+            relaxation = self._sweep()
+            if self.closed:
+                return
+            relaxation.reparametrise()
+            relaxation.prune(self.upper)
+            self.raise_lower(relaxation.bound)
+            shrink(graph)
+            self.report()
+            self.relaxation = None
+            gain = self.lower - lower + (upper - self.upper if upper < math.inf else math.inf)
+            if self._choices() > 0.9 * before and gain < 0.1 * (self.upper - self.lower):
+                break
+        if not self.closed:
+            self._close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the asked gap is reached."""
+        return relative_gap(self.upper, self.lower) <= self.gap
+
+    def accept(self, choices: dict[int, int], cost: float) -> None:
+        """Takes a valid assignment of the graph into account."""
+        if cost < self.upper:
+            self.upper = cost
+            self.graph.hint = dict(choices)
+            self.report()
+
+    def raise_lower(self, bound: float) -> None:
+        """Takes a lower bound into account."""
+        self.lower = max(self.lower, bound)
+
+    def _choices(self) -> int:
+        return sum(self.graph.size(v) for v in self.graph.live())
+
+    def _sweep(self) -> Relaxation:
+        """One round of messages; assignments found on the way are accepted."""
+        relaxation = Relaxation(self.graph, self.prices)
+        self.relaxation = relaxation
+        for _ in range(self.effort.sweeps):
+            relaxation.improve(self.upper)
+            self.sweeps += 1
+            self.raise_lower(relaxation.bound)
+            if relaxation.choices is not None and relaxation.cost < self.upper:
+                self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)
+            self.report()
+            if self.closed:
+                return relaxation
+        self._try_promising(relaxation)
+        self.prices = relaxation.price_by_time()
+        return relaxation
+
+    def _try_promising(self, relaxation: Relaxation) -> None:
+        """Dynamic programming on the choices of the least min-marginals, and those of the best assignment."""
+        graph, effort = self.graph, self.effort
+        last = relaxation.choices if relaxation.choices is not None else relaxation.sweeper.decode()
+        hint = graph.hint if graph.hint is not None else relaxation.by_variable(last)
+        for count in range(effort.promising, 1, -1):
+            keep = relaxation.promising(count)
+            for v, k in hint.items():
+                if not (keep[v] == k).any():
+                    keep[v] = np.sort(np.append(keep[v], k))
+            order = plan({v: len(k) for v, k in keep.items()}, _adjacency(graph), effort.table, effort.entries)
+            if order is not None and (not order.fixed or count == 2):
+                break
+        else:
+            return
+        usage = relaxation.profile is not None
+        for scale in (1.0, 1.02, 1.1, 1.4) if usage else (1.0,):
+            found, cost = Elimination(graph, relaxation.priced_costs(scale), keep).solve(order, hint)
+            if not usage:
+                self.accept(found, cost)
+                return
+            relaxation.offer(np.array([found[v] for v in relaxation.order]))
+            if relaxation.choices is not None and relaxation.cost < self.upper:
+                self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)
+                return
+
+    def _settled_by_elimination(self, entries: float) -> bool:
+        """Solves the rest exactly where dynamic programming can within so many entries."""
+        graph = self.graph
+        live = graph.live()
+        if any(graph.spans[v] for v in live):
+            return False
+        sizes = {v: graph.size(v) for v in live}
+        order = plan(sizes, _adjacency(graph), math.inf, entries)
+        if order is None:
+            return False
+        keep = {v: np.arange(size) for v, size in sizes.items()}
+        costs = {v: graph.costs[v] for v in live}
+        found, cost = Elimination(graph, costs, keep).solve(order, {})  # type: ignore[arg-type]
+        self.raise_lower(min(cost, self.upper))
+        self.accept(found, cost)
+        return True
+
+    def _close(self) -> None:
+        graph, live = self.graph, self.graph.live()
+        entries = sum(t.size for v in live for w, t in graph.neighbours[v].items() if v < w)
+        if entries > self.effort.closable:
+            return
+        result = close(graph, live, self.effort.closing, math.inf, graph.hint)
+        self.raise_lower(min(graph.constant + result.lower_bound, self.upper))
+        if result.choices is not None:
+            self.accept(result.choices, graph.cost(result.choices))
+        if result.proven:
+            self.raise_lower(self.upper)
+
+
+def _adjacency(graph: Graph) -> dict[int, set[int]]:
+    return {v: set(graph.neighbours[v]) for v in graph.live()}
