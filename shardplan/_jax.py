@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
-from jax._src import source_info_util
 from jax.extend import core as jex_core
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -24,7 +24,7 @@ Literal = jex_core.Literal
 Primitive = jex_core.Primitive
 Tracer = jax.core.Tracer
 
-# Call-like primitives: the parameter that holds the body, which is inlined. Both `ClosedJaxpr` and `Jaxpr` bodies occur.
+# Call-like primitives: the parameter that holds the body, which is inlined. Bodies are `ClosedJaxpr`s or `Jaxpr`s.
 _CALL_BODIES = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -53,6 +53,23 @@ def call_body(equation: Equation) -> tuple[Jaxpr, tuple[Any, ...]] | None:
     return None
 
 
+def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int | None]]:
+    """The bodies of a loop or of branches with their constants and trip counts (None: not known from the parameters).
+
+    Empty for every other equation. A while loop's condition comes before its body.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        bodies = [(params["jaxpr"], int(params["length"]))]
+    elif name == "while":
+        bodies = [(params["cond_jaxpr"], None), (params["body_jaxpr"], None)]
+    elif name == "cond":
+        bodies = [(branch, 1) for branch in params["branches"]]
+    else:
+        return []
+    return [(body.jaxpr, tuple(body.consts), trips) for body, trips in bodies]
+
+
 def barrier_mask(equation: Equation) -> tuple[bool, ...]:
     """Which operands of a call-like equation pass an optimization barrier, as JAX's own lowering of a rematerialised
     region does: without it the compiler would merge the recomputation with the forward pass."""
@@ -60,6 +77,29 @@ def barrier_mask(equation: Equation) -> tuple[bool, ...]:
     if equation.primitive.name not in _REMATERIALISED or not equation.params.get("differentiated"):
         return (False,) * len(equation.invars)
     return tuple(prevent) if isinstance(prevent, tuple) else (bool(prevent),) * len(equation.invars)
+
+
+HOST_CALLS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
+"""Primitives that run Python on the host, which no device shares: there is nothing to describe."""
+
+SHARDING_CONSTRAINT = "sharding_constraint"
+
+
+def wanted_spec(equation: Equation) -> jax.sharding.PartitionSpec | None:
+    """The spec of a user's own ``with_sharding_constraint``, None for other equations and for shardings without one.
+
+    Dimensions that the user leaves open are ``PartitionSpec.UNCONSTRAINED``.
+    """
+    if equation.primitive.name != SHARDING_CONSTRAINT:
+        return None
+    spec = getattr(equation.params["sharding"], "spec", None)
+    if spec is None:
+        return None
+    rank = len(equation.outvars[0].aval.shape)
+    entries = tuple(spec) + (None,) * (rank - len(spec))
+    free = equation.params["unconstrained_dims"]
+    open_dim = jax.sharding.PartitionSpec.UNCONSTRAINED
+    return jax.sharding.PartitionSpec(*(open_dim if d in free else entry for d, entry in enumerate(entries)))
 
 
 optimization_barrier: Primitive = jax.lax.optimization_barrier_p
@@ -100,26 +140,48 @@ def bind_again(
     equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any], scope: str
 ) -> tuple[Any, ...]:
     """Binds a traced equation's primitive to new operands, under its name stack and one more ``scope``."""
+    if primitive.name == SHARDING_CONSTRAINT:  # a hard layout of its result, where the plan's own constraint stands
+        return tuple(operands)
     with _context(equation, scope):
         results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return tuple(results) if primitive.multiple_results else (results,)
 
 
-def trace(fn: Callable[..., Any], static_argnums: tuple[int, ...], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+api_boundary = traceback_util.api_boundary
+"""What ``jax.jit`` and its like wrap their functions in: a user's error shows the user's frames."""
+
+
+def hide_from_tracebacks(*files: str) -> None:
+    """Leaves the frames of source files out of tracebacks that pass an ``api_boundary``, as JAX does for its own."""
+    for file in files:
+        traceback_util.register_exclusion(file)
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``jax.jit(fn).trace(*args, **kwargs)`` outside of any explicit mesh: a ``jax.stages.Traced``."""
-    with no_context_mesh():
-        return jax.jit(fn, static_argnums=static_argnums).trace(*args, **kwargs)
+    with automatic_mesh():
+        return jax.jit(fn).trace(*args, **kwargs)
 
 
 @contextmanager
-def no_context_mesh() -> Iterator[None]:
-    """Out of the user's ``jax.set_mesh``: a step is traced and run on the plan's own mesh."""
-    empty = jax.sharding.AbstractMesh((), ())
-    if jax.sharding.get_abstract_mesh() == empty:
+def automatic_mesh() -> Iterator[None]:
+    """The user's ``jax.set_mesh`` with axes of type Auto: what a step is traced and run under.
+
+    So constraints by a ``PartitionSpec`` alone keep their mesh, and types carry no layouts that a plan would change.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types):
         yield
     else:
-        with jax.sharding.use_abstract_mesh(empty):
+        types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+        with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
             yield
+
+
+def trace_context() -> Any:
+    """The settings of JAX that what is traced depends on, as ``jax.jit`` keys its own traces: default precision, x64,
+    the mesh in use."""
+    return config.trace_context()
 
 
 def is_array_type(aval: Any) -> bool:
@@ -127,16 +189,32 @@ def is_array_type(aval: Any) -> bool:
     return isinstance(aval, jax_core.ShapedArray)
 
 
+def is_ordered_for_one_device(effect: Any) -> bool:
+    """Whether an effect keeps an order between steps that JAX only keeps on one device."""
+    return effects.ordered_effects.contains(effect) and not effects.shardable_ordered_effects.contains(effect)
+
+
+def stored_dtype(dtype: Any) -> Any:
+    """The element type that a tensor is stored in: that of the words of PRNG keys, its own otherwise."""
+    return np.dtype(np.uint32) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype
+
+
 def item_bytes(dtype: Any) -> int:
     """Bytes of one element; for PRNG keys, of the whole key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return int(np.dtype(np.uint32).itemsize) * 2
+        return 4 * int(np.prod(dtype._impl.key_shape))
     return int(np.dtype(dtype).itemsize)
 
 
-def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+def shape_of(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """What ``jax.jit(...).lower`` takes for a value of a shape and dtype."""
-    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type, sharding=sharding)
+
+
+def has_typed_layout(array: jax.Array) -> bool:
+    """Whether an array's layout is part of its type: it lies on a mesh with axes that are not Auto."""
+    mesh = getattr(array.sharding, "mesh", None)
+    return mesh is not None and any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 
 def is_float(dtype: Any) -> bool:

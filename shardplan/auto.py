@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import time
-import warnings
+import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardplan import _jax
-from shardplan.errors import ArgumentError, CallError, ShardplanWarning
+from shardplan import _jax, arguments, program
+from shardplan.arguments import Call, Calls, name_of
+from shardplan.errors import ArgumentError, warn
 from shardplan.hardware import HardwareProfile
 from shardplan.mesh import GivenMesh, check_mesh
 from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.planning import make_plan, rebuild
 from shardplan.program import Program, trace_program
+
+_jax.hide_from_tracebacks(__file__, arguments.__file__, program.__file__, _jax.__file__)
 
 
 def auto(
@@ -63,53 +66,58 @@ def auto(
     return AutoFunction(fn, mesh, options)
 
 
+@_jax.api_boundary
 def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) -> Plan:
     """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s; see ``auto`` for the options."""
-    chosen = _options(options)
-    check_mesh(mesh)
-    chosen.check()
-    return _plan_call(fn, mesh, args, {}, chosen)
+    return AutoFunction(fn, mesh, options_from(options)).plan(*args)
 
 
 class AutoFunction:
     """What ``auto`` returns: called like ``jax.jit(fn)``, with a plan per shapes of the arguments."""
 
     def __init__(self, fn: Callable[..., Any], mesh: GivenMesh, options: Options) -> None:
-        check_mesh(mesh)
-        options.check()
         if not callable(fn):
             raise ArgumentError(f"a function was expected, got `{fn!r}` of type `{type(fn).__name__}`")
+        check_mesh(mesh)
+        options.check()
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._mesh = mesh
         self._options = options
+        self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
         self._planned: dict[Any, _Runner] = {}
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of a class, the instance is the first argument, as for ``jax.jit``."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    @_jax.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or ``jax.ShapeDtypeStruct``s)."""
-        return self._runner(args, kwargs).plan
+        return self._runner(self._calls.take(args, kwargs), args, kwargs).plan
 
+    @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
-        runner = self._runner(args, kwargs)
+        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
+    @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-            warnings.warn(
-                f"`{_name(self._fn)}` is called while another function is traced (jit, grad, vmap): it is not planned here. "
-                "Differentiate and transform first, plan last: shardplan.auto(jax.grad(f), mesh).",
-                ShardplanWarning,
-                stacklevel=2,
+            warn(
+                f"`{name_of(self._fn)}` is called while another function is traced (jit, grad, vmap): it is not "
+                "planned here. Differentiate and transform first, plan last: shardplan.auto(jax.grad(f), mesh)."
             )
             return self._fn(*args, **kwargs)
-        runner = self._runner(args, kwargs)
-        return runner(_dynamic(args, self._options.static), kwargs)
+        call = self._calls.take(args, kwargs)
+        return self._runner(call, args, kwargs)(call)
 
-    def _runner(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
-        key = _signature(self._fn, args, kwargs, self._options.static)
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
+        key = call.key()
         if key not in self._planned:
-            self._planned[key] = _Runner(_plan_call(self._fn, self._mesh, args, kwargs, self._options))
+            self._calls.check(args, kwargs)
+            self._planned[key] = _Runner(_plan_call(call, self._mesh, self._options), self._mesh)
         return self._planned[key]
 
 
@@ -121,54 +129,79 @@ class PlannedFunction:
 
     def __init__(self, fn: Callable[..., Any], plan: Plan) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._fn = fn
+        options = plan.recipe.options
         self._plan = plan
-        self._static = plan.recipe.options.static
+        self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
         self._bound: dict[Any, _Runner] = {}
 
+    @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
-        runner = self._runner(args, kwargs)
+        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
+    @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runner(args, kwargs)(_dynamic(args, self._static), kwargs)
+        call = self._calls.take(args, kwargs)
+        return self._runner(call, args, kwargs)(call)
 
-    def _runner(self, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
-        key = _signature(self._fn, args, kwargs, self._static)
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
+        key = call.key()
         if key not in self._bound:
-            self._bound[key] = _Runner(bind_plan(self._plan, self._fn, args, kwargs))
+            self._calls.check(args, kwargs)
+            self._bound[key] = _Runner(rebuild(self._plan, _trace(call)), self._plan.mesh)
         return self._bound[key]
 
 
 def bind_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """A plan over ``fn``, traced anew; raises PlanMismatchError where that is another program."""
-    return rebuild(plan, _trace_call(fn, args, kwargs, plan.recipe.options.static))
+    calls = Calls(fn, plan.recipe.options.static_argnums, plan.recipe.options.donate_argnums)
+    calls.check(args, kwargs)
+    return rebuild(plan, _trace(calls.take(args, kwargs)))
 
 
 class _Runner:
     """A plan with its compiled step and the devices that it runs on."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, mesh: GivenMesh) -> None:
         self.plan = plan
-        self.mesh = _devices_for(plan)
+        self.mesh = mesh if isinstance(mesh, Mesh) else _devices_for(plan)
         self._jitted: Callable[..., Any] | None = None
         self._shardings: tuple[NamedSharding, ...] = ()
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _jax.no_context_mesh():
+    def __call__(self, call: Call) -> Any:
+        with _jax.automatic_mesh():
             if self._jitted is None:
-                self._jitted = self.plan.jitted(self.mesh)
-                self._shardings = self.plan.leaf_shardings(self.mesh)
-            arguments = (*args, kwargs) if kwargs else args
-            leaves, structure = jax.tree.flatten(arguments)
-            placed = [_place(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
-            return self._jitted(*jax.tree.unflatten(structure, placed))
+                self._jitted = self._compile(call)
+            if self._shardings:
+                leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+                placed = [_place(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
+                args, kwargs = jax.tree.unflatten(structure, placed)
+            else:
+                args, kwargs = call.args, call.kwargs
+            return self._jitted(*args, **kwargs)
+
+    def _compile(self, call: Call) -> Callable[..., Any]:
+        ordered = [effect for effect in self.plan.program.effects if _jax.is_ordered_for_one_device(effect)]
+        if not ordered or self.plan.device_count == 1:
+            self._shardings = self.plan.leaf_shardings(self.mesh)
+            return self.plan.jitted(self.mesh)
+        warn(
+            f"`{name_of(call.fn)}` has effects whose order JAX keeps on one device alone (`{ordered[0]}`): it runs "
+            "unplanned. Use ordered=False to run it on all devices."
+        )
+        return jax.jit(
+            call.fn,
+            donate_argnums=[place for place in call.donated if isinstance(place, int)],
+            donate_argnames=[place for place in call.donated if isinstance(place, str)],
+        )
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-        return leaf
+    """A leaf where the plan has it; itself where it lies so already. What has a typed layout loses it: see `_jax.trace`."""
+    if isinstance(leaf, jax.Array) and leaf.committed and not _jax.has_typed_layout(leaf):
+        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            return leaf
     return jax.device_put(leaf, sharding)
 
 
@@ -179,11 +212,12 @@ def _devices_for(plan: Plan) -> Mesh | None:
     sizes = tuple(plan.mesh_axes.values())
     if plan.device_count > len(jax.devices()):
         return None
-    types = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(sizes, tuple(plan.mesh_axes), axis_types=types, devices=jax.devices()[: plan.device_count])
+    automatic = (jax.sharding.AxisType.Auto,) * len(sizes)
+    devices = jax.devices()[: plan.device_count]
+    return jax.make_mesh(sizes, tuple(plan.mesh_axes), axis_types=automatic, devices=devices)
 
 
-def _options(given: dict[str, Any]) -> Options:
+def options_from(given: dict[str, Any]) -> Options:
     try:
         return Options(**given)
     except TypeError:
@@ -192,72 +226,13 @@ def _options(given: dict[str, Any]) -> Options:
         raise ArgumentError(f"there is no option {unknown}; there are {known}") from None
 
 
-def _plan_call(
-    fn: Callable[..., Any], mesh: GivenMesh, args: Sequence[Any], kwargs: dict[str, Any], options: Options
-) -> Plan:
+def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
     started = time.perf_counter()
-    program = _trace_call(fn, args, kwargs, options.static)
-    return make_plan(program, mesh, options, time.perf_counter() - started)
+    traced = _trace(call)
+    resolved = replace(options, static_argnums=call.static_positions, donate_argnums=call.donated_positions)
+    return replace(make_plan(traced, mesh, resolved, time.perf_counter() - started), donated=call.donated)
 
 
-def _trace_call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], static: tuple[int, ...]
-) -> Program:
-    """Checks the arguments of a call, then traces it."""
-    try:
-        inspect.signature(fn).bind(*args, **kwargs)
-    except TypeError as error:
-        raise CallError(f"`{_name(fn)}` cannot be called with these arguments: {error}") from None
-    except ValueError:  # a builtin without a signature: tracing will tell
-        pass
-    shapes = tuple(arg if position in static else _shapes(arg) for position, arg in enumerate(args))
-    return trace_program(fn, shapes, _shapes(kwargs), static)
-
-
-def _shapes(tree: Any) -> Any:
-    """Arguments as shapes and dtypes alone, so that where they lie does not enter the trace."""
-
-    def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        aval = _leaf_type(path, leaf)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
-
-    return jax.tree_util.tree_map_with_path(shape, tree)
-
-
-def _leaf_type(path: Any, leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    try:
-        return jax.typeof(leaf)
-    except TypeError:
-        where = jax.tree_util.keystr(path, simple=True, separator="/") or "an argument"
-        raise CallError(
-            f"`{where}` is `{leaf!r}` of type `{type(leaf).__name__}`: arguments are arrays, numbers or pytrees of them; "
-            "list others in static_argnums"
-        ) from None
-
-
-def _signature(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], static: tuple[int, ...]) -> Any:
-    """What two calls share that run by the same plan: structure, shapes, dtypes and static values."""
-    constants = tuple(args[position] for position in static if position < len(args))
-    try:
-        hash(constants)
-    except TypeError as error:
-        raise CallError(
-            f"a static argument of `{_name(fn)}` cannot be hashed ({error}): static arguments are compared between calls; "
-            "pass a tuple instead of a list, a frozen dataclass instead of a dictionary"
-        ) from None
-    leaves, structure = jax.tree_util.tree_flatten_with_path((_dynamic(args, static), kwargs))
-    types = []
-    for path, leaf in leaves:
-        aval = _leaf_type(path[1:], leaf)
-        types.append((aval.shape, aval.dtype, getattr(aval, "weak_type", False)))
-    return structure, tuple(types), constants
-
-
-def _dynamic(args: Sequence[Any], static: tuple[int, ...]) -> tuple[Any, ...]:
-    return tuple(arg for position, arg in enumerate(args) if position not in static)
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
+def _trace(call: Call) -> Program:
+    args, kwargs = call.shapes()
+    return trace_program(call.fn, args, kwargs)

@@ -5,6 +5,9 @@ Every error is a :class:`ShardplanError`; its message says what was got, where i
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 from shardplan.rules.errors import ShardplanError as ShardplanError
 
 
@@ -25,4 +28,17 @@ class InfeasibleError(ShardplanError):
 
 
 class ShardplanWarning(UserWarning):
-    """Something runs, but not as well as it could: an operation that is replicated, a dimension that nothing divides."""
+    """Something runs, but not as well as it could: an operation that is replicated, a batch that nothing divides."""
+
+
+def warn(message: str) -> None:
+    """A `ShardplanWarning` at the line of the user's code that led here: outside of this package and of JAX."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ShardplanWarning, stacklevel=level)
+
+
+def _is_inside(module: str) -> bool:
+    package, _, rest = module.partition(".")
+    return package == "jax" or (package == "shardplan" and not rest.startswith("models"))

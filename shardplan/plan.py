@@ -91,7 +91,7 @@ class Plan:
     arguments: tuple[PlannedArgument, ...] = field(repr=False)
     recipe: Recipe = field(repr=False)
     built: Schedule | None = field(repr=False)
-    donated: tuple[int, ...] = ()
+    donated: tuple[int | str, ...] = ()
 
     @property
     def mesh_axes(self) -> dict[str, int]:
@@ -155,28 +155,32 @@ class Plan:
 
         Raises PlanMismatchError where the mesh is another one, or has no devices.
         """
-        leaves = [_jax.shape_of(self.program.values[i]) for i in self.program.inputs]
+        shardings = self.leaf_shardings(self._with_devices(mesh))
+        values = [self.program.values[i] for i in self.program.inputs]
+        leaves = [_jax.shape_of(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
         args, kwargs = jax.tree.unflatten(self.program.in_tree, leaves)
-        return self.jitted(mesh).lower(*_call_arguments(args, kwargs))
+        return self.jitted(mesh).lower(*args, **kwargs)
 
     def jitted(self, mesh: Mesh | None = None) -> Any:
         """The planned step as a ``jax.jit`` function of the arguments that were planned, without the static ones.
 
-        Keyword arguments are taken as one dictionary, which comes last.
+        Results are laid out over ``mesh`` as it is, its axes of type Explicit too. With keyword arguments, for which
+        ``jax.jit`` takes no shardings, the arguments must lie as the plan says already.
         """
         concrete = self._with_devices(mesh)
         program = self.program
 
-        def planned(*arguments: Any) -> Any:
-            results = Replay(self.schedule, concrete)(jax.tree.leaves(arguments))
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            results = Replay(self.schedule, concrete)(jax.tree.leaves((args, kwargs)))
             return jax.tree.unflatten(program.out_tree, results)
 
         args, kwargs = self._in_shardings(concrete)
         return jax.jit(
             planned,
-            in_shardings=_call_arguments(args, kwargs),
-            out_shardings=self._out_shardings(concrete),
-            donate_argnums=self.donated,
+            in_shardings=None if kwargs else args,
+            out_shardings=jax.tree.unflatten(program.out_tree, self._output_shardings(mesh or concrete)),
+            donate_argnums=[position for position in self.donated if isinstance(position, int)],
+            donate_argnames=[name for name in self.donated if isinstance(name, str)],
         )
 
     def leaf_shardings(self, mesh: Mesh | None = None) -> tuple[NamedSharding, ...]:
@@ -282,9 +286,9 @@ class Plan:
     def _out_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
         return jax.tree.unflatten(self.program.out_tree, self._shardings(mesh, self._output_layouts()))
 
-
-def _call_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    return (*args, kwargs) if kwargs else args
+    def _output_shardings(self, mesh: Mesh) -> list[NamedSharding]:
+        axes = mesh_axes(self.mesh)
+        return [NamedSharding(mesh, to_spec(axes, layout)) for layout in self._output_layouts()]
 
 
 def _typed(found: tuple[tuple[int, ...], str] | None) -> str:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import time
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
+from shardplan import _jax
 from shardplan.annotate import EXACT_METHODS, annotate
-from shardplan.errors import ArgumentError, PlanMismatchError, ShardplanWarning
+from shardplan.errors import PlanMismatchError, warn
+from shardplan.hard import HardLayout, hard_layouts, undivided
 from shardplan.hardware import load
-from shardplan.layout import Layout, LayoutSpace, MeshAxes, from_spec, to_spec
+from shardplan.layout import LayoutSpace, to_spec
 from shardplan.mesh import GivenMesh, mesh_axes, shapes_of, with_auto_axes
 from shardplan.options import Options, as_positions
 from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
-from shardplan.problem import Problem, match_paths
+from shardplan.problem import Problem
 from shardplan.program import Program
 from shardplan.schedule import Schedule
 from shardplan.searching import Search, search_within
@@ -37,20 +37,23 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
     """Plans a traced program over a checked mesh; of a device count, over the best of the meshes that it makes."""
     candidates = shapes_of(mesh) if isinstance(mesh, int) else [with_auto_axes(mesh)]
     plans = [plan_program(program, candidate, options, traced_seconds) for candidate in candidates]
-    return min(plans, key=lambda plan: plan.objective)
+    best = min(plans, key=lambda plan: plan.objective)
+    _warn(best.schedule, hard_layouts(program, best.schedule.space, options.pins).ignored)
+    return best
 
 
 def build_problem(
     program: Program,
     mesh: Mesh | AbstractMesh,
     options: Options,
-    fixed: Mapping[int, Layout] | None = None,
+    fixed: Mapping[int, HardLayout] | None = None,
 ) -> Problem:
     """The cost network of a program over a mesh; ``fixed`` gives hard layouts of values, beside the pins."""
     axes = mesh_axes(mesh)
     prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
-    hard = {**(fixed or {}), **_fixed_layouts(program, axes, options.pins)}
-    return Problem(program, LayoutSpace(axes), prices, hard, options.reduce_dtype)
+    space = LayoutSpace(axes)
+    hard = {**(fixed or {}), **hard_layouts(program, space, options.pins).layouts}
+    return Problem(program, space, prices, hard, options.reduce_dtype)
 
 
 def plan_program(
@@ -58,7 +61,7 @@ def plan_program(
     mesh: Mesh | AbstractMesh,
     options: Options,
     traced_seconds: float = 0.0,
-    fixed: Mapping[int, Layout] | None = None,
+    fixed: Mapping[int, HardLayout] | None = None,
     method: str = "auto",
 ) -> Plan:
     """Plans a traced program over one mesh by a method of ``shardplan.search``."""
@@ -74,7 +77,6 @@ def plan_program(
     solution, schedule = found.solution, found.schedule
     solved = time.perf_counter()
     collectives = _planned_collectives(schedule)
-    _warn(problem)
     statistics = {
         "operations": len(program.operations),
         "values": len(program.values),
@@ -150,38 +152,6 @@ def _donated_leaves(program: Program, donated: tuple[int, ...]) -> frozenset[int
     return frozenset(leaf for argument in donated for leaf in jax.tree.leaves(positions[argument]))
 
 
-def _fixed_layouts(program: Program, axes: MeshAxes, pins: Mapping[str, PartitionSpec] | None) -> dict[int, Any]:
-    names = {index: program.values[index].name or "" for index in program.inputs}
-    fixed: dict[int, Any] = {}
-    for pattern, found in match_paths(pins or {}, names).items():
-        if not found:
-            raise ArgumentError(f"the pin `{pattern}` matches no argument; there are {_some(names.values())}")
-        for index in found:
-            fixed[index] = _pinned_layout(program, axes, index, pattern, (pins or {})[pattern])
-    return fixed
-
-
-def _pinned_layout(program: Program, axes: MeshAxes, index: int, pattern: str, spec: PartitionSpec) -> Layout:
-    value = program.values[index]
-    try:
-        layout = from_spec(axes, spec, len(value.shape))
-    except ValueError as error:
-        raise ArgumentError(f"the pin `{pattern}` on `{value.name}`: {error}") from None
-    for dim, (size, splitting) in enumerate(zip(value.shape, layout)):
-        blocks = axes.degree(splitting)
-        if size % blocks:
-            raise ArgumentError(
-                f"the pin `{pattern}` splits dimension {dim} of `{value.name}` {value.shape} over {blocks} devices, "
-                f"which leaves {size % blocks} of its {size} rows: pin another dimension or pad to {-(-size // blocks) * blocks}"
-            )
-    return layout
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(f"`{name}`" for name in listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
-
-
 def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
     mesh = schedule.space.mesh
     found = []
@@ -201,11 +171,13 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
     return tuple(found)
 
 
-def _warn(problem: Problem) -> None:
-    for name, operations in problem.unknown.items():
-        warnings.warn(
-            f"`{name}` ({len(operations)} times, first at {operations[0].source}) is not described: it is computed whole on "
-            "every device. Describe it with shardplan.describe(primitive, expression).",
-            ShardplanWarning,
-            stacklevel=2,
-        )
+def _warn(schedule: Schedule, ignored: Sequence[str]) -> None:
+    """Says what runs, but not as well as it could."""
+    for name, operations in schedule.problem.unknown.items():
+        if name not in _jax.HOST_CALLS:
+            warn(
+                f"`{name}` ({len(operations)} times, first at {operations[0].source}) is not described: it is computed "
+                "whole on every device. Describe it with shardplan.describe(primitive, expression)."
+            )
+    for message in (*undivided(schedule.program, schedule.space.mesh), *ignored):
+        warn(message)

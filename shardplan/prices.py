@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan import _jax
 from shardplan.hardware import HardwareProfile
 from shardplan.layout import MeshAxes
 
@@ -66,10 +67,9 @@ class Prices:
 
         In bytes, only what is repeated counts, and by its operations alone; in seconds, all that one device does.
         """
+        compute = flops / self.hardware.flops_per_second(_jax.stored_dtype(dtype))
         if self.objective == "bytes":
-            seconds = flops / self.hardware.flops_per_second(dtype)
-            return seconds * (1 / degree - 1 / self.mesh.device_count) / self._seconds_per_byte_sent()
-        compute = flops / self.hardware.flops_per_second(dtype)
+            return compute * (1 / degree - 1 / self.mesh.device_count) / self._seconds_per_byte_sent()
         return max(compute, memory_bytes / self.hardware.memory_bytes_per_second) / degree
 
     def _per_byte_sent(self) -> float:

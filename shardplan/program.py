@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.fingerprint import stable_text
@@ -91,6 +92,17 @@ class Program:
     in_tree: Any
     out_tree: Any
 
+    @property
+    def effects(self) -> set[Any]:
+        """The effects of all operations, as JAX names them."""
+        return {effect for operation in self.operations for effect in operation.equation.effects}
+
+    @property
+    def constraints(self) -> dict[int, PartitionSpec]:
+        """The user's own sharding constraints, by the value that each gives."""
+        found = ((o.results[0], _jax.wanted_spec(o.equation)) for o in self.operations if len(o.results) == 1)
+        return {value: spec for value, spec in found if spec is not None}
+
     def fingerprint(self) -> str:
         """A digest of names, shapes and operations with parameters: equal for equal programs, on every machine."""
         digest = hashlib.sha256()
@@ -108,16 +120,14 @@ def trace_program(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any] | None = None,
-    static_argnums: tuple[int, ...] = (),
 ) -> Program:
     """Traces ``fn`` on arrays or ``ShapeDtypeStruct``s.
 
     What ``fn`` itself raises while it is traced reaches the caller unchanged.
     """
     kwargs = kwargs or {}
-    traced = _jax.trace(fn, static_argnums, args, kwargs)
-    dynamic = tuple(arg for position, arg in enumerate(args) if position not in static_argnums)
-    input_paths, in_tree = _paths(dynamic, kwargs)
+    traced = _jax.trace(fn, args, kwargs)
+    input_paths, in_tree = _paths(args, kwargs)
     output_paths, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
     builder = _Builder()
     jaxpr = traced.jaxpr.jaxpr

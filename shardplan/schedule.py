@@ -44,7 +44,7 @@ class Schedule:
         self.space = problem.space
         self.choices = problem.choices
         self.assignment = assignment
-        self._problem = problem
+        self.problem = problem
         self._routes: dict[tuple[int, Layout], Route] = {}
 
     def copy(self, value: int) -> Layout:
@@ -60,7 +60,7 @@ class Schedule:
         if key not in self._routes:
             source = stored if target == copy else copy
             domain = self.space.domain(self.program.values[value].shape)
-            self._routes[key] = Route(source, self._problem.transitions.path(domain, source, target))
+            self._routes[key] = Route(source, self.problem.transitions.path(domain, source, target))
         return self._routes[key]
 
     def layout_of_output(self, number: int) -> Layout:
@@ -83,11 +83,11 @@ class Schedule:
         """From the layout (and partial state) in which an operation leaves a result to the planned one."""
         value = operation.results[position]
         domain = self.space.domain(self.program.values[value].shape)
-        partial = self._problem.partial(operation, self.assignment.strategies[operation.index], position)
+        partial = self.problem.partial(operation, self.assignment.strategies[operation.index], position)
         target = self.assignment.values[value]
         if partial.pending:
-            return self._problem.reductions.path(domain, partial, target)
-        return self._problem.transitions.path(domain, partial.layout, target)
+            return self.problem.reductions.path(domain, partial, target)
+        return self.problem.transitions.path(domain, partial.layout, target)
 
     def island_dtype(self, operation: Operation) -> Any:
         """The element type in which an operation's partial results must be reduced inside an island.
@@ -98,7 +98,7 @@ class Schedule:
         if not may_be_island(operation, strategy) or not strategy.pending[0]:
             return None
         dtype = self.program.values[operation.results[0]].dtype
-        travelling = reduction_dtype(operation, dtype, self._problem.reduce_dtype)
+        travelling = reduction_dtype(operation, dtype, self.problem.reduce_dtype)
         steps = self.result_steps(operation, 0)
         reducing = [step for step in steps if step.kind in REDUCTIONS]
         followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
@@ -130,7 +130,7 @@ class Schedule:
                     read(operand, layout, operation)
             for position, result in enumerate(operation.results):
                 tensor = self.program.values[result]
-                width = self._problem.partial(operation, strategy, position).width
+                width = self.problem.partial(operation, strategy, position).width
                 for step in self.result_steps(operation, position):
                     if step.fraction > 0:
                         size = step.fraction * tensor.total_bytes * (width if step.kind in REDUCTIONS else 1.0)

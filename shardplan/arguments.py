@@ -1,0 +1,193 @@
+"""How a planned function is called: which arguments are compiled in, which are donated, which calls share a plan.
+
+Positions and names mean what they mean to ``jax.jit``: negative positions count from the end, and an argument that is
+static or donated by position is so by its name too.
+
+>>> import numpy as np
+>>> def scale(x, factor, offset=0.0):
+...     return x * factor + offset
+>>> calls = Calls(scale, static_argnums=-2)
+>>> call = calls.take((np.ones(3), 2), {})
+>>> len(call.args), call.fn(np.ones(3)).tolist(), calls.take((np.ones(3),), {"factor": 2}).key() == call.key()
+(1, [2.0, 2.0, 2.0], False)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardplan import _jax
+from shardplan.errors import ArgumentError, CallError
+
+Argnums = int | Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, without its static arguments.
+
+    ``fn`` takes what is left, ``args`` and ``kwargs``; ``donated`` are positions in ``args`` and names in ``kwargs``.
+    ``static_positions`` and ``donated_positions`` are those of the whole call.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    constants: tuple[Any, ...]
+    donated: tuple[int | str, ...]
+    static_positions: tuple[int, ...]
+    donated_positions: tuple[int, ...]
+
+    def key(self) -> Any:
+        """What two calls share that run by the same plan: structure, shapes, dtypes and static values."""
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
+        try:
+            types = tuple(map(_key_of, leaves))
+        except TypeError:
+            self.shapes()  # says which argument it is
+            raise
+        return structure, types, self.constants, _jax.trace_context()
+
+    def shapes(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as shapes and dtypes alone, so that where they lie does not enter the trace.
+
+        Raises CallError for leaves that are no arrays.
+        """
+        return jax.tree_util.tree_map_with_path(_shape_of, (self.args, self.kwargs))
+
+
+class Calls:
+    """The calls of one function with static and donated arguments.
+
+    Raises ArgumentError for positions that the function does not have, or that are both static and donated.
+    """
+
+    def __init__(self, fn: Callable[..., Any], static_argnums: Argnums = None, donate_argnums: Argnums = None) -> None:
+        self._fn = fn
+        self._parameters, self._takes_more = _positional_parameters(fn)
+        self.static = self._positions("static_argnums", static_argnums)
+        self.donated = self._positions("donate_argnums", donate_argnums)
+        both = set(self.static) & set(self.donated)
+        if both:
+            raise ArgumentError(
+                f"argument {min(both)} of `{name_of(fn)}` is in static_argnums and in donate_argnums: a static "
+                "argument has no memory to donate"
+            )
+
+    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Splits a call into its static values and the rest.
+
+        Raises CallError for static values that cannot be hashed.
+        """
+        static = [p for p in self._within(self.static, len(args)) if p < len(args)]
+        donated = [p for p in self._within(self.donated, len(args)) if p < len(args)]
+        fixed = {name: kwargs[name] for name in self._names(self.static) if name in kwargs}
+        dynamic = [position for position in range(len(args)) if position not in static]
+        places = [dynamic.index(position) for position in donated if position in dynamic]
+        names = [name for name in self._names(self.donated) if name in kwargs]
+        given = {p: args[p] for p in static}
+        constants = tuple((place, type(value), value) for place, value in (*given.items(), *sorted(fixed.items())))
+        self._check_hashable(constants)
+        return Call(
+            fn=_with_constants(self._fn, len(args), given, fixed) if given or fixed else self._fn,
+            args=tuple(args[position] for position in dynamic),
+            kwargs={name: value for name, value in kwargs.items() if name not in fixed},
+            constants=constants,
+            donated=(*places, *names),
+            static_positions=tuple(static),
+            donated_positions=tuple(donated),
+        )
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raises CallError where the function cannot be called so."""
+        try:
+            inspect.signature(self._fn).bind(*args, **kwargs)
+        except TypeError as error:
+            raise CallError(f"`{name_of(self._fn)}` cannot be called with these arguments: {error}") from None
+        except ValueError:  # a builtin without a signature: tracing will tell
+            pass
+
+    def _positions(self, option: str, given: Argnums) -> tuple[int, ...]:
+        listed = [] if given is None else given if isinstance(given, Iterable) else [given]
+        try:
+            found = tuple(operator.index(position) for position in listed)
+        except TypeError:
+            raise ArgumentError(f"{option} takes positions of arguments, integers, got `{given!r}`") from None
+        count = len(self._parameters)
+        if not self._takes_more:
+            for position in found:
+                if not -count <= position < count:
+                    raise ArgumentError(
+                        f"{option} has the position {position}, but `{name_of(self._fn)}` takes {count} positional "
+                        "arguments"
+                    )
+            found = tuple(position % count for position in found)
+        return tuple(sorted(set(found)))
+
+    def _within(self, positions: tuple[int, ...], count: int) -> list[int]:
+        """Positions in a call of ``count`` positional arguments."""
+        return [position + count if position < 0 else position for position in positions]
+
+    def _names(self, positions: tuple[int, ...]) -> list[str]:
+        return [self._parameters[p] for p in positions if -len(self._parameters) <= p < len(self._parameters)]
+
+    def _check_hashable(self, constants: Any) -> None:
+        try:
+            hash(constants)
+        except TypeError as error:
+            raise CallError(
+                f"a static argument of `{name_of(self._fn)}` cannot be hashed ({error}): static arguments are compared "
+                "between calls; pass a tuple instead of a list, a frozen dataclass instead of a dictionary"
+            ) from None
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What a message calls a function."""
+    inner = fn.func if isinstance(fn, functools.partial) else fn
+    return getattr(inner, "__name__", type(inner).__name__)
+
+
+def _with_constants(
+    fn: Callable[..., Any], count: int, positional: dict[int, Any], named: dict[str, Any]
+) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def closed(*args: Any, **kwargs: Any) -> Any:
+        dynamic = iter(args)
+        whole = [positional[p] if p in positional else next(dynamic) for p in range(count)]
+        return fn(*whole, **named, **kwargs)
+
+    return closed
+
+
+def _positional_parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Names of the parameters that may be given by position, and whether any number more is taken."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return [], True
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional, any(p.kind == p.VAR_POSITIONAL for p in parameters)
+
+
+def _key_of(leaf: Any) -> Any:
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+
+
+def _shape_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    try:
+        shape, dtype, weak_type = _key_of(leaf)
+    except TypeError:
+        where = jax.tree_util.keystr(path[1:], simple=True, separator="/") or "an argument"
+        raise CallError(
+            f"`{where}` is `{leaf!r}` of type `{type(leaf).__name__}`: arguments are arrays, numbers or pytrees of "
+            "them; list others in static_argnums"
+        ) from None
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)

@@ -1,0 +1,152 @@
+"""Hard layouts: the user's pins of arguments, and the sharding constraints inside the user's function.
+
+>>> import jax
+>>> from shardplan.program import trace_program
+>>> shape = jax.ShapeDtypeStruct((8, 6), "float32")
+>>> program = trace_program(lambda x: x * 2, (shape,))
+>>> space = LayoutSpace(MeshAxes(("data", "model"), (2, 2)))
+>>> hard_layouts(program, space, {"0": PartitionSpec("data", PartitionSpec.UNCONSTRAINED)}).layouts
+{0: ((0,), None)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from jax.sharding import PartitionSpec
+
+from shardplan.errors import ArgumentError
+from shardplan.layout import LayoutSpace, MeshAxes, from_spec
+from shardplan.program import Program, Value
+
+HardLayout = tuple[tuple[int, ...] | None, ...]
+"""Per dimension the mesh axes that split it, None where the dimension is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class HardLayouts:
+    """Hard layouts of values, and a sentence for every constraint of the user's function that cannot be kept."""
+
+    layouts: dict[int, HardLayout]
+    ignored: tuple[str, ...]
+
+
+def hard_layouts(program: Program, space: LayoutSpace, pins: Mapping[str, PartitionSpec] | None) -> HardLayouts:
+    """The hard layouts of a program's values over a mesh.
+
+    Raises ArgumentError for pins that match nothing, that cannot be laid out, or that contradict each other.
+    """
+    layouts: dict[int, HardLayout] = {}
+    problems: list[str] = []
+    pinned_by: dict[int, str] = {}
+    names = {index: program.values[index].name or "" for index in program.inputs}
+    for pattern, spec in (pins or {}).items():
+        found = [index for index, name in names.items() if fnmatchcase(name, pattern)]
+        if not found:
+            problems.append(f"the pin `{pattern}` matches no argument; there are {_some(names.values())}")
+        for index in found:
+            wanted = _layout(space, program.values[index], spec)
+            if isinstance(wanted, str):
+                problems.append(f"the pin `{pattern}` on `{names[index]}`: {wanted}")
+            elif layouts.setdefault(index, wanted) != wanted:
+                problems.append(
+                    f"the pins `{pinned_by[index]}` and `{pattern}` give two layouts to `{names[index]}`: keep one"
+                )
+            else:
+                pinned_by.setdefault(index, pattern)
+    if problems:
+        raise ArgumentError("\n".join(problems))
+    kept, ignored = _constraints(program, space)
+    return HardLayouts(layouts | kept, ignored)
+
+
+def _constraints(program: Program, space: LayoutSpace) -> tuple[dict[int, HardLayout], tuple[str, ...]]:
+    """What the user's own constraints ask for. A jit would run them, so those that no plan can keep raise nothing."""
+    layouts: dict[int, HardLayout] = {}
+    ignored = []
+    sources = {result: operation.source for operation in program.operations for result in operation.results}
+    for index, spec in program.constraints.items():
+        wanted = _layout(space, program.values[index], spec)
+        if isinstance(wanted, str):
+            ignored.append(f"the sharding constraint at {sources[index]} is not kept: {wanted}")
+        else:
+            layouts[index] = wanted
+    return layouts, tuple(ignored)
+
+
+def _layout(space: LayoutSpace, value: Value, spec: PartitionSpec) -> HardLayout | str:
+    """The layout that a spec asks for, or why there is none."""
+    mesh = space.mesh
+    try:
+        layout = from_spec(mesh, spec, len(value.shape))
+    except ValueError as error:
+        return str(error)
+    entries = tuple(spec) + (None,) * (len(value.shape) - len(spec))
+    wanted = tuple(
+        None if entry is PartitionSpec.UNCONSTRAINED else axes for entry, axes in zip(entries, layout, strict=True)
+    )
+    used = [axis for axes in layout for axis in axes]
+    for axis in used:
+        if used.count(axis) > 1:
+            return f"`{spec}` splits two dimensions over the axis `{mesh.names[axis]}`: an axis splits one"
+    for dim, (size, axes) in enumerate(zip(value.shape, layout, strict=True)):
+        blocks = mesh.degree(axes)
+        if blocks > 1 and (size == 0 or size % blocks):
+            return (
+                f"`{spec}` splits dimension {dim} of {list(value.shape)} over {blocks} devices, which leaves "
+                f"{size % blocks} of its {size} rows: split another dimension or pad to {_next(size, blocks)}"
+            )
+    if not any(agrees(candidate, wanted) for candidate in space.domain(value.shape).layouts):
+        return (
+            f"`{spec}` orders mesh axes in another way than the mesh {mesh.names}, which is searched for meshes of up "
+            "to two axes alone: name them in the mesh's order"
+        )
+    return wanted
+
+
+def agrees(layout: tuple[tuple[int, ...], ...], wanted: HardLayout) -> bool:
+    """Whether a layout is one that a hard layout allows."""
+    return all(want is None or axes == want for axes, want in zip(layout, wanted, strict=True))
+
+
+def undivided(program: Program, mesh: MeshAxes) -> list[str]:
+    """A sentence for each argument with data whose first dimension no mesh axis divides, with the sizes that would do.
+
+    Data is what no result replaces in the next step. Of a function without a state, arguments count that cannot be
+    split on any dimension.
+    """
+    if not mesh.splitting:
+        return []
+    sizes = sorted({mesh.sizes[axis] for axis in mesh.splitting})
+    state = set(program.ties.values())
+    found = []
+    for position, index in enumerate(program.inputs):
+        shape = program.values[index].shape
+        batch = shape[0] if shape else 0
+        hopeless = state or not any(_divides(size, sizes) for size in shape)
+        if position in state or not hopeless or batch < 2 or prod(shape) < min(sizes) or _divides(batch, sizes):
+            continue
+        better = " or ".join(str(_next(batch, n)) for n in {min(sizes), mesh.device_count})
+        axes = ", ".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in mesh.splitting)
+        found.append(
+            f"no mesh axis ({axes}) divides dimension 0 of `{program.values[index].name}` {list(shape)}: its {batch} "
+            f"rows are not split. {better} rows would be."
+        )
+    return found
+
+
+def _divides(size: int, blocks: Iterable[int]) -> bool:
+    return size > 0 and any(size % n == 0 for n in blocks)
+
+
+def _next(size: int, blocks: int) -> int:
+    """The next multiple of a number of blocks."""
+    return max(1, -(-size // blocks)) * blocks
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = sorted(names)
+    return ", ".join(f"`{name}`" for name in listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
