@@ -20,7 +20,8 @@ from shardplan.mesh import GivenMesh, check_mesh
 from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.planning import make_plan, rebuild
-from shardplan.program import Program, trace_program
+from shardplan.program import Program
+from shardplan.tracing import trace_program
 
 _jax.hide_from_tracebacks(__file__, arguments.__file__, program.__file__, _jax.__file__)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardplan import _jax
 from shardplan.layout import Layout
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -52,15 +53,24 @@ class Lifetimes:
                     readers.setdefault(operand, []).append(operation)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
+        for operation in program.operations:
+            for body in operation.bodies:
+                leaving = {o for o in program.regions[body].outputs if isinstance(o, int)}
+                outputs |= leaving
+                last_read |= dict.fromkeys(leaving, operation.index)
         for operation in reversed(program.operations):
+            start = self._start(operation)
             for result in operation.results:
                 needed = result in outputs or any(not self._fuses_operands(r) for r in readers.get(result, ()))
                 if (needed or not self._fusible(operation)) and result not in problem.generated:
-                    self.held[result] = Lifetime(operation.index, last_read.get(result, operation.index))
+                    self.held[result] = Lifetime(start, last_read.get(result, operation.index))
             until = max((last_read.get(r, operation.index) for r in operation.results if r not in self.held), default=0)
             for operand in operation.operands:
                 if isinstance(operand, int):
                     last_read[operand] = max(last_read.get(operand, 0), operation.index, until)
+        for link in (link for links in problem.links.values() for link in links.enter if link.stacked):
+            if link.target in readers:  # one slice of a stack; other operands are the outer ones, or a carry's result
+                self.held[link.target] = Lifetime(readers[link.target][0].index, last_read[link.target])
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
         self._share_in_place(last_read)
@@ -85,11 +95,24 @@ class Lifetimes:
                     self.held[operand] = Lifetime(lifetime.start, operation.index - 1)
                     break
 
+    def _start(self, operation: Operation) -> int:
+        """When the results of an operation take memory: a loop's carries and stacks before its first iteration."""
+        regions = self._problem.program.regions
+        first = [regions[body].operations[0] for body in operation.bodies if regions[body].operations]
+        return min(first, default=operation.index)
+
     def _fusible(self, operation: Operation) -> bool:
+        if operation.primitive is _jax.optimization_barrier:
+            return True  # it passes on the memory of its operands, which it needs
+        return not operation.bodies and self._computes_on_the_way(operation)
+
+    def _computes_on_the_way(self, operation: Operation) -> bool:
         return self._problem.choices[operation.index].pointwise or operation.primitive.name in _MOVES
 
     def _fuses_operands(self, operation: Operation) -> bool:
-        return self._fusible(operation) or operation.primitive.name in _READS_ON_THE_WAY
+        if operation.primitive is _jax.optimization_barrier or operation.bodies:
+            return False
+        return self._computes_on_the_way(operation) or operation.primitive.name in _READS_ON_THE_WAY
 
     def add_usages(self, donated: frozenset[int]) -> None:
         """Tells the network what each layout of a held value, and of its shared copy, uses and when.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -12,9 +12,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan import _jax
-from shardplan.annotate import EXACT_METHODS, annotate
 from shardplan.errors import PlanMismatchError, warn
-from shardplan.hard import HardLayout, hard_layouts, undivided
+from shardplan.hard import hard_layouts, undivided
 from shardplan.hardware import load
 from shardplan.layout import LayoutSpace, to_spec
 from shardplan.mesh import GivenMesh, mesh_axes, shapes_of, with_auto_axes
@@ -46,13 +45,12 @@ def build_problem(
     program: Program,
     mesh: Mesh | AbstractMesh,
     options: Options,
-    fixed: Mapping[int, HardLayout] | None = None,
 ) -> Problem:
-    """The cost network of a program over a mesh; ``fixed`` gives hard layouts of values, beside the pins."""
+    """The cost network of a program over a mesh."""
     axes = mesh_axes(mesh)
     prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
     space = LayoutSpace(axes)
-    hard = {**(fixed or {}), **hard_layouts(program, space, options.pins).layouts}
+    hard = hard_layouts(program, space, options.pins).layouts
     return Problem(program, space, prices, hard, options.reduce_dtype)
 
 
@@ -61,14 +59,14 @@ def plan_program(
     mesh: Mesh | AbstractMesh,
     options: Options,
     traced_seconds: float = 0.0,
-    fixed: Mapping[int, HardLayout] | None = None,
+    prepare: Callable[[Problem], None] | None = None,
     method: str = "auto",
 ) -> Plan:
-    """Plans a traced program over one mesh by a method of ``shardplan.search``."""
+    """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices."""
     started = time.perf_counter()
-    problem = build_problem(program, mesh, options, fixed)
-    if method not in EXACT_METHODS:
-        annotate(problem)
+    problem = build_problem(program, mesh, options)
+    if prepare is not None:
+        prepare(problem)
     built = time.perf_counter()
     donated = _donated(options)
     limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
@@ -162,7 +160,7 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
                 kind=sent.step.kind,
                 axes=tuple(mesh.names[axis] for axis in sorted(sent.step.axes)),
                 bytes=sent.bytes,
-                times=1,
+                times=sent.times,
                 tensor=sent.tensor.name or f"value {sent.tensor.index}",
                 operation=f"{operation.scope} {operation.primitive.name}" if operation else "output",
                 source=operation.source if operation else "",

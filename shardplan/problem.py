@@ -6,15 +6,15 @@ strategies; a value with several readers has one more variable, the layout of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
 from shardplan import _jax
-from shardplan.layout import Domain, Layout, LayoutSpace
+from shardplan.control import Links, links_of
+from shardplan.layout import Domain, Layout, LayoutSpace, replicated
 from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
@@ -62,14 +62,18 @@ class Problem:
         self.reductions = Reductions(self.transitions)
         self.network = Network()
         self.choices: dict[int, Choices] = {}
+        self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
         self.reduce_dtype = reduce_dtype
         self._fixed = fixed
+        self._barriers: set[int] = set()
         self._maker = StrategyMaker(space)
         self._variables = _Variables()
         self._tables: dict[Any, np.ndarray] = {}
         self._derive_choices()
         self.generated = self._find_generated()
+        self._stacks = {l.target for links in self.links.values() for l in links.inside if l.stacked == "target"}
+        self._value_times = self._times_of_values()
         self._own_costs = self._costs_of_following()
         self._add_values()
         self._add_operations()
@@ -79,31 +83,52 @@ class Problem:
 
     def _derive_choices(self) -> None:
         for operation in self.program.operations:
-            rule, self.choices[operation.index] = self._maker.choices(self.program, operation)
-            if not rule.known:
-                self.unknown.setdefault(operation.primitive.name, []).append(operation)
+            if operation.bodies:
+                self.links[operation.index] = links_of(self.program, operation)
+            elif operation.primitive is _jax.optimization_barrier:
+                self._barriers.add(operation.index)
+            else:
+                rule, self.choices[operation.index] = self._maker.choices(self.program, operation)
+                if not rule.known:
+                    self.unknown.setdefault(operation.primitive.name, []).append(operation)
+
+    def times(self, operation: Operation) -> int:
+        """How often an operation runs per step."""
+        return self.program.regions[operation.region].times
+
+    def times_of_value(self, value: int) -> int:
+        """How often a value is made per step."""
+        return self._value_times[value]
+
+    def _times_of_values(self) -> dict[int, int]:
+        regions = self.program.regions
+        found = {value: region.times for region in regions for value in region.inputs}
+        found |= dict.fromkeys(self.program.captured, 1)
+        return found | {result: self.times(o) for o in self.program.operations for result in o.results}
 
     def _find_generated(self) -> frozenset[int]:
         """Results of operations that read no tensor and follow their result: they cost nothing in any layout."""
         generated: set[int] = set()
         for operation in self.program.operations:
+            choices = self.choices.get(operation.index)
             free = all(isinstance(o, Constant) or o in generated for o in operation.operands)
-            if free and self.choices[operation.index].follows_result and not operation.equation.effects:
+            if free and choices is not None and choices.follows_result and not operation.equation.effects:
                 generated.update(operation.results)
         return frozenset(generated)
 
     def _costs_of_following(self) -> dict[int, np.ndarray]:
         """Of values whose layout decides how their operation is split: the price of their operation's work."""
-        return {
-            operation.results[0]: self._work(self.choices[operation.index])
-            for operation in self.program.operations
-            if self.choices[operation.index].follows_result and operation.results[0] not in self.generated
-        }
+        found = {}
+        for operation in self.program.operations:
+            choices = self.choices.get(operation.index)
+            if choices is not None and choices.follows_result and operation.results[0] not in self.generated:
+                found[operation.results[0]] = self._work(choices, self.times(operation))
+        return found
 
-    def _work(self, choices: Choices) -> np.ndarray:
-        key = (id(choices), "work")
+    def _work(self, choices: Choices, times: int) -> np.ndarray:
+        key = (id(choices), "work", times)
         if key not in self._tables:
-            self._tables[key] = np.array(
+            self._tables[key] = times * np.array(
                 [
                     self.prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
                     for strategy in choices.strategies
@@ -117,9 +142,14 @@ class Problem:
         return self.space.domain(self.program.values[value].shape)
 
     def _add_values(self) -> None:
+        same = {value: other for links in self.links.values() for value, other in links.same.items()}
         produced = [r for operation in self.program.operations for r in operation.results if r not in self.generated]
-        for index in (*self.program.inputs, *self.program.captured, *produced):
-            self._add_value(self.program.values[index])
+        entering = [value for region in self.program.regions for value in region.inputs]
+        for index in (*entering, *self.program.captured, *produced):
+            if index not in same:
+                self._add_value(self.program.values[index])
+        for value, other in same.items():
+            self._variables.values[value] = self._variables.values[other]
         for index, count in self._reader_counts().items():
             if count > 1 and len(self._domain(index)) > 1:
                 self._add_copy(self.program.values[index])
@@ -132,6 +162,9 @@ class Problem:
             costs = costs + own
         if value.index in self.program.captured:
             costs[1:] = np.inf  # closed-over arrays live on every device
+        if value.index in self._stacks:
+            whole = [not layout[0] for layout in domain.layouts]
+            costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
         fixed = self._fixed.get(value.index)
         if fixed is not None:
             allowed = [_agrees(layout, fixed) for layout in domain.layouts]
@@ -144,7 +177,7 @@ class Problem:
         domain = self._domain(value.index)
         copy = self.network.add_variable(np.zeros(len(domain)), name=f"copy of {value.name or value.index}")
         self._variables.copies[value.index] = copy
-        table = self._transition_table(value, domain.layouts)
+        table = self._transition_table(value, domain.layouts, self._value_times[value.index])
         self.network.add_edge(self._variables.values[value.index], copy, table)
 
     def _reader_counts(self) -> dict[int, int]:
@@ -152,50 +185,88 @@ class Problem:
         for operation in self.program.operations:
             if operation.results and operation.results[0] in self.generated:
                 continue
-            for operand in operation.operands:
+            for operand in operation.operands if not operation.bodies else ():
                 if isinstance(operand, int) and operand not in self.generated:
                     readers.setdefault(operand, set()).add(operation.index)
+        for reader, source in self._linked():
+            readers.setdefault(source, set()).add(reader)
+        return {index: len(found) for index, found in readers.items()}
+
+    def _linked(self) -> Iterator[tuple[Any, int]]:
+        """Values that are read without an operation, each with its reader: by links, and by outputs that are fed back."""
         for number, position in self.program.ties.items():
             output = self.program.outputs[number]
             if isinstance(output, int) and output not in self.generated:
-                readers.setdefault(output, set()).add(("output", position))
-        return {index: len(found) for index, found in readers.items()}
+                yield ("output", position), output
+        for links in self.links.values():
+            for link in (*links.enter, *links.inside):
+                if isinstance(link.source, int) and link.source not in self.generated:
+                    yield ("link", link.target, link.source), link.source
 
     def _read_variable(self, value: int) -> int:
         return self._variables.copies.get(value, self._variables.values[value])
 
     # ---- tables
 
-    def _transition_table(self, value: Value, targets: tuple[Layout, ...]) -> np.ndarray:
+    def _transition_table(self, value: Value, targets: tuple[Layout, ...], times: int) -> np.ndarray:
         domain = self.space.domain(value.shape)
-        key = (domain, targets, value.total_bytes)
+        key = (domain, targets, value.total_bytes, times)
         if key not in self._tables:
-            self._tables[key] = self.transitions.table(domain, targets, value.total_bytes)
+            self._tables[key] = times * self.transitions.table(domain, targets, value.total_bytes)
         return self._tables[key]
 
     def _add_operations(self) -> None:
         for operation in self.program.operations:
             if operation.results and operation.results[0] in self.generated:
                 continue
+            if operation.bodies:
+                self._add_links(self.links[operation.index])
+                continue
+            if operation.index in self._barriers:
+                self._add_barrier(operation)
+                continue
             choices = self.choices[operation.index]
             if choices.follows_result:
                 variable = self._variables.values[operation.results[0]]
             else:
                 name = f"{operation.scope} {operation.primitive.name}"
-                variable = self.network.add_variable(self._work(choices), name=name)
+                variable = self.network.add_variable(self._work(choices, self.times(operation)), name=name)
                 self._variables.operations[operation.index] = variable
                 self._add_results(operation, choices, variable)
             self._add_operands(operation, choices, variable)
+
+    def _add_links(self, links: Links) -> None:
+        for link in (*links.enter, *links.inside):
+            if not isinstance(link.source, int) or link.source in self.generated:
+                continue
+            source, target = self.program.values[link.source], self.program.values[link.target]
+            targets = self._domain(link.target).layouts
+            if link.stacked == "source":
+                targets = tuple(((), *layout) for layout in targets)
+            elif link.stacked == "target":
+                # a stack whose leading dimension is split is excluded by its own costs
+                targets = tuple(layout[1:] if not layout[0] else replicated(len(layout) - 1) for layout in targets)
+            table = self._transition_table(source, targets, link.times)
+            self.network.add_edge(self._read_variable(link.source), self._variables.values[target.index], table)
+
+    def _add_barrier(self, operation: Operation) -> None:
+        """Each result has the layout of its own operand, whatever the others have."""
+        for operand, result in zip(operation.operands, operation.results, strict=True):
+            if isinstance(operand, int) and operand not in self.generated:
+                value = self.program.values[operand]
+                table = self._transition_table(value, self._domain(result).layouts, self.times(operation))
+                self.network.add_edge(self._read_variable(operand), self._variables.values[result], table)
 
     def _add_operands(self, operation: Operation, choices: Choices, variable: int) -> None:
         seen = set()
         for position, operand in enumerate(operation.operands):
             if not isinstance(operand, int) or operand in self.generated or len(self._domain(operand)) == 1:
                 continue
-            key = (id(choices), position, self.program.values[operand].total_bytes)
+            times = self.times(operation)
+            key = (id(choices), position, self.program.values[operand].total_bytes, times)
             if key not in self._tables:
                 targets = tuple(strategy.operands[position] for strategy in choices.strategies)
-                self._tables[key] = self._transition_table(self.program.values[operand], targets)  # type: ignore[arg-type]
+                self._tables[key] = self._transition_table(self.program.values[operand], targets, times)  # type: ignore[arg-type]
             table = self._tables[key]
             if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
                 seen.add((operand, id(table)))
@@ -204,11 +275,12 @@ class Problem:
     def _add_results(self, operation: Operation, choices: Choices, variable: int) -> None:
         for position, result in enumerate(operation.results):
             value = self.program.values[result]
-            key = (id(choices), "result", position, value.total_bytes)
+            times = self.times(operation)
+            key = (id(choices), "result", position, value.total_bytes, times)
             if key not in self._tables:
                 domain = self.space.domain(value.shape)
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
-                self._tables[key] = np.array([row.of(value.total_bytes) for row in rows])
+                self._tables[key] = times * np.array([row.of(value.total_bytes) for row in rows])
             self.network.add_edge(variable, self._variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
@@ -234,7 +306,7 @@ class Problem:
                 continue
             value = self.program.values[output]
             if len(self._domain(output)) > 1:
-                table = self._transition_table(value, self._domain(target).layouts)
+                table = self._transition_table(value, self._domain(target).layouts, 1)
                 self.network.add_edge(self._read_variable(output), self._variables.values[target], table)
 
     def variables_of(self, value: int) -> tuple[int | None, int | None]:
@@ -254,18 +326,23 @@ class Problem:
         copies = {v: self._domain(v).layouts[choices[i]] for v, i in variables.copies.items()}
         strategies = {}
         for operation in self.program.operations:
-            options = self.choices[operation.index]
-            if operation.index in variables.operations:
+            options = self.choices.get(operation.index)
+            if operation.index in self._barriers:
+                strategies[operation.index] = self._barrier_strategy(operation, values)
+            elif options is None:
+                continue
+            elif operation.index in variables.operations:
                 strategies[operation.index] = options.strategies[choices[variables.operations[operation.index]]]
             elif operation.results[0] not in self.generated:
                 strategies[operation.index] = options.strategies[choices[variables.values[operation.results[0]]]]
         return Assignment(values, copies, strategies, self.generated)
 
+    def _barrier_strategy(self, operation: Operation, values: dict[int, Layout]) -> Strategy:
+        results = tuple(values[result] for result in operation.results)
+        operands = tuple(r if isinstance(o, int) else None for o, r in zip(operation.operands, results, strict=True))
+        nothing = ((),) * len(results)
+        return Strategy(operands, results, nothing, (None,) * len(results), self.space.mesh.device_count)
+
 
 def _agrees(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
     return all(want is None or axes == want for axes, want in zip(layout, fixed, strict=True))
-
-
-def match_paths(patterns: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, list[int]]:
-    """Which values each path glob matches."""
-    return {pattern: [v for v, name in names.items() if fnmatchcase(name, pattern)] for pattern in patterns}

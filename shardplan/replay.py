@@ -7,13 +7,16 @@ measured to recompute large parts of the program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardplan import _jax
+from shardplan.control import Link, Links
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.program import Constant, Operation
 from shardplan.schedule import REDUCTIONS, Schedule
@@ -33,13 +36,115 @@ class Replay:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
-        values = self._schedule.assignment.values
-        for index, array in (*zip(self._program.inputs, inputs, strict=True), *self._program.captured.items()):
-            self._held[index, values[index]] = array
-        for operation in self._program.operations:
-            if operation.index in self._schedule.assignment.strategies:
+        self._hold(self._program.inputs, inputs)
+        self._hold(self._program.captured.keys(), self._program.captured.values())
+        self._run_region(0)
+        return [
+            self._read(output, self._schedule.layout_of_output(number))
+            if isinstance(output, int)
+            else _as_array(output)
+            for number, output in enumerate(self._program.outputs)
+        ]
+
+    def _hold(self, values: Iterable[int], arrays: Iterable[Any]) -> None:
+        """Takes arrays as values in their planned layouts."""
+        layouts = self._schedule.assignment.values
+        self._held.update({(value, layouts[value]): array for value, array in zip(values, arrays, strict=True)})
+
+    def _run_region(self, region: int) -> None:
+        for index in self._program.regions[region].operations:
+            operation = self._program.operations[index]
+            if operation.bodies:
+                self._run_bodies(operation)
+            elif index in self._schedule.assignment.strategies:
                 self._run(operation)
-        return [self._output(number, output) for number, output in enumerate(self._program.outputs)]
+
+    # ---- loops and branches
+
+    def _run_bodies(self, operation: Operation) -> None:
+        links = self._schedule.problem.links[operation.index]
+        operands = [self._read_link(link) for link in links.enter]
+        with jax.named_scope(operation.scope):
+            if operation.primitive.name == "scan":
+                results = self._scan(operation, links, operands)
+            elif operation.primitive.name == "while":
+                results = self._while(operation, links, operands)
+            else:
+                results = self._branch(operation, links, operands)
+        layouts = self._schedule.assignment.values
+        placed = [
+            self._constrain(array, layouts[value]) for value, array in zip(operation.results, results, strict=True)
+        ]
+        self._hold(operation.results, placed)
+
+    @contextmanager
+    def _inside(self, region: int, inputs: Sequence[Any]) -> Iterator[None]:
+        """Runs a body on arrays; what is read inside is traced inside, and must not be read outside."""
+        outside, self._held = self._held, dict(self._held)
+        values = self._program.regions[region].inputs
+        layouts = self._schedule.assignment.values
+        self._hold(values, [self._constrain(a, layouts[v]) for v, a in zip(values, inputs, strict=True)])
+        self._run_region(region)
+        yield
+        self._held = outside
+
+    def _body(self, region: int, links: Sequence[Link], inputs: Sequence[Any]) -> list[Any]:
+        """What the links read of a body."""
+        with self._inside(region, inputs):
+            return [self._read_link(link) for link in links]
+
+    def _scan(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
+        params = operation.params
+        constants, carries = params["num_consts"], params["num_carry"]
+
+        def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+            inputs = (*operands[:constants], *carry, *slices)
+            results = self._body(operation.bodies[0], links.inside, inputs)
+            return tuple(results[:carries]), tuple(results[carries:])
+
+        carry, stacks = jax.lax.scan(
+            body,
+            tuple(operands[constants : constants + carries]),
+            tuple(operands[constants + carries :]),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return (*carry, *stacks)
+
+    def _while(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
+        condition, body = operation.bodies
+        first, second = operation.params["cond_nconsts"], operation.params["body_nconsts"]
+        test = self._program.regions[condition].outputs[0]
+
+        def proceed(carry: Sequence[Any]) -> Any:
+            with self._inside(condition, (*operands[:first], *carry)):
+                return self._read(test, ())
+
+        def step(carry: Sequence[Any]) -> Any:
+            return tuple(self._body(body, links.inside, (*operands[first : first + second], *carry)))
+
+        return jax.lax.while_loop(proceed, step, tuple(operands[first + second :]))
+
+    def _branch(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
+        count, wide = len(operation.results), len(operation.operands) - 1
+        branches = [
+            partial(self._branch_body, region, links.inside[number * count : (number + 1) * count])
+            for number, region in enumerate(operation.bodies)
+        ]
+        chosen = self._read(operation.operands[0], ())
+        # each branch has its own copies of the operands, in its own layouts
+        return jax.lax.switch(chosen, [_taking(b, n * wide, (n + 1) * wide) for n, b in enumerate(branches)], *operands)
+
+    def _branch_body(self, region: int, links: Sequence[Link], *inputs: Any) -> tuple[Any, ...]:
+        return tuple(self._body(region, links, inputs))
+
+    def _read_link(self, link: Link) -> Any:
+        if isinstance(link.source, Constant):
+            return _as_array(link.source)
+        return self._read(link.source, self._schedule.link_layout(link))
+
+    # ---- operations
 
     def _run(self, operation: Operation) -> None:
         strategy = self._schedule.assignment.strategies[operation.index]
@@ -113,16 +218,19 @@ class Replay:
         operands = [self._read(o, wanted) for o, wanted in zip(operation.operands, strategy.operands, strict=True)]
         return self._constrain(self._bind(operation, operands)[0], layout)
 
-    def _output(self, number: int, output: int | Constant) -> Any:
-        if isinstance(output, Constant):
-            return jax.numpy.asarray(output.value, dtype=output.aval.dtype)
-        return self._read(output, self._schedule.layout_of_output(number))
-
     def _constrain(self, array: Any, layout: Layout) -> Any:
         if not _jax.is_array_type(jax.typeof(array)):
             return array
         spec = to_spec(self._schedule.space.mesh, layout)
         return jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
+
+
+def _as_array(constant: Constant) -> Any:
+    return jax.numpy.asarray(constant.value, dtype=constant.aval.dtype)
+
+
+def _taking(branch: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
+    return lambda *operands: branch(*operands[first:last])
 
 
 def _ends(steps: Sequence[Step]) -> list[Step]:

@@ -7,7 +7,9 @@ predicted is what is asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from shardplan.control import Link
 from shardplan.layout import Layout, replicated
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
@@ -28,12 +30,14 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One collective: its step, the tensor that it moves, and the operation that makes or reads it (None: an output)."""
+    """One collective: its step, the tensor that it moves, the operation that makes or reads it (None: an output), what
+    one device sends each time, and how often per step."""
 
     step: Step
     tensor: Value
     operation: Operation | None
     bytes: float
+    times: int
 
 
 class Schedule:
@@ -73,6 +77,18 @@ class Schedule:
         if output in self.assignment.generated:
             return replicated(len(self.program.values[output].shape))
         return self.assignment.values[output]
+
+    def links(self, operation: Operation) -> tuple[Link, ...]:
+        """What becomes what around the bodies of an operation, none for an operation without."""
+        links = self.problem.links.get(operation.index)
+        return (*links.enter, *links.inside) if links else ()
+
+    def link_layout(self, link: Link) -> Layout:
+        """The layout that the source of a link must have."""
+        target = self.assignment.values[link.target]
+        if link.stacked == "source":
+            return ((), *target)
+        return target[1:] if link.stacked == "target" else target
 
     def generating(self, operation: Operation, layout: Layout) -> Strategy:
         """How an operation that makes a value from nothing makes it in ``layout``."""
@@ -118,10 +134,14 @@ class Schedule:
             for step in route.steps:
                 if step.fraction > 0 and (value, step.layout) not in done:
                     tensor = self.program.values[value]
-                    found.append(Sent(step, tensor, reader, step.fraction * tensor.total_bytes))
+                    size = step.fraction * tensor.total_bytes
+                    found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value)))
                 done.add((value, step.layout))
 
         for operation in self.program.operations:
+            for link in self.links(operation):
+                if isinstance(link.source, int) and link.source not in self.assignment.generated:
+                    read(link.source, self.link_layout(link), operation)
             strategy = self.assignment.strategies.get(operation.index)
             if strategy is None:
                 continue
@@ -134,7 +154,7 @@ class Schedule:
                 for step in self.result_steps(operation, position):
                     if step.fraction > 0:
                         size = step.fraction * tensor.total_bytes * (width if step.kind in REDUCTIONS else 1.0)
-                        found.append(Sent(step, tensor, operation, size))
+                        found.append(Sent(step, tensor, operation, size, self.problem.times(operation)))
         for number, position in self.program.ties.items():
             output, target = self.program.outputs[number], self.program.inputs[position]
             if isinstance(output, int) and output not in self.assignment.generated:

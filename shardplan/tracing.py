@@ -1,0 +1,234 @@
+"""Tracing: from a function and its arguments to a `Program`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardplan import _jax
+from shardplan.control import while_trip_count
+from shardplan.program import Constant, Operation, Program, Region, Value
+
+
+def trace_program(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None = None,
+) -> Program:
+    """Traces ``fn`` on arrays or ``ShapeDtypeStruct``s.
+
+    What ``fn`` itself raises while it is traced reaches the caller unchanged.
+    """
+    kwargs = kwargs or {}
+    traced = _jax.trace(fn, args, kwargs)
+    input_paths, in_tree = _paths(args, kwargs)
+    output_paths, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
+    builder = _Builder()
+    jaxpr = traced.jaxpr.jaxpr
+    names = [_path_name(path) for path in input_paths]
+    environment: dict[Any, int | Constant] = {}
+    inputs = [builder.new_value(var.aval, name) for var, name in zip(jaxpr.invars, names, strict=True)]
+    environment.update(zip(jaxpr.invars, inputs, strict=True))
+    captured = {}
+    for var, array in zip(jaxpr.constvars, traced.jaxpr.consts, strict=True):
+        environment[var] = value = builder.new_value(var.aval, None)
+        captured[value] = array
+    outputs = builder.inline(jaxpr, environment, captured)
+    ties = _find_ties(
+        input_paths, [path for path, _ in output_paths], [builder.values[i] for i in inputs], outputs, builder
+    )
+    return _prune(
+        Program(
+            values=tuple(builder.values),
+            operations=tuple(builder.operations),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            captured=captured,
+            ties=ties,
+            regions=(Region(0, tuple(inputs), tuple(outputs), 1), *builder.regions[1:]),
+            output_names=tuple(_path_name(path) for path, _ in output_paths),
+            in_tree=in_tree,
+            out_tree=out_tree,
+        )
+    )
+
+
+class _Builder:
+    """Collects the values and operations of a jaxpr and of what it calls."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self.regions: list[Region] = [Region(0, (), (), 1)]
+        self.region = 0
+        self.unknown_loops: list[str] = []
+
+    def new_value(self, aval: Any, name: str | None) -> int:
+        shape = tuple(getattr(aval, "shape", ()))
+        dtype = getattr(aval, "dtype", np.dtype(np.bool_))
+        self.values.append(Value(len(self.values), shape, dtype, name, bool(getattr(aval, "weak_type", False))))
+        return len(self.values) - 1
+
+    def new_operation(
+        self,
+        primitive: _jax.Primitive,
+        params: dict[str, Any],
+        operands: Sequence[int | Constant],
+        equation: _jax.Equation,
+        bodies: tuple[int, ...] = (),
+    ) -> tuple[int, ...]:
+        avals = [var.aval for var in equation.outvars]
+        if primitive is _jax.optimization_barrier and equation.primitive is not primitive:
+            avals = [self.values[o] if isinstance(o, int) else o.aval for o in operands]
+        results = tuple(self.new_value(aval, None) for aval in avals)
+        source, region = _jax.source_line(equation), self.region
+        self.operations.append(
+            Operation(
+                len(self.operations), primitive, params, tuple(operands), results, source, equation, region, bodies
+            )
+        )
+        return results
+
+    def inline(
+        self, jaxpr: _jax.Jaxpr, environment: dict[Any, int | Constant], captured: dict[int, Any]
+    ) -> list[int | Constant]:
+        """Adds the operations of ``jaxpr``, whose arguments ``environment`` holds; returns its results."""
+
+        def read(atom: Any) -> int | Constant:
+            return Constant(atom.val, atom.aval) if isinstance(atom, _jax.Literal) else environment[atom]
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            body = _jax.call_body(equation)
+            results: Sequence[int | Constant]
+            if body is None:
+                params = _jax.without_empty_shardings(equation.params)
+                bodies = self._bodies(equation, tuple(operands), captured)
+                results = self.new_operation(equation.primitive, params, operands, equation, bodies)
+            else:
+                inner, constants = body
+                operands = self._behind_barrier(operands, equation)
+                inner_environment: dict[Any, int | Constant] = dict(zip(inner.invars, operands, strict=True))
+                for var, array in zip(inner.constvars, constants, strict=True):
+                    inner_environment[var] = value = self.new_value(var.aval, None)
+                    captured[value] = array
+                results = self.inline(inner, inner_environment, captured)
+            environment.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _bodies(
+        self, equation: _jax.Equation, operands: tuple[int | Constant, ...], captured: dict[int, Any]
+    ) -> tuple[int, ...]:
+        """Adds the regions of a loop or of branches, with their operations."""
+        bodies = []
+        for jaxpr, constants, trips in _jax.control_bodies(equation):
+            if trips is None:
+                trips = while_trip_count(equation.params, operands)
+                if trips is None:
+                    self.unknown_loops.append(_jax.source_line(equation))
+                    trips = 1
+            inputs = tuple(self.new_value(var.aval, None) for var in jaxpr.invars)
+            environment: dict[Any, int | Constant] = dict(zip(jaxpr.invars, inputs, strict=True))
+            for var, array in zip(jaxpr.constvars, constants, strict=True):
+                environment[var] = value = self.new_value(var.aval, None)
+                captured[value] = array
+            outside, times = self.region, self.regions[self.region].times * trips
+            self.region = len(self.regions)
+            bodies.append(self.region)
+            self.regions.append(Region(self.region, inputs, (), times))
+            outputs = self.inline(jaxpr, environment, captured)
+            self.regions[self.region] = replace(self.regions[self.region], outputs=tuple(outputs))
+            self.region = outside
+        return tuple(bodies)
+
+    def _behind_barrier(self, operands: list[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
+        mask = _jax.barrier_mask(equation)
+        guarded = [position for position, (held, o) in enumerate(zip(mask, operands)) if held and isinstance(o, int)]
+        if not guarded:
+            return operands
+        results = self.new_operation(_jax.optimization_barrier, {}, [operands[p] for p in guarded], equation)
+        behind = list(operands)
+        for position, result in zip(guarded, results, strict=True):
+            behind[position] = result
+        return behind
+
+
+def _prune(program: Program) -> Program:
+    """Drops operations whose results nobody reads and that have no effect."""
+    needed = {output for output in program.outputs if isinstance(output, int)}
+    kept = []
+    for operation in reversed(program.operations):
+        if operation.equation.effects or needed.intersection(operation.results):
+            kept.append(operation)
+            needed.update(o for o in operation.operands if isinstance(o, int))
+            for body in operation.bodies:
+                needed.update(o for o in program.regions[body].outputs if isinstance(o, int))
+    operations = tuple(replace(operation, index=number) for number, operation in enumerate(reversed(kept)))
+    members: dict[int, list[int]] = {}
+    for operation in operations:
+        members.setdefault(operation.region, []).append(operation.index)
+    return replace(
+        program,
+        operations=operations,
+        captured={value: array for value, array in program.captured.items() if value in needed},
+        regions=tuple(replace(r, operations=tuple(members.get(r.index, ()))) for r in program.regions),
+    )
+
+
+def _paths(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    leaves, in_tree = jax.tree_util.tree_flatten_with_path((tuple(args), kwargs))
+    # the first key tells positional from keyword arguments; names start behind it
+    return [path[1:] for path, _ in leaves], in_tree
+
+
+def _path_name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _find_ties(
+    input_paths: Sequence[Any],
+    output_paths: Sequence[Any],
+    inputs: Sequence[Value],
+    outputs: Sequence[int | Constant],
+    builder: _Builder,
+) -> dict[int, int]:
+    """Pairs each output with the input that it replaces in the next step.
+
+    The paths must agree whole (``step(params, x) -> params, loss``) or behind the argument's position
+    (``step(state, x) -> state``), and so must shape and dtype. An input is used once; whole agreement goes first.
+    """
+    ties: dict[int, int] = {}
+    taken: set[int] = set()
+    by_path = {tuple(path): position for position, path in enumerate(input_paths)}
+    by_tail: dict[tuple[Any, ...], list[int]] = {}
+    for position, path in enumerate(input_paths):
+        if len(path) > 1:
+            by_tail.setdefault(tuple(path[1:]), []).append(position)
+
+    def agrees(output: int | Constant, position: int) -> bool:
+        if not isinstance(output, int) or position in taken:
+            return False
+        value = builder.values[output]
+        return value.shape == inputs[position].shape and value.dtype == inputs[position].dtype
+
+    def tie(number: int, position: int) -> None:
+        ties[number] = position
+        taken.add(position)
+
+    for number, path in enumerate(output_paths):
+        found = by_path.get(tuple(path))
+        if path and found is not None and agrees(outputs[number], found):
+            tie(number, found)
+    for number, path in enumerate(output_paths):
+        if number in ties:
+            continue
+        for tail in (tuple(path), tuple(path[1:])):
+            matches = [p for p in by_tail.get(tail, ()) if agrees(outputs[number], p)] if tail else []
+            if len(matches) == 1:
+                tie(number, matches[0])
+                break
+    return ties
