@@ -7,6 +7,8 @@ state, loss = step(state, batch)
 from shardplan.audit import audit as audit
 from shardplan.auto import auto as auto
 from shardplan.auto import plan as plan
+from shardplan.compare import Comparison as Comparison
+from shardplan.compare import compare as compare
 from shardplan.errors import ArgumentError as ArgumentError
 from shardplan.errors import CallError as CallError
 from shardplan.errors import InfeasibleError as InfeasibleError

@@ -12,9 +12,6 @@ from shardplan.layout import Layout
 from shardplan.problem import Problem
 from shardplan.strategy import Strategy
 
-EXACT_METHODS = ("auto", "exact")
-"""The methods of ``shardplan.search`` that look at costs alone."""
-
 
 def annotate(problem: Problem) -> None:
     """Annotates every variable of a problem's network."""

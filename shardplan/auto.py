@@ -156,9 +156,14 @@ class PlannedFunction:
 
 def bind_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """A plan over ``fn``, traced anew; raises PlanMismatchError where that is another program."""
-    calls = Calls(fn, plan.recipe.options.static_argnums, plan.recipe.options.donate_argnums)
+    return rebuild(plan, trace_call(fn, args, kwargs, plan.recipe.options))
+
+
+def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Program:
+    """The program of a call whose arguments have been checked."""
+    calls = Calls(fn, options.static_argnums, options.donate_argnums)
     calls.check(args, kwargs)
-    return rebuild(plan, _trace(calls.take(args, kwargs)))
+    return _trace(calls.take(args, kwargs))
 
 
 class _Runner:
