@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import rules
+from shardplan.control import Links, links_of
 from shardplan.errors import ArgumentError
 from shardplan.layout import Layout, MeshAxes, replicated
 from shardplan.problem import Problem
@@ -84,10 +85,28 @@ def follow_examples(program: Program, mesh: MeshAxes) -> Examples:
     if not examples.axes:
         raise ArgumentError(f"no mesh axis divides the batch of {size} examples")
     examples.dims.update({i: 0 for i in batch if program.values[i].shape[0] == size})
-    for operation in program.operations:
-        if any(o in examples.dims for o in operation.operands if isinstance(o, int)):
-            _follow(program, operation, examples, mesh.degree(examples.axes))
+    known = -1
+    while known < len(examples.dims):  # what goes round a loop is known only behind its end
+        known = len(examples.dims)
+        for operation in program.operations:
+            if operation.bodies:
+                _follow_links(links_of(program, operation), examples)
+            elif any(o in examples.dims for o in operation.operands if isinstance(o, int)):
+                _follow(program, operation, examples, mesh.degree(examples.axes))
     return examples
+
+
+def _follow_links(links: Links, examples: Examples) -> None:
+    """Follows the examples into, round and out of a loop or a branch; slices lack the leading dimension of stacks."""
+    for link in (*links.enter, *links.inside):
+        dim = examples.dims.get(link.source) if isinstance(link.source, int) else None
+        if dim is not None:
+            dim += {None: 0, "source": -1, "target": 1}[link.stacked]
+            if dim >= 0:  # a loop over the examples themselves ends the way
+                examples.dims.setdefault(link.target, dim)
+    for result, carried in links.same.items():
+        if carried in examples.dims:
+            examples.dims[result] = examples.dims[carried]
 
 
 def _follow(program: Program, operation: Operation, examples: Examples, count: int) -> None:

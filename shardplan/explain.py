@@ -99,6 +99,10 @@ class _Explainer:
 
     def operation(self, operation: Operation) -> str:
         """What is to be said of one operation."""
+        if operation.bodies:
+            regions = [self._program.regions[body] for body in operation.bodies]
+            bodies = [f"{len(region.operations)} operations, {region.times} times" for region in regions]
+            return _paragraph(_named(operation), [("at", [operation.source]), ("runs", bodies)])
         operands = [operand_type(self._program, operand) for operand in operation.operands]
         results = [self._program.values[result] for result in operation.results]
         rule = rules.derive(operation.primitive, operation.params, operands, results)

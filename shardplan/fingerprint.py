@@ -19,6 +19,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardplan import _jax
 
@@ -48,6 +49,8 @@ def _object_text(parameter: Any) -> str:
         return f"{parameter.dtype}{parameter.shape}{digest}"
     if isinstance(parameter, np.dtype) or (isinstance(parameter, type) and issubclass(parameter, np.generic)):
         return np.dtype(parameter).name
+    if isinstance(parameter, NamedSharding):  # without where the devices are, and of which kind
+        return f"{dict(parameter.mesh.shape)} {parameter.spec}"
     if is_dataclass(parameter) and not isinstance(parameter, type):
         inside = (f"{field.name}={stable_text(getattr(parameter, field.name))}" for field in fields(parameter))
         return f"{type(parameter).__name__}({', '.join(inside)})"
