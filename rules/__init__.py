@@ -2,6 +2,10 @@
 
 from shardplan.rules.analysis import Slot as Slot
 from shardplan.rules.analysis import Split as Split
+from shardplan.rules.coverage import coverage as coverage
+from shardplan.rules.coverage import coverage_markdown as coverage_markdown
+from shardplan.rules.coverage import coverage_records as coverage_records
+from shardplan.rules.descriptions import describe as describe
 from shardplan.rules.errors import RuleError as RuleError
 from shardplan.rules.errors import ShardplanError as ShardplanError
 from shardplan.rules.expression import Expression as Expression
@@ -10,3 +14,4 @@ from shardplan.rules.rule import Rule as Rule
 from shardplan.rules.rule import derive as derive
 from shardplan.rules.verify import Verdict as Verdict
 from shardplan.rules.verify import verify as verify
+from shardplan.rules.verify import verify_linear as verify_linear

@@ -56,7 +56,7 @@ def express(equation: Equation) -> Expression:
     )
     name, linear = equation.primitive.name, _facts(equation)[1]
     count = len(equation.outputs)
-    names = (name,) if count == 1 else tuple(f"{name}{n}" for n in range(count))
+    names = (name,) if count == 1 else tuple(f"{name}_{n}" for n in range(count))
     results = [Result(at, Apply(each, arguments, linear)) for each in names]
     return expression(equation, sizes_of((at, shape)), results)
 

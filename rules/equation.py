@@ -27,6 +27,10 @@ class Equation:
     outputs: tuple[Tensor, ...]
 
 
+class Unknown(Exception):
+    """Nobody described the operation; a sentence that says how to."""
+
+
 Rule = Callable[[Equation], Expression]
 
 

@@ -205,7 +205,8 @@ def _scatter_by(combine: str, reducer: str) -> Rule:
         }
         read = tuple(renamed.get(p, p if name_of(p) in sums else ZERO) for p in at)
         body = _collected(reducer, tuple(sums), conditions, Read(2, read, padded))
-        result = Result(out, Apply(combine, (Read(0, out), body)))
+        applies = combine == "overwrite" and params["update_jaxpr"] is not None  # a function of the old value
+        result = Result(out, Apply("apply" if applies else combine, (Read(0, out), body)))
         return expression(equation, sizes_of((out, data.shape)) | sums, [result], ("x", "indices", "updates"))
 
     return rule

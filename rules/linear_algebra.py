@@ -23,7 +23,7 @@ def batched(core_rank: int, *names: str) -> Rule:
         for n, tensor in enumerate(equation.outputs):
             own = letters("i" if count == 1 else f"i{n}_", len(tensor.shape) - rank)
             sizes |= sizes_of((own, tensor.shape[rank:]))
-            function = name if count == 1 else f"{name}{n}"
+            function = name if count == 1 else f"{name}_{n}"
             results.append(Result((*b, *own), Opaque(function, reads, own, flops=flops if n == 0 else 1)))
         return expression(equation, sizes, results, names)
 

@@ -1,7 +1,7 @@
 """Random numbers. What they are must not depend on how they are laid out.
 
 Threefry computes every number from the key and the number's own position, so any split gives the same numbers. Other
-generators draw one sequence for the whole array: those results do not split.
+generators draw one sequence for the whole array, for all keys together: those results do not split.
 """
 
 from shardplan.rules.equation import Equation, Rule, Tensor, expression, letters, sizes_of
@@ -25,7 +25,7 @@ def _draw(name: str) -> Rule:
         if _counts_positions(key):
             body = Apply(name, (Read(0, at[:rank]), *(Position(p) for p in drawn)))
         else:
-            body = Opaque(name, (Read(0, at[:rank]),), drawn)
+            body = Opaque(name, (Read(0, (None,) * rank),), at)
         return expression(equation, sizes_of((at, out.shape)), [Result(at, body)], ("key",))
 
     return rule
@@ -37,9 +37,13 @@ def _per_key(name: str) -> Rule:
     def rule(equation: Equation) -> Expression:
         out = equation.outputs[0]
         at = letters("i", len(out.shape))
-        reads = tuple(Read(n, at[: len(t.shape)]) for n, t in enumerate(equation.inputs))
-        operands = ("key", "data", "more")[: len(reads)]
-        return expression(equation, sizes_of((at, out.shape)), [Result(at, Apply(name, reads))], operands)
+        operands = ("key", "data", "more")[: len(equation.inputs)]
+        body: Term
+        if _counts_positions(equation.inputs[0]) or name in ("seed", "clone"):
+            body = Apply(name, tuple(Read(n, at[: len(t.shape)]) for n, t in enumerate(equation.inputs)))
+        else:
+            body = Opaque(name, tuple(Read(n, (None,) * len(t.shape)) for n, t in enumerate(equation.inputs)), at)
+        return expression(equation, sizes_of((at, out.shape)), [Result(at, body)], operands)
 
     return rule
 
@@ -83,6 +87,8 @@ RULES: dict[str, Rule] = {
     "random_gamma": _per_key("gamma"),
     "rng_bit_generator": _rng_bit_generator,
     "rng_uniform": _rng_uniform,
+    "to_edtype": _words("wrap", into_key=True),
+    "from_edtype": _words("unwrap", into_key=False),
     "random_wrap": _words("wrap", into_key=True),
     "random_unwrap": _words("unwrap", into_key=False),
 }

@@ -40,7 +40,7 @@ def _reduce(equation: Equation) -> Expression:
     sizes = sizes_of((kept, (size for dim, size in enumerate(shape) if dim not in dimensions)))
     whole = tuple(None if dim in dimensions else p for dim, p in enumerate(at))
     reads = tuple(Read(n, whole) for n in range(count)) + tuple(Read(n) for n in range(count, 2 * count))
-    return expression(equation, sizes, [Result(kept, Opaque(f"reduce{n}", reads)) for n in range(count)])
+    return expression(equation, sizes, [Result(kept, Opaque(f"reduce_{n}", reads)) for n in range(count)])
 
 
 RULES: dict[str, Rule] = {

@@ -66,6 +66,14 @@ def _broadcast_in_dim(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, target)), [Result(at, Read(0, read))])
 
 
+def _broadcast_to(equation: Equation) -> Expression:
+    source, target = equation.inputs[0].shape, equation.outputs[0].shape
+    at = letters("i", len(target))
+    last = zip(at[len(target) - len(source) :], source, target[len(target) - len(source) :], strict=True)
+    read = tuple(p if size == full else ZERO for p, size, full in last)
+    return expression(equation, sizes_of((at, target)), [Result(at, Read(0, read))])
+
+
 def _transpose(equation: Equation) -> Expression:
     shape = equation.outputs[0].shape
     at = letters("i", len(shape))
@@ -198,6 +206,7 @@ def _bitcast(equation: Equation) -> Expression:
 RULES: dict[str, Rule] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast_in_dim,
+    "broadcast_to": _broadcast_to,
     "transpose": _transpose,
     "squeeze": _squeeze,
     "rev": _rev,

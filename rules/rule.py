@@ -18,11 +18,12 @@ from functools import cached_property
 from typing import Any
 
 from shardplan.rules.analysis import WHOLE, Facts, Refusal, Split, collect, split
-from shardplan.rules.equation import Equation, Tensor
+from shardplan.rules.equation import Equation, Tensor, Unknown
+from shardplan.rules.errors import RuleError
 from shardplan.rules.expression import Apply, Constant, Expression, Read, Result, Term
 from shardplan.rules.freeze import frozen
 from shardplan.rules.linear import linear_sets
-from shardplan.rules.table import Unknown, express
+from shardplan.rules.table import express
 from shardplan.rules.work import floating_point_operations
 
 _MOST_CACHED = 100_000
@@ -131,8 +132,8 @@ def derive(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any], o
     """The rule of one equation.
 
     ``primitive``: a ``jax.extend.core.Primitive``; ``in_avals`` and ``out_avals``: anything with ``shape`` and
-    ``dtype``, one per operand and result. Equal equations are analysed once. Never raises: what nobody described gives
-    a rule with ``known == False``.
+    ``dtype``, one per operand and result. Equal equations are analysed once. What nobody described gives
+    a rule with ``known == False``; a user's description that does not fit the equation raises :class:`RuleError`.
     """
     key = (
         primitive,
@@ -158,6 +159,8 @@ def _derive(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any], 
     inputs, outputs = (tuple(Tensor(tuple(a.shape), a.dtype) for a in avals) for avals in (in_avals, out_avals))
     try:
         return Rule(name, express(Equation(primitive, params, inputs, outputs)))
+    except RuleError:  # the user's own description does not fit
+        raise
     except Unknown as unknown:
         return Rule(name, None, str(unknown))
     except Exception as error:  # a primitive of somebody else's with the name of one of JAX's, for instance

@@ -11,7 +11,7 @@ def _sort(equation: Equation) -> Expression:
     reads = tuple(Read(n, (*at[:dim], None, *at[dim + 1 :])) for n in range(len(equation.inputs)))
     several = len(equation.outputs) > 1
     results = [
-        Result(at, Opaque(f"sort{n}" if several else "sort", reads, (at[dim],))) for n in range(len(equation.outputs))
+        Result(at, Opaque(f"sort_{n}" if several else "sort", reads, (at[dim],))) for n in range(len(equation.outputs))
     ]
     return expression(equation, sizes_of((at, shape)), results)
 

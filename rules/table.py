@@ -9,7 +9,9 @@ from shardplan.rules import (
     convolution,
     cumulative,
     elementwise,
+    foreign,
     indexing,
+    kernels,
     linear_algebra,
     randomness,
     reduction,
@@ -17,15 +19,18 @@ from shardplan.rules import (
     sorting,
     windows,
 )
-from shardplan.rules.equation import Equation, Rule
+from shardplan.rules.equation import Equation, Rule, Unknown
 from shardplan.rules.expression import Expression
+from shardplan.rules.registry import described
 
 FAMILIES: tuple[ModuleType, ...] = (
     attention,
     contraction,
     convolution,
     cumulative,
+    foreign,
     indexing,
+    kernels,
     linear_algebra,
     randomness,
     reduction,
@@ -33,10 +38,6 @@ FAMILIES: tuple[ModuleType, ...] = (
     sorting,
     windows,
 )
-
-
-class Unknown(Exception):
-    """Nobody described the primitive."""
 
 
 def _merged() -> dict[str, Rule]:
@@ -55,6 +56,9 @@ TABLE: Mapping[str, Rule] = _merged()
 
 def express(equation: Equation) -> Expression:
     """What an equation computes; raises :class:`Unknown` for a primitive that nobody described."""
+    description = described(equation.primitive)
+    if description is not None:
+        return description.expression(equation)
     rule = TABLE.get(equation.primitive.name)
     if rule is not None:
         return rule(equation)

@@ -86,6 +86,43 @@ def verify_operation(operation: Operation, blocks: Sequence[int]) -> list[Verdic
     ]
 
 
+def verify_linear(function: Callable[..., Any], *operands: Any) -> tuple[Verdict, ...]:
+    """Check for every operation of ``function`` that a pending sum may pass through it as its rule says.
+
+    The operands of each such set are taken apart into two summands each; the results for both must add up to the whole.
+    Where a summand gives no finite number (a division by 0, say) nothing is compared. ``index`` of a verdict is the
+    set.
+    """
+    verdicts = []
+    for operation in operations(function, *operands):
+        for pending in operation.rule.linear:
+            if not all(jnp.issubdtype(operation.operands[n].dtype, jnp.number) for n in pending):
+                continue  # there are no sums of booleans or keys
+            problem = _linear_problem(operation, pending)
+            shapes = tuple(np.shape(operand) for operand in operation.operands)
+            verdicts.append(Verdict(operation.name, shapes, f"sum through {sorted(pending)}", 2, problem))
+    return tuple(verdicts)
+
+
+def _linear_problem(operation: Operation, pending: frozenset[int]) -> str | None:
+    noise = np.random.default_rng(len(pending))
+    first = [
+        noise.integers(-4, 5, np.shape(operand)).astype(operand.dtype) if n in pending else operand
+        for n, operand in enumerate(operation.operands)
+    ]
+    second = [
+        np.asarray(operand) - part if n in pending else operand
+        for n, (operand, part) in enumerate(zip(operation.operands, first, strict=True))
+    ]
+    runs = [[_host(result) for result in operation.run(*given)] for given in (operation.operands, first, second)]
+    for number, (whole, left, right) in enumerate(zip(*runs, strict=True)):
+        finite = np.isfinite(whole) & np.isfinite(left) & np.isfinite(right)
+        scale = max(np.abs(np.where(finite, left, 0)).max(initial=1), 1)
+        if not _equal(np.where(finite, whole, 0) / scale, np.where(finite, left + right, 0) / scale, scale=1.0):
+            return f"result {number} is not the sum of its parts"
+    return None
+
+
 def _problem(
     operation: Operation, run: Callable[..., Any], whole: list[np.ndarray], split: Split, n: int
 ) -> str | None:
@@ -195,15 +232,17 @@ def _together(parts: list[np.ndarray], slot: Slot, empty: np.ndarray | None) -> 
     return total
 
 
-def _equal(expected: np.ndarray, found: np.ndarray) -> bool:
+def _equal(expected: np.ndarray, found: np.ndarray, scale: float | None = None) -> bool:
+    """Equal, or as near as rounding leaves sums. ``scale``: the magnitude to which that is relative."""
     if expected.shape != found.shape:
         return False
     if not jnp.issubdtype(expected.dtype, jnp.inexact):
         return np.array_equal(expected, found)
     wide = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
     expected, found = expected.astype(wide), found.astype(wide)
-    finite = np.abs(expected[np.isfinite(expected)])
-    scale = float(finite.max()) if finite.size else 1.0
+    if scale is None:
+        finite = np.abs(expected[np.isfinite(expected)])
+        scale = float(finite.max()) if finite.size else 1.0
     return np.allclose(expected, found, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
 
 

@@ -2,7 +2,7 @@
 
 from shardplan.rules.convolution import window_position
 from shardplan.rules.equation import Equation, Rule, Tensor, expression, letters, name_of
-from shardplan.rules.expression import ZERO, Affine, Apply, Expression, Read, Reduce, Result
+from shardplan.rules.expression import ZERO, Affine, Apply, Expression, Read, Reduce, Result, Term
 
 At = tuple[Affine, ...]
 
@@ -44,21 +44,38 @@ def _reduce_window(equation: Equation) -> Expression:
     count = len(equation.outputs)
     xs, read, padded, sizes, windows = _windows(equation, equation.inputs[0], equation.outputs[0])
     reads = tuple(Read(n, read, padded) for n in range(count)) + tuple(Read(n) for n in range(count, 2 * count))
-    results = [Result(xs, Reduce("function", tuple(windows), Apply(f"reduce{n}", reads))) for n in range(count)]
+    results = [Result(xs, Reduce("function", tuple(windows), Apply(f"reduce_{n}", reads))) for n in range(count)]
     return expression(equation, sizes | windows, results)
 
 
 def _select_and_scatter_add(equation: Equation) -> Expression:
+    return _collect(equation, source=0, operand=1)
+
+
+def _select_and_scatter(equation: Equation) -> Expression:
+    """With functions of the user's own that choose and collect, and an initial value."""
+    plain = _collect(equation, source=1, operand=0)
+    (result,) = plain.results
+    body = Apply("scatter", (Read(2), _unsummed(result.body)))
+    return expression(equation, plain.sizes, [Result(result.at, body)], ("x", "source", "initial"))
+
+
+def _unsummed(body: Term) -> Term:
+    return Reduce("collected", body.indices, body.body) if isinstance(body, Reduce) else body
+
+
+def _collect(equation: Equation, source: int, operand: int) -> Expression:
     """The gradient of max pooling: an element collects the sources of the windows in which it is the chosen one.
 
-    Window ``(v + pad - w) / stride`` is the one in which element ``v`` stands at place ``w``.
+    Window ``(v + pad - w) / stride`` is the one in which element ``v`` stands at place ``w``. ``source`` and
+    ``operand``: numbers of the operands.
     """
-    params, operand = equation.params, equation.inputs[1]
-    rank = len(operand.shape)
+    params, shape = equation.params, equation.inputs[operand].shape
+    rank = len(shape)
     vs, ws, us = letters("i", rank), letters("w", rank), letters("u", rank)
     sizes, places, window_at, element_at = {}, {}, [], []
     for dim in range(rank):
-        sizes[name_of(vs[dim])] = operand.shape[dim]
+        sizes[name_of(vs[dim])] = shape[dim]
         window, stride, low = (
             params["window_dimensions"][dim],
             params["window_strides"][dim],
@@ -70,13 +87,13 @@ def _select_and_scatter_add(equation: Equation) -> Expression:
                 places[name_of(place)] = window
         window_at.append((vs[dim] + low - w).exactly(stride))
         element_at.append(window_at[-1] * stride + u - low)
-    inner = Read(1, tuple(element_at), padded=True)
+    inner = Read(operand, tuple(element_at), padded=True)
     window_indices = tuple(name for name in places if name.startswith("u"))
-    chosen = Apply("chosen", (Read(1, vs), Reduce("max", window_indices, inner) if window_indices else inner))
-    body = Apply("*", (Read(0, tuple(window_at), padded=True), chosen))
+    chosen = Apply("chosen", (Read(operand, vs), Reduce("max", window_indices, inner) if window_indices else inner))
+    body = Apply("*", (Read(source, tuple(window_at), padded=True), chosen))
     sums = tuple(name for name in places if name.startswith("w"))
     result = Result(vs, Reduce("sum", sums, body) if sums else body)
-    return expression(equation, sizes | places, [result], ("source", "x"))
+    return expression(equation, sizes | places, [result], ("source", "x") if source == 0 else ())
 
 
 def _select_and_gather_add(equation: Equation) -> Expression:
@@ -91,6 +108,7 @@ RULES: dict[str, Rule] = {
     "reduce_window_max": _reduce_window_by("max"),
     "reduce_window_min": _reduce_window_by("min"),
     "reduce_window": _reduce_window,
+    "select_and_scatter": _select_and_scatter,
     "select_and_scatter_add": _select_and_scatter_add,
     "select_and_gather_add": _select_and_gather_add,
 }

@@ -1,0 +1,117 @@
+"""Describing operations that JAX does not know: custom primitives, foreign functions, functions taken as a whole.
+
+>>> import jax
+>>> from shardplan.rules import describe, rule_of
+>>> centred = describe(lambda x: x - x.mean(-1, keepdims=True), "b : -> b :")
+>>> rule = rule_of(centred, jax.numpy.ones((8, 16)))
+>>> print(rule.expression)
+out[b, h0] = Opaque.f(x[b, :])[h0]
+>>> [split.index for split in rule.splits(2)]
+['b']
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+
+from shardplan.rules._jax import whole_call_p
+from shardplan.rules.equation import Equation
+from shardplan.rules.errors import RuleError
+from shardplan.rules.expression import Expression
+from shardplan.rules.notation import check_syntax, made_up_shapes
+from shardplan.rules.registry import Description, described, forget, register
+from shardplan.rules.rule import forget as forget_rules
+from shardplan.rules.verify import verify_or_raise
+
+Target = TypeVar("Target", bound=Callable[..., Any] | Primitive | str)
+
+
+def describe(
+    target: Target,
+    expression: str | Callable[[Equation], str | Expression],
+    *,
+    check: bool = False,
+    operands: Sequence[Any] | None = None,
+    replace: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    reducer: str = "sum",
+) -> Target:
+    """Say what an operation computes, so that it can be split.
+
+    ``target``: a ``jax.extend.core.Primitive``; the name of a foreign function's target (for ``ffi_call``); or any
+    function of arrays, ``custom_vjp`` functions and functions with Pallas kernels included. Primitives and names are
+    registered and returned; of a function, a new one is returned that stays a single operation when it is traced.
+    Differentiating that one differentiates the function inside, so describe forward and backward functions of a
+    ``custom_vjp`` on their own to keep them whole in training.
+
+    ``expression``: text in either notation (see :mod:`shardplan.rules.notation`), or a function from an
+    :class:`~shardplan.rules.equation.Equation` to such text or to an expression. ``sizes``: sizes of indices that
+    shapes do not tell. ``reducer``: how the einsum-like notation combines indices that no result has.
+    ``check``: run the operation, whole and in every split that follows, on ``operands`` (or on operands made up to fit
+    the text), and refuse a description that this refutes. ``replace``: allow a second description of the same thing.
+
+    Raises :class:`RuleError` for text that can not be understood, a second description, or a refuted one.
+    """
+    if isinstance(expression, str):
+        check_syntax(expression)
+    description = Description(expression, tuple((sizes or {}).items()), reducer)
+    if isinstance(target, Primitive | str):
+        before = described(target)
+        register(target, description, replace)
+        forget_rules()
+        if check:
+            try:
+                _check(target, description, operands)
+            except RuleError:
+                forget(target)
+                if before is not None:
+                    register(target, before, True)
+                forget_rules()
+                raise
+        return target
+    whole = _whole(target, description)
+    if check:
+        _check(whole, description, operands)
+    return whole  # type: ignore[return-value]
+
+
+def _whole(function: Callable[..., Any], description: Description) -> Callable[..., Any]:
+    """The function as one operation."""
+    name = getattr(function, "__name__", "function")
+
+    @wraps(function)
+    def call(*operands: Any, **options: Any) -> Any:
+        leaves, tree = jax.tree.flatten(operands)
+
+        def flat(*given: Any) -> Any:
+            return function(*jax.tree.unflatten(tree, given), **options)
+
+        jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        results = whole_call_p.bind(*leaves, jaxpr=jaxpr, statement=description, name=name)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    return call
+
+
+def _check(target: Any, description: Description, operands: Sequence[Any] | None) -> None:
+    if isinstance(target, str):
+        raise RuleError(f"`{target}` is a name: to check its description, describe the function that calls it")
+    if operands is None:
+        if not isinstance(description.text, str) or "->" not in description.text:
+            raise RuleError("to check this description, pass `operands`")
+        shapes = made_up_shapes(description.text, dict(description.sizes))
+        noise = np.random.default_rng(0)
+        operands = [noise.integers(-4, 5, shape).astype(np.float32) for shape in shapes]
+    run = target.bind if isinstance(target, Primitive) else target
+    try:
+        jax.eval_shape(run, *operands)
+    except Exception as error:
+        shapes = [np.shape(operand) for operand in operands]
+        raise RuleError(
+            f"it can not be run on operands of shapes {shapes}; pass `operands` that fit: {error}"
+        ) from error
+    verify_or_raise(run, *operands)

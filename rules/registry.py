@@ -1,0 +1,59 @@
+"""What users have described, and the whole functions that carry their description with them."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from shardplan.rules.equation import Equation
+from shardplan.rules.errors import RuleError
+from shardplan.rules.expression import Expression
+from shardplan.rules.notation import parse
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What an operation computes, as the user said it.
+
+    ``text``: in one of the notations, or a function that gives text or an expression for an equation.
+    ``sizes``: sizes of indices that shapes do not tell. ``reducer``: for indices that no result has.
+    """
+
+    text: str | Callable[[Equation], str | Expression]
+    sizes: tuple[tuple[str, int], ...] = ()
+    reducer: str = "sum"
+
+    def expression(self, equation: Equation) -> Expression:
+        """The expression for one equation; raises :class:`RuleError` where the two do not fit."""
+        said = self.text if isinstance(self.text, str) else self.text(equation)
+        if isinstance(said, Expression):
+            return said
+        shapes = ([tensor.shape for tensor in side] for side in (equation.inputs, equation.outputs))
+        return parse(said, *shapes, sizes=dict(self.sizes), reducer=self.reducer)
+
+
+_described: dict[Hashable, Description] = {}
+
+
+def described(key: Hashable) -> Description | None:
+    """The description of a primitive, or of a foreign function by the name of its target."""
+    return _described.get(key)
+
+
+def register(key: Hashable, description: Description, replace: bool) -> None:
+    """Keep a description; raises :class:`RuleError` if there is another one and ``replace`` is false."""
+    if not replace and key in _described and _described[key] != description:
+        raise RuleError(
+            f"`{key}` is described already, as {_described[key].text!r}: pass `replace=True` to replace that by "
+            f"{description.text!r}"
+        )
+    _described[key] = description
+
+
+def forget(key: Hashable) -> None:
+    """Drop a description, if there is one."""
+    _described.pop(key, None)
+
+
+def whole_call(equation: Equation) -> Expression:
+    """The rule of a function that was described as a whole."""
+    description: Description = equation.params["statement"]
+    return description.expression(equation)

@@ -1,0 +1,69 @@
+"""Every primitive that JAX lowers has a rule or a reason, and the document says the same."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import pytest
+
+from shardplan import rules
+from shardplan.rules import apart, table
+from shardplan.rules._jax import lowered_primitives
+from shardplan.rules.coverage import Row
+
+FOLDER = Path(rules.__file__).resolve().parent
+DOCUMENT = FOLDER.parent / "docs" / "rules.md"
+
+
+_PRINT = (
+    "import json; from shardplan import rules; print(json.dumps([rules.coverage_records(), rules.coverage_markdown()]))"
+)
+
+
+@pytest.fixture(scope="module")
+def printed() -> tuple[list[Row], str]:
+    """Rows and document as a fresh process makes them: other tests may have brought in more primitives."""
+    done = subprocess.run([sys.executable, "-c", _PRINT], capture_output=True, text=True, check=True)
+    records, document = json.loads(done.stdout)
+    return [Row(**record) for record in records], document
+
+
+@pytest.fixture(scope="module")
+def rows(printed: tuple[list[Row], str]) -> list[Row]:
+    return printed[0]
+
+
+def test_every_computing_primitive_has_an_expression(rows: list[Row]) -> None:
+    computing = [row for row in rows if row.family != "apart"]
+    assert [row.name for row in computing if row.expression is None] == []
+    assert {row.name for row in rows} <= {primitive.name for primitive in lowered_primitives()}
+    assert len(rows) >= 250
+
+
+def test_nearly_all_of_them_split(rows: list[Row]) -> None:
+    described = [row for row in rows if row.expression is not None]
+    splitting = [row for row in described if row.splits]
+    assert len(splitting) >= 0.95 * len(described)
+    assert all(row.reason is None for row in splitting)
+    assert all(row.reason for row in rows if not row.splits)
+
+
+def test_what_is_set_apart_exists_and_has_no_rule() -> None:
+    names = [name for group in apart.APART.values() for name in group]
+    assert max(Counter(names).values()) == 1
+    assert not set(names) & set(table.TABLE)
+    if jax.__version__ == "0.10.2":
+        assert set(names) <= {primitive.name for primitive in lowered_primitives()}
+
+
+def test_every_family_is_registered() -> None:
+    files = {path.stem for path in FOLDER.glob("*.py") if "RULES: dict" in path.read_text()}
+    assert files == {family.__name__.rpartition(".")[2] for family in table.FAMILIES}
+
+
+@pytest.mark.skipif(jax.__version__ != "0.10.2", reason="the document is that of JAX 0.10.2")
+def test_the_document_is_up_to_date(printed: tuple[list[Row], str]) -> None:
+    assert DOCUMENT.read_text() == printed[1], "run `shardplan rules > docs/rules.md`"
