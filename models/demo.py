@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="shardplan demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=120, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=125, help="training steps (default: %(default)s)")
     parser.add_argument("--no-audit", action="store_true", help="train only; plan and compile nothing for H100")
     options = parser.parse_args(arguments)
     emulate_devices(DEVICES)
@@ -70,7 +70,7 @@ def train(console: Console, steps: int) -> bool:
         plan = step.plan(training.state, training.batch)
         seconds = time.perf_counter() - before
     console.print(plan_summary(plan, seconds))
-    console.print(layout_table(plan, training.state["params"]))
+    console.print(layout_table(plan))
     console.print(collective_table(plan))
     batches = text.batches(corpus, SMALL.batch, SMALL.sequence)
     first = list(islice(batches, COMPARED_STEPS))

@@ -1,72 +1,51 @@
 """What the demo prints: a plan's layouts and collectives as tables, and the usual ways to split compiled beside it."""
 
-import re
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.markup import escape
 from rich.table import Table
 
 import shardplan
 from shardplan.audit import Audit, measure
+from shardplan.plan_report import evidence, layout_groups, memory_text, planned_traffic
 from shardplan.target import gpu_mesh
 
 AXIS = "data"
+PARAMETERS = "0/params/"
+"""The paths of the parameters start so: the state is a step's first argument."""
 
 
-def plan_summary(plan: "shardplan.Plan", seconds: float) -> str:
-    """Communication, how near the optimum the plan is, and how long planning took."""
-    return (
-        f"planned in {seconds:.1f} s: {plan.communication_bytes / 1e6:,.2f} MB sent per device and step, "
-        f"at most {100 * plan.gap:.4f} % above the optimum, {plan.peak_bytes / 1e6:,.1f} MB per device at the peak"
-    )
+def plan_summary(plan: shardplan.Plan, seconds: float) -> str:
+    """Communication, how near the optimum the plan is, memory, and how long planning took."""
+    return f"planned in {seconds:.1f} s: {evidence(plan)};\n{memory_text(plan)}"
 
 
-def layout_table(plan: "shardplan.Plan", params: Any) -> Table:
-    """The layout per group of parameters: layers with the same layout are one row."""
+def layout_table(plan: shardplan.Plan) -> Table:
+    """The layouts of the parameters: layers with the same layout are one row."""
     title = "Chosen layouts of the parameters (1024/data: 1024, split over the mesh axis `data`)"
     table = Table(title=title, title_justify="left")
     table.add_column("parameters", no_wrap=True)
     table.add_column("layout", no_wrap=True)
     table.add_column("tensors", justify="right")
-    groups: Counter[tuple[str, str]] = Counter()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        layout = layout_text(leaf.shape, plan.layouts[f"0/params/{name}"])
-        groups[re.sub(r"layer_\d+", "layer_*", name), layout] += 1
-    for (name, layout), tensors in groups.items():
-        table.add_row(name, layout, str(tensors))
+    for group in layout_groups(plan):
+        if group.pattern.startswith(PARAMETERS):
+            name = group.pattern.removeprefix(PARAMETERS)
+            table.add_row(escape(name), escape(group.tensor), str(group.count))
     return table
 
 
-def layout_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
-    """A shape with the mesh axes that split its dimensions.
-
-    >>> layout_text((64, 256), PartitionSpec(None, ("data", "model")))
-    '64 x 256/data/model'
-    """
-    axes_of = [(axes,) if isinstance(axes, str) else (axes or ()) for axes in spec]
-    axes_of += [()] * (len(shape) - len(axes_of))
-    return " x ".join("/".join([str(size), *axes]) for size, axes in zip(shape, axes_of, strict=True))
-
-
-def collective_table(plan: "shardplan.Plan") -> Table:
+def collective_table(plan: shardplan.Plan) -> Table:
     """The planned collectives, added up by kind and mesh axes."""
     table = Table(title="Planned collectives, per device and step", title_justify="left")
     for heading in ("collective", "mesh axes"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("times", "kB sent"):
         table.add_column(heading, justify="right")
-    times: Counter[tuple[str, str]] = Counter()
-    sent: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for collective in plan.collectives:
-        key = (collective.kind, ", ".join(collective.axes))
-        times[key] += collective.times
-        sent[key] += collective.bytes * collective.times
-    for key in sorted(times, key=lambda key: -sent[key]):
-        table.add_row(*key, str(times[key]), f"{sent[key] / 1e3:,.1f}")
+    for (kind, axes), (times, sent) in planned_traffic(plan).items():
+        table.add_row(kind, ", ".join(axes), str(times), f"{sent / 1e3:,.1f}")
     return table
 
 
