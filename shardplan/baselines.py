@@ -77,9 +77,7 @@ def follow_examples(program: Program, mesh: MeshAxes) -> Examples:
     state = set(_state(program))
     batch = [i for i in program.inputs if i not in state and program.values[i].shape]
     if not state or not batch:
-        raise ArgumentError(
-            "baselines need a step whose results replace a part of its arguments: (state, batch) -> state"
-        )
+        raise ArgumentError("the step replaces no argument, so that state and batch cannot be told apart")
     size = program.values[max(batch, key=lambda i: program.values[i].total_bytes)].shape[0]
     examples = Examples(_dividing(mesh, size))
     if not examples.axes:

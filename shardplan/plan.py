@@ -198,7 +198,8 @@ class Plan:
             for path in dict.fromkeys((*planned, *found))
             if planned.get(path) != found.get(path)
         ]
-        what = "other arguments:" + "".join(different[:8]) if different else "another function or version of JAX"
+        more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
+        what = f"other arguments:{''.join(different[:8])}{more}" if different else "another function or version of JAX"
         raise PlanMismatchError(f"the plan was made for another program ({self.fingerprint[:12]}), {what}")
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:

@@ -9,10 +9,11 @@ Arguments whose paths differ in numbers alone and whose layouts are equal are on
 from __future__ import annotations
 
 import html
+import math
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
@@ -124,6 +125,23 @@ def memory_text(plan: Plan) -> str:
 def mesh_text(mesh_axes: dict[str, int]) -> str:
     """``data=2, model=4``."""
     return ", ".join(f"{name}={size}" for name, size in mesh_axes.items())
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """The same as plain data, for JSON: bytes per device and step, layouts as entries per dimension."""
+    return {
+        "mesh": plan.mesh_axes,
+        "communication_bytes": plan.communication_bytes,
+        "objective": plan.objective,
+        "lower_bound": plan.lower_bound if math.isfinite(plan.lower_bound) else None,
+        "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "peak_bytes": float(plan.peak_bytes),
+        "collectives": [
+            {"kind": kind, "axes": axes, "times": times, "bytes": sent}
+            for (kind, axes), (times, sent) in planned_traffic(plan).items()
+        ],
+        "layouts": {argument.path: list(argument.spec) for argument in plan.arguments},
+    }
 
 
 _TRAFFIC_HEADER = ("collective", "mesh axes", "times", "MB sent")

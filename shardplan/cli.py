@@ -1,0 +1,240 @@
+"""The command line: ``shardplan plan|compare|audit|explain|diff|rules|demo``.
+
+A step is named ``module:attribute`` and planned from its shapes; no devices are needed:
+
+    shardplan plan train:step --mesh data=2,model=4 --save plan.json
+    shardplan explain train:step '0/params/*/kernel' --plan plan.json
+
+The exit status is 0; 1 where an audit is outside of its tolerance; 2 for an error, which is one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardplan.audit import audit
+from shardplan.auto import plan as make_plan
+from shardplan.baselines import BASELINES
+from shardplan.cli_arguments import Step, load_step, parse_bytes, parse_mesh, parse_pin, parse_positions
+from shardplan.compare import DEFAULT_METHODS, compare
+from shardplan.errors import ArgumentError, ShardplanError
+from shardplan.hardware import profiles
+from shardplan.plan import Plan
+from shardplan.plan_file import library_version
+from shardplan.plan_report import plan_record
+from shardplan.search import METHODS
+from shardplan.target import targets
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["demo"]:  # has its own options
+        return _demo(given[1:])
+    options = _parser().parse_args(given)
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # nothing here runs on a GPU, so none is taken
+    try:
+        status: int = options.run(options)
+    except ShardplanError as error:
+        print(f"shardplan: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of the output has gone
+        sys.stderr.close()
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardplan", description="Plans how a JAX program is split over devices.")
+    parser.add_argument("--version", action="version", version=f"shardplan {library_version()}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    planning = command("plan", _plan, "Plan a step: layouts, collectives, memory, and how near the optimum that is.")
+    _add_step(planning)
+    planning.add_argument("--save", metavar="FILE", help="write the plan to a file")
+    comparing = command("compare", _compare, "Plan a step by several methods, side by side.")
+    _add_step(comparing)
+    known = ", ".join(dict.fromkeys((*BASELINES, *METHODS)))
+    comparing.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {known} (default: %(default)s)")
+    auditing = command("audit", _audit, "Compile a plan for GPUs without one, and hold the plan against that.")
+    _add_step(auditing, from_file=True)
+    auditing.add_argument("--target", default="h100", choices=targets(), help="GPU type (default: %(default)s)")
+    auditing.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.02,
+        help="allowed difference of bytes, as a fraction (default: %(default)s)",
+    )
+    explaining = command("explain", _explain, "Say why an argument or an operation is laid out as it is.")
+    _add_step(explaining, from_file=True)
+    explaining.add_argument("path", help="a path of arguments (globs allowed), or an operation: op12, 'model.py:31*'")
+    differing = command("diff", _diff, "Say what two saved plans do in different ways.")
+    differing.add_argument("one", help="a file written by `shardplan plan --save`")
+    differing.add_argument("other", help="another one")
+    differing.add_argument("--json", action="store_true", help="print JSON")
+    ruling = command("rules", _rules, "List every primitive with what it computes and how it splits.")
+    ruling.add_argument("--json", action="store_true", help="print JSON")
+    command("demo", _no_demo, "Train a GPT on emulated devices, then plan and compile a larger one for 8 H100.")
+    return parser
+
+
+def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
+    """The options of every command that plans; with ``from_file``, a saved plan may take the place of planning."""
+    parser.add_argument("step", help="module:attribute of a training step with its state and batch, or what makes one")
+    mesh = parser.add_mutually_exclusive_group(required=True)
+    mesh.add_argument("--mesh", help="data=2,model=4, or a number of devices")
+    if from_file:
+        mesh.add_argument("--plan", metavar="FILE", help="a saved plan of this step, instead of planning")
+    parser.add_argument("--memory-limit", metavar="SIZE", help="per device, as 80GB (default: the hardware's)")
+    parser.add_argument("--objective", choices=("bytes", "time"), default="bytes", help="(default: %(default)s)")
+    parser.add_argument("--hardware", help=f"a profile, {', '.join(profiles())}, or a file (default: h100)")
+    parser.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help="as 'w/*=-,data'; repeatable")
+    parser.add_argument("--donate", metavar="POSITIONS", help="arguments to donate, as 0,1 (default: the state)")
+    parser.add_argument("--reduce-dtype", metavar="DTYPE", help="a narrower type in which partial sums may travel")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of search (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
+    dtype = options.reduce_dtype
+    if dtype is not None:
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError:
+            raise ArgumentError(f"there is no element type `{dtype}`: give one such as bfloat16") from None
+    return {
+        "memory_limit": parse_bytes(options.memory_limit) if options.memory_limit else None,
+        "objective": options.objective,
+        "hardware": options.hardware,
+        "pins": dict(parse_pin(pin) for pin in options.pin) or None,
+        "donate_argnums": parse_positions(options.donate.split(",")) if options.donate else step.donated,
+        "reduce_dtype": dtype,
+        "time_limit": options.time_limit,
+    }
+
+
+def _make_plan(options: argparse.Namespace) -> Plan:
+    """The plan that the options ask for: read from a file and bound to the step, or made."""
+    step = load_step(options.step)
+    if getattr(options, "plan", None):
+        return Plan.load(options.plan).bind(step.fn, *step.args)
+    return make_plan(step.fn, parse_mesh(options.mesh), *step.args, **_plan_options(options, step))
+
+
+def _plan(options: argparse.Namespace) -> int:
+    plan = _make_plan(options)
+    if options.save:
+        try:
+            plan.save(options.save)
+        except OSError as error:
+            raise ArgumentError(f"cannot write the plan to `{options.save}`: {error.strerror}") from error
+    _print(options, plan_record(plan), plan)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    step = load_step(options.step)
+    methods = tuple(method.strip() for method in options.methods.split(",") if method.strip())
+    plan_options = _plan_options(options, step)
+    comparison = compare(step.fn, parse_mesh(options.mesh), *step.args, methods=methods, **plan_options)
+    rows = [
+        {
+            "method": row.method,
+            "communication_bytes": _number(row.communication_bytes),
+            "objective": _number(row.objective),
+            "gap": _number(row.gap),
+            "peak_bytes": _number(row.peak_bytes),
+            "seconds": row.seconds,
+            "note": row.note,
+        }
+        for row in comparison
+    ]
+    _print(options, {"mesh": comparison.mesh_axes, "rows": rows}, comparison)
+    return 0
+
+
+def _audit(options: argparse.Namespace) -> int:
+    found = audit(_make_plan(options), target=options.target)
+    agrees = found.ok(options.tolerance)
+    record = {
+        "target": options.target,
+        "predicted_bytes": found.predicted_bytes,
+        "compiled_bytes": found.compiled.communication_bytes,
+        "ratio": _number(found.ratio),
+        "predicted_peak_bytes": float(found.predicted_peak_bytes),
+        "compiled_peak_bytes": found.compiled.memory.peak,
+        "within_tolerance": agrees,
+    }
+    _print(options, record, found if agrees else f"{found}\n\n{found.details()}")
+    return 0 if agrees else 1
+
+
+def _explain(options: argparse.Namespace) -> int:
+    text = _make_plan(options).explain(options.path)
+    _print(options, {"explanation": text.splitlines()}, text)
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    difference = Plan.load(options.one).diff(Plan.load(options.other))
+    specs = {path: [None if s is None else list(s) for s in pair] for path, pair in difference.layouts.items()}
+    traffic = [{"kind": k, "axes": axes, "bytes": pair} for (k, axes), pair in difference.traffic.items()]
+    _print(options, {"layouts": specs, "collectives": traffic, "figures": difference.measures}, difference)
+    return 0
+
+
+def _rules(options: argparse.Namespace) -> int:
+    from shardplan.rules import coverage_markdown, coverage_records  # what only this command needs takes a while
+
+    print(json.dumps(coverage_records(), indent=1) if options.json else coverage_markdown(), end="")
+    return 0
+
+
+def _no_demo(options: argparse.Namespace) -> int:
+    raise ArgumentError("the options of the demo come behind `demo`: shardplan demo --help")
+
+
+def _demo(arguments: list[str]) -> int:
+    """Runs ``python -m shardplan.models.demo``; the models are an extra, which this package knows by name alone."""
+    before, sys.argv = sys.argv, ["shardplan demo", *arguments]
+    try:
+        runpy.run_module("shardplan.models.demo", run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        print(
+            f"shardplan: the demo needs the extra `models` (pip install 'shardplan[models]'): {error}", file=sys.stderr
+        )
+        return 2
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def _print(options: argparse.Namespace, record: dict[str, Any], text: object) -> None:
+    print(json.dumps(record, indent=1) if options.json else text)
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinities."""
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

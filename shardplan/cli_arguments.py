@@ -1,0 +1,121 @@
+"""What the command line reads: steps, meshes, pins and sizes as texts.
+
+>>> parse_mesh("data=2,model=4").shape_tuple, parse_mesh("8")
+((('data', 2), ('model', 4)), 8)
+>>> parse_pin("0/params/*/kernel=-,data+model")
+('0/params/*/kernel', PartitionSpec(None, ('data', 'model')))
+>>> parse_bytes("80GB"), parse_bytes("1.5 GiB")
+(80000000000.0, 1610612736.0)
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from shardplan.errors import ArgumentError
+from shardplan.mesh import GivenMesh
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A function with its arguments; ``donated`` are the arguments that its results replace, where that is known."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...] = ()
+
+
+def load_step(text: str) -> Step:
+    """The step that ``module:attribute`` names, searched from the present folder too.
+
+    The attribute is an object with ``train_step``, ``state`` and ``batch`` (as the models of ``shardplan.models``), a
+    tuple ``(fn, *args)``, or a callable without arguments that returns either. Raises ArgumentError otherwise.
+    """
+    module_name, separator, attribute = text.partition(":")
+    if not separator or not module_name or not attribute:
+        raise ArgumentError(f"a step is named `module:attribute`, got `{text}`")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+    except ModuleNotFoundError as error:
+        raise ArgumentError(f"cannot import `{module_name}` for the step `{text}`: {error}") from error
+    except AttributeError as error:
+        raise ArgumentError(f"there is no step `{text}`: {error}") from error
+    step = _as_step(found)
+    if step is None and callable(found):
+        try:
+            step = _as_step(found())
+        except Exception as error:
+            raise ArgumentError(f"`{text}` raised {type(error).__name__} when it was called: {error}") from error
+    if step is None:
+        raise ArgumentError(
+            f"`{text}` is no step: it must be, or return when it is called, an object with train_step, state and "
+            "batch, or a tuple (function, *arguments)"
+        )
+    return step
+
+
+def _as_step(found: Any) -> Step | None:
+    if all(hasattr(found, name) for name in ("train_step", "state", "batch")):
+        return Step(found.train_step, (found.state, found.batch), donated=(0,))
+    if isinstance(found, tuple) and found and callable(found[0]):
+        return Step(found[0], tuple(found[1:]))
+    return None
+
+
+def parse_mesh(text: str) -> GivenMesh:
+    """A mesh from ``data=2,model=4``, or the number of devices."""
+    if text.isdigit():
+        return int(text)
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and size.strip().isdigit() and int(size) > 0 for name, _, size in parts):
+        raise ArgumentError(f"a mesh is written `data=2,model=4`, or as a number of devices, got `{text}`")
+    names, sizes = [name.strip() for name, _, _ in parts], [int(size) for _, _, size in parts]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"the mesh `{text}` uses an axis name twice: give every axis its own name")
+    return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def parse_pin(text: str) -> tuple[str, PartitionSpec]:
+    """A pin from ``path=spec``: one entry per dimension, its mesh axes joined by ``+``, or ``-`` where it is whole."""
+    path, separator, spec = text.rpartition("=")
+    if not separator or not path:
+        raise ArgumentError(f"a pin is written `path=spec`, as `0/params/*/kernel=-,data+model`, got `{text}`")
+    entries = [entry.strip() for entry in spec.split(",")] if spec.strip() else []
+    return path, PartitionSpec(*[_entry(entry) for entry in entries])
+
+
+def _entry(text: str) -> str | tuple[str, ...] | None:
+    if text in ("-", "", "None"):
+        return None
+    names = tuple(name.strip() for name in text.split("+"))
+    return names[0] if len(names) == 1 else names
+
+
+def parse_bytes(text: str) -> float:
+    """A number of bytes from ``80GB``, ``512MiB`` or plain digits."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
+    if found is None or found[2].upper() not in _UNITS:
+        raise ArgumentError(f"a size is written `80GB`, `512MiB` or as a number of bytes, got `{text}`")
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def parse_positions(texts: Sequence[str]) -> tuple[int, ...]:
+    """Argument positions from ``0,1``."""
+    try:
+        return tuple(int(text) for text in texts)
+    except ValueError:
+        raise ArgumentError(f"positions of arguments are numbers, got `{','.join(texts)}`") from None
