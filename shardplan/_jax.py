@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax._src import config, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
+from jax._src.lax import lax as lax_internal
 from jax.extend import core as jex_core
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -209,6 +210,11 @@ def item_bytes(dtype: Any) -> int:
 def shape_of(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """What ``jax.jit(...).lower`` takes for a value of a shape and dtype."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type, sharding=sharding)
+
+
+def array_of_type(value: Any, aval: Any) -> Any:
+    """A literal as an array of a type, weak where that is."""
+    return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
 
 
 def has_typed_layout(array: jax.Array) -> bool:

@@ -129,7 +129,7 @@ def undivided(program: Program, mesh: MeshAxes) -> list[str]:
         hopeless = state or not any(_divides(size, sizes) for size in shape)
         if position in state or not hopeless or batch < 2 or prod(shape) < min(sizes) or _divides(batch, sizes):
             continue
-        better = " or ".join(str(_next(batch, n)) for n in {min(sizes), mesh.device_count})
+        better = " or ".join(str(_next(batch, n)) for n in sorted({min(sizes), mesh.device_count}))
         axes = ", ".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in mesh.splitting)
         found.append(
             f"no mesh axis ({axes}) divides dimension 0 of `{program.values[index].name}` {list(shape)}: its {batch} "

@@ -226,7 +226,7 @@ class Replay:
 
 
 def _as_array(constant: Constant) -> Any:
-    return jax.numpy.asarray(constant.value, dtype=constant.aval.dtype)
+    return _jax.array_of_type(constant.value, constant.aval)
 
 
 def _taking(branch: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
