@@ -17,10 +17,10 @@ def annotate(problem: Problem) -> None:
     """Annotates every variable of a problem's network."""
     axes = problem.space.mesh.splitting
     for value in problem.program.values:
+        domain = problem.domain(value.index)
         for variable in problem.variables_of(value.index):
             if variable is not None:
-                domain = problem.space.domain(value.shape)
-                layouts = [_dimensions(layout, axes) for layout in domain.layouts]
+                layouts = [_dimensions(layout[len(layout) - domain.rank :], axes) for layout in domain.layouts]
                 problem.network.annotate(variable, value.total_bytes, layouts)
     for operation in problem.program.operations:
         variable = problem.variable_of_operation(operation.index)

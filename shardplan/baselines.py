@@ -159,7 +159,7 @@ def _fix(problem: Problem, value: int, layout: Layout) -> None:
     """Excludes every other layout of a value."""
     variable = problem.variables_of(value)[0]
     if variable is not None:
-        domain = problem.space.domain(problem.program.values[value].shape)
+        domain = problem.domain(value)
         _keep(problem, variable, [other == layout for other in domain.layouts])
 
 

@@ -91,7 +91,7 @@ class _Explainer:
         reading = {_named(o) for o in readers}
         moves = [c for c in self._plan.collectives if c.tensor in tensors or c.operation in reading]
         lines.append(("collectives", [_collective(c) for c in _largest(moves)]))
-        domain = self._problem.space.domain(value.shape)
+        domain = self._problem.domain(value.index)
         variable = self._problem.variables_of(index)[0]
         labels = [str(to_spec(self._mesh, other)) for other in domain.layouts]
         lines.append(("other layouts", self._others(variable, labels)))

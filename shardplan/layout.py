@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import permutations, product
+from itertools import combinations, permutations, product
 from math import prod
 from typing import Any
 
@@ -58,6 +58,11 @@ class Domain:
     layouts: tuple[Layout, ...]
     degrees: np.ndarray = field(repr=False)
     """int [layouts]: over how many devices each layout splits the tensor."""
+    whole: Domain | None = None
+    """The same domain without partial layouts, where this one has them: these come last, with one more entry in front,
+    the axes over which the tensor is a sum of the devices' parts."""
+    width: float = 1.0
+    """The size of an element of a partial tensor while it is reduced, in units of its size afterwards."""
 
     @cached_property
     def position(self) -> dict[Layout, int]:
@@ -75,6 +80,7 @@ class LayoutSpace:
         self._of_rank: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         self._domains: dict[tuple[int, bytes], Domain] = {}
         self._by_shape: dict[tuple[int, ...], Domain] = {}
+        self._partial: dict[tuple[Domain, float], Domain] = {}
 
     def domain(self, shape: tuple[int, ...]) -> Domain:
         """Every layout whose axes divide the dimensions of ``shape`` evenly; the replicated one comes first."""
@@ -89,6 +95,24 @@ class LayoutSpace:
                 self._domains[key] = Domain(len(shape), tuple(layouts[i] for i in kept), degrees[kept].prod(axis=1))
             found = self._by_shape[shape] = self._domains[key]
         return found
+
+    def with_partial(self, shape: tuple[int, ...], width: float) -> Domain:
+        """The domain of ``shape`` with the layouts in which the tensor is still a sum over some mesh axes."""
+        whole = self.domain(shape)
+        key = (whole, width)
+        if key not in self._partial:
+            axes = self.mesh.splitting
+            sums = [group for size in range(1, len(axes) + 1) for group in combinations(axes, size)]
+            partial = [
+                ((pending, *layout), whole.degrees[position])
+                for pending in sums
+                for position, layout in enumerate(whole.layouts)
+                if not set(pending) & {axis for group in layout for axis in group}
+            ]
+            layouts = (*whole.layouts, *(layout for layout, _ in partial))
+            degrees = np.array([*whole.degrees, *(degree for _, degree in partial)])
+            self._partial[key] = Domain(whole.rank, layouts, degrees, whole, width)
+        return self._partial[key]
 
     def orders(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """The orders in which ``axes`` (ascending) may split one dimension."""

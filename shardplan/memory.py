@@ -129,7 +129,7 @@ class Lifetimes:
             variable, copy = self._problem.variables_of(value.index)
             if variable is None:
                 continue
-            degrees = self._problem.space.domain(value.shape).degrees
+            degrees = self._problem.domain(value.index).degrees
             lifetime = Lifetime(0, self.end) if value.index in leaving else self.held.get(value.index)
             if lifetime is not None and value.index not in replaced:
                 usage = value.total_bytes / degrees * (2 if value.index in twice else 1)
@@ -145,11 +145,12 @@ def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[
 
     ``donated`` are the positions of the inputs whose memory the outputs tied to them take.
     """
-    program, space = schedule.program, schedule.space
+    program = schedule.program
     ends = np.zeros(lifetimes.end + 2)
 
     def hold(value: int, layout: Layout, start: int, end: int) -> None:
-        size = program.values[value].total_bytes / space.mesh.degree([axis for axes in layout for axis in axes])
+        domain = schedule.problem.domain(value)
+        size = program.values[value].total_bytes / domain.degrees[domain.position[layout]]
         ends[start] += size
         ends[end + 1] -= size
 

@@ -14,12 +14,13 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.control import Links, links_of
+from shardplan.deferred import DeferredSums
 from shardplan.layout import Domain, Layout, LayoutSpace, replicated
 from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
-from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island, reduction_dtype
-from shardplan.transition import Partial, Priced, Reductions, Transitions
+from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island, passing_on, reduction_dtype
+from shardplan.transition import Partial, Priced, Transitions
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Problem:
         self.space = space
         self.prices = prices
         self.transitions = Transitions(space, prices)
-        self.reductions = Reductions(self.transitions)
+        self.reductions = self.transitions.reductions
         self.network = Network()
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
@@ -72,7 +73,10 @@ class Problem:
         self._tables: dict[Any, np.ndarray] = {}
         self._derive_choices()
         self.generated = self._find_generated()
+        self.deferred = DeferredSums(program, self.choices, self.links, fixed)
+        self._pass_on_deferred()
         self._stacks = {l.target for links in self.links.values() for l in links.inside if l.stacked == "target"}
+        self._leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
         self._value_times = self._times_of_values()
         self._own_costs = self._costs_of_following()
         self._add_values()
@@ -91,6 +95,30 @@ class Problem:
                 rule, self.choices[operation.index] = self._maker.choices(self.program, operation)
                 if not rule.known:
                     self.unknown.setdefault(operation.primitive.name, []).append(operation)
+
+    def _pass_on_deferred(self) -> None:
+        made: dict[Any, Choices] = {}
+        for index, linear in self.deferred.operands.items():
+            choices, domain = self.choices[index], self.domain(self.program.operations[index].results[0])
+            key = (id(choices), domain, linear)
+            if key not in made:
+                made[key] = passing_on(choices, domain, linear)
+            self.choices[index] = made[key]
+
+    def domain(self, value: int) -> Domain:
+        """The layouts that a value may have; those in which it is still a sum come last."""
+        tensor = self.program.values[value]
+        if value not in self.deferred.values:
+            return self.space.domain(tensor.shape)
+        width = _jax.item_bytes(self.travelling(value)) / _jax.item_bytes(tensor.dtype)
+        return self.space.with_partial(tensor.shape, width)
+
+    def travelling(self, value: int) -> Any:
+        """The element type in which a deferred sum is reduced; vectors (statistics, biases) are not narrowed."""
+        tensor, wanted = self.program.values[value], self.reduce_dtype
+        if wanted is None or (_jax.item_bytes(wanted) < _jax.item_bytes(tensor.dtype) and len(tensor.shape) < 2):
+            return tensor.dtype
+        return wanted
 
     def times(self, operation: Operation) -> int:
         """How often an operation runs per step."""
@@ -131,15 +159,14 @@ class Problem:
             self._tables[key] = times * np.array(
                 [
                     self.prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
+                    if strategy is not None
+                    else np.inf
                     for strategy in choices.strategies
                 ]
             )
         return self._tables[key]
 
     # ---- variables
-
-    def _domain(self, value: int) -> Domain:
-        return self.space.domain(self.program.values[value].shape)
 
     def _add_values(self) -> None:
         same = {value: other for links in self.links.values() for value, other in links.same.items()}
@@ -151,17 +178,19 @@ class Problem:
         for value, other in same.items():
             self._variables.values[value] = self._variables.values[other]
         for index, count in self._reader_counts().items():
-            if count > 1 and len(self._domain(index)) > 1:
+            if count > 1 and len(self.domain(index)) > 1:
                 self._add_copy(self.program.values[index])
 
     def _add_value(self, value: Value) -> None:
-        domain = self._domain(value.index)
+        domain = self.domain(value.index)
         costs = value.total_bytes / domain.degrees * self.prices.per_byte_stored()
         own = self._own_costs.get(value.index)
         if own is not None:
             costs = costs + own
         if value.index in self.program.captured:
             costs[1:] = np.inf  # closed-over arrays live on every device
+        if domain.whole is not None and value.index in self._leaving:
+            costs[len(domain.whole) :] = np.inf  # the caller gets whole values
         if value.index in self._stacks:
             whole = [not layout[0] for layout in domain.layouts]
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
@@ -174,7 +203,7 @@ class Problem:
         )
 
     def _add_copy(self, value: Value) -> None:
-        domain = self._domain(value.index)
+        domain = self.domain(value.index)
         copy = self.network.add_variable(np.zeros(len(domain)), name=f"copy of {value.name or value.index}")
         self._variables.copies[value.index] = copy
         table = self._transition_table(value, domain.layouts, self._value_times[value.index])
@@ -209,7 +238,7 @@ class Problem:
     # ---- tables
 
     def _transition_table(self, value: Value, targets: tuple[Layout, ...], times: int) -> np.ndarray:
-        domain = self.space.domain(value.shape)
+        domain = self.domain(value.index)
         key = (domain, targets, value.total_bytes, times)
         if key not in self._tables:
             self._tables[key] = times * self.transitions.table(domain, targets, value.total_bytes)
@@ -240,7 +269,7 @@ class Problem:
             if not isinstance(link.source, int) or link.source in self.generated:
                 continue
             source, target = self.program.values[link.source], self.program.values[link.target]
-            targets = self._domain(link.target).layouts
+            targets = self.domain(link.target).layouts
             if link.stacked == "source":
                 targets = tuple(((), *layout) for layout in targets)
             elif link.stacked == "target":
@@ -254,18 +283,21 @@ class Problem:
         for operand, result in zip(operation.operands, operation.results, strict=True):
             if isinstance(operand, int) and operand not in self.generated:
                 value = self.program.values[operand]
-                table = self._transition_table(value, self._domain(result).layouts, self.times(operation))
+                table = self._transition_table(value, self.domain(result).layouts, self.times(operation))
                 self.network.add_edge(self._read_variable(operand), self._variables.values[result], table)
 
     def _add_operands(self, operation: Operation, choices: Choices, variable: int) -> None:
         seen = set()
         for position, operand in enumerate(operation.operands):
-            if not isinstance(operand, int) or operand in self.generated or len(self._domain(operand)) == 1:
+            if not isinstance(operand, int) or operand in self.generated or len(self.domain(operand)) == 1:
                 continue
             times = self.times(operation)
-            key = (id(choices), position, self.program.values[operand].total_bytes, times)
+            domain = self.domain(operand)
+            key = (id(choices), position, domain, self.program.values[operand].total_bytes, times)
             if key not in self._tables:
-                targets = tuple(strategy.operands[position] for strategy in choices.strategies)
+                # what stands for no strategy is excluded by its work
+                nowhere = replicated(len(self.program.values[operand].shape))
+                targets = tuple(s.operands[position] if s else nowhere for s in choices.strategies)
                 self._tables[key] = self._transition_table(self.program.values[operand], targets, times)  # type: ignore[arg-type]
             table = self._tables[key]
             if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
@@ -276,9 +308,9 @@ class Problem:
         for position, result in enumerate(operation.results):
             value = self.program.values[result]
             times = self.times(operation)
-            key = (id(choices), "result", position, value.total_bytes, times)
+            domain = self.domain(result)
+            key = (id(choices), "result", position, domain, value.total_bytes, times)
             if key not in self._tables:
-                domain = self.space.domain(value.shape)
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
                 self._tables[key] = times * np.array([row.of(value.total_bytes) for row in rows])
             self.network.add_edge(variable, self._variables.values[result], self._tables[key])
@@ -286,6 +318,11 @@ class Problem:
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
         """float [layouts of the domain]: the price until the result has each layout."""
         partial = self.partial(operation, strategy, position)
+        if partial.pending and domain.whole is not None:
+            row = self.reductions.row(domain.whole, partial)
+            kept = [layout == partial.kept for layout in domain.layouts[len(domain.whole) :]]
+            per_byte = np.concatenate([row.per_byte, np.where(kept, 0.0, np.inf)])
+            return Priced(per_byte, np.concatenate([row.fixed, np.zeros(len(kept))]))
         if partial.pending:
             return self.reductions.row(domain, partial)
         priced, place = self.transitions.priced(domain), domain.position[partial.layout]
@@ -305,8 +342,8 @@ class Problem:
             if not isinstance(output, int) or output in self.generated or output == target:
                 continue
             value = self.program.values[output]
-            if len(self._domain(output)) > 1:
-                table = self._transition_table(value, self._domain(target).layouts, 1)
+            if len(self.domain(output)) > 1:
+                table = self._transition_table(value, self.domain(target).layouts, 1)
                 self.network.add_edge(self._read_variable(output), self._variables.values[target], table)
 
     def variables_of(self, value: int) -> tuple[int | None, int | None]:
@@ -322,8 +359,8 @@ class Problem:
     def decode(self, choices: np.ndarray) -> Assignment:
         """The layouts and strategies that a solution of the network stands for."""
         variables = self._variables
-        values = {v: self._domain(v).layouts[choices[i]] for v, i in variables.values.items()}
-        copies = {v: self._domain(v).layouts[choices[i]] for v, i in variables.copies.items()}
+        values = {v: self.domain(v).layouts[choices[i]] for v, i in variables.values.items()}
+        copies = {v: self.domain(v).layouts[choices[i]] for v, i in variables.copies.items()}
         strategies = {}
         for operation in self.program.operations:
             options = self.choices.get(operation.index)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardplan import _jax
 from shardplan.control import Link, Links
+from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.program import Constant, Operation
 from shardplan.schedule import REDUCTIONS, Schedule
@@ -150,13 +151,16 @@ class Replay:
         strategy = self._schedule.assignment.strategies[operation.index]
         operands = [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
         travelling = self._schedule.island_dtype(operation)
-        if travelling is None:
-            results, done = self._bind(operation, operands), 0
-        else:
+        linear = self._linear(operation)
+        if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
+        elif linear:
+            results, done = self._run_partial(operation, operands, linear), 0
+        else:
+            results, done = self._bind(operation, operands), 0
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
             steps = self._schedule.result_steps(operation, position)[done:]
-            held = result if done else self._constrain(result, strategy.results[position])
+            held = result if travelling is not None else self._constrain(result, strategy.results[position])
             for step in _ends(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._constrain(held, step.layout)
@@ -169,28 +173,34 @@ class Replay:
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
     ) -> tuple[tuple[Any, ...], int]:
         """Runs an operation block by block with explicit reductions; returns its results and how many steps are done."""
-        mesh = self._schedule.space.mesh
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
-        layouts = [strategy.results[0], *(step.layout for step in steps)]
-
-        def blocks(*local: Any) -> Any:
-            (whole,) = self._bind(operation, local)
-            result = whole.astype(travelling)
-            for step, before, after in zip(steps, layouts, layouts[1:]):
-                names = tuple(mesh.names[axis] for axis in step.axes)
-                if step.kind == "all-reduce":
-                    result = jax.lax.psum(result, names)
-                else:
-                    dim = next(d for d, axes in enumerate(after) if axes != before[d])
-                    result = jax.lax.psum_scatter(result, names, scatter_dimension=dim, tiled=True)
-            return result.astype(whole.dtype)
-
-        in_specs = tuple(to_spec(mesh, layout or ()) for layout in strategy.operands)
+        island = self._island(tuple(sorted(strategy.pending[0])), steps, travelling)
         with jax.named_scope(operation.scope):
-            result = jax.shard_map(
-                blocks, mesh=self._mesh, in_specs=in_specs, out_specs=to_spec(mesh, layouts[-1]), check_vma=False
-            )(*operands)
+            result = run_on_blocks(
+                lambda *local: self._bind(operation, local)[0], operands, strategy.operands, strategy.results[0], island
+            )
         return (result,), len(steps)
+
+    def _island(self, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any) -> Island:
+        return Island(self._mesh, self._schedule.space.mesh, pending, steps, travelling)
+
+    def _linear(self, operation: Operation) -> tuple[int, ...]:
+        """The operands that are parts of sums which the operation passes on, none where it does not."""
+        result = operation.results[0]
+        if not self._schedule.is_partial(result, self._schedule.assignment.values[result]):
+            return ()
+        return self._schedule.problem.deferred.operands.get(operation.index, ())
+
+    def _run_partial(self, operation: Operation, operands: Sequence[Any], linear: tuple[int, ...]) -> tuple[Any, ...]:
+        """Runs a linear operation on every device's part."""
+
+        def on_part(*parts: Any) -> Any:
+            whole = list(operands)
+            for position, part in zip(linear, parts, strict=True):
+                whole[position] = part
+            return self._bind(operation, whole)[0]
+
+        return (jax.vmap(on_part)(*(operands[position] for position in linear)),)
 
     def _read(self, operand: int | Constant, layout: Layout | None) -> Any:
         if isinstance(operand, Constant):
@@ -207,12 +217,23 @@ class Replay:
     def _fetch(self, value: int, layout: Layout) -> None:
         route = self._schedule.route(value, layout)
         held = self._read(value, route.source)
-        for step in _ends(route.steps):
+        steps = list(route.steps)
+        if self._schedule.is_partial(value, route.source) and steps:
+            reducing = [step for step in steps if step.kind in REDUCTIONS]
+            pending, *own = route.source
+            island = self._island(pending, reducing, self._schedule.problem.travelling(value))
+            held = self._held[value, reducing[-1].layout] = island.reduce_stacked(held, tuple(own))
+            steps = steps[len(reducing) :]
+        for step in _ends(steps):
             if (value, step.layout) not in self._held:
                 self._held[value, step.layout] = self._constrain(held, step.layout)
             held = self._held[value, step.layout]
 
     def _generate(self, value: int, layout: Layout) -> Any:
+        tensor = self._program.values[value]
+        if self._schedule.is_partial(value, layout):  # only zeros are asked for as parts of a sum: a carry's beginning
+            parts = self._schedule.space.mesh.degree(layout[0])
+            return self._constrain(jax.numpy.zeros((parts, *tensor.shape), tensor.dtype), layout)
         operation = self._makers[value]
         strategy = self._schedule.generating(operation, layout)
         operands = [self._read(o, wanted) for o, wanted in zip(operation.operands, strategy.operands, strict=True)]

@@ -63,7 +63,7 @@ class Schedule:
         key = (value, target)
         if key not in self._routes:
             source = stored if target == copy else copy
-            domain = self.space.domain(self.program.values[value].shape)
+            domain = self.problem.domain(value)
             self._routes[key] = Route(source, self.problem.transitions.path(domain, source, target))
         return self._routes[key]
 
@@ -95,14 +95,20 @@ class Schedule:
         domain = self.space.domain(self.program.values[operation.results[0]].shape)
         return self.choices[operation.index].strategies[domain.position[layout]]
 
+    def is_partial(self, value: int, layout: Layout) -> bool:
+        """Whether a layout is one in which the value is still a sum over mesh axes."""
+        return len(layout) > len(self.program.values[value].shape)
+
     def result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
         """From the layout (and partial state) in which an operation leaves a result to the planned one."""
         value = operation.results[position]
-        domain = self.space.domain(self.program.values[value].shape)
+        domain = self.problem.domain(value)
         partial = self.problem.partial(operation, self.assignment.strategies[operation.index], position)
         target = self.assignment.values[value]
         if partial.pending:
-            return self.problem.reductions.path(domain, partial, target)
+            return (
+                () if target == partial.kept else self.problem.reductions.path(domain.whole or domain, partial, target)
+            )
         return self.problem.transitions.path(domain, partial.layout, target)
 
     def island_dtype(self, operation: Operation) -> Any:
@@ -117,6 +123,8 @@ class Schedule:
         travelling = reduction_dtype(operation, dtype, self.problem.reduce_dtype)
         steps = self.result_steps(operation, 0)
         reducing = [step for step in steps if step.kind in REDUCTIONS]
+        if not reducing:
+            return travelling  # the result stays partial, which only an island can say
         followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
         scatters = reducing[0].kind == "reduce-scatter"
         needed = len(reducing) > 1 or (scatters and (followed_by_slice or len(reducing[0].axes) > 1))
@@ -134,7 +142,8 @@ class Schedule:
             for step in route.steps:
                 if step.fraction > 0 and (value, step.layout) not in done:
                     tensor = self.program.values[value]
-                    size = step.fraction * tensor.total_bytes
+                    width = self.problem.domain(value).width if step.kind in REDUCTIONS else 1.0
+                    size = step.fraction * tensor.total_bytes * width
                     found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value)))
                 done.add((value, step.layout))
 

@@ -91,7 +91,8 @@ def _does_not_fit(problem: Problem, lifetimes: Lifetimes, least: Found, search: 
     for value, lifetime in lifetimes.held.items():
         if lifetime.start <= moment <= lifetime.end:
             layout = least.schedule.assignment.values[value]
-            degree = problem.space.mesh.degree([axis for axes in layout for axis in axes])
+            domain = problem.domain(value)
+            degree = domain.degrees[domain.position[layout]]
             tensor = program.values[value]
             where = tensor.name or (makers[value].source if value in makers else "captured array")
             alive.append((tensor.total_bytes / degree, f"{tensor.dtype}{list(tensor.shape)} of `{where}`"))

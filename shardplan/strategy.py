@@ -8,13 +8,13 @@ follows from the layout of its result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
 
 from shardplan import _jax, rules
-from shardplan.layout import Layout, LayoutSpace, replicated
+from shardplan.layout import Domain, Layout, LayoutSpace, replicated
 from shardplan.program import Constant, Operation, Program
 
 
@@ -40,17 +40,40 @@ class Choices:
 
     ``follows_result`` tells that they are aligned with the domain of the only result, one per layout; otherwise the
     operation is a variable of its own. ``pointwise`` tells that each element of the result reads the elements at its own
-    place alone (of operands that may be broadcast).
+    place alone (of operands that may be broadcast). ``linear`` are the sets of operands through which partial sums pass
+    together; ``islands`` tells that the operation can run on blocks as it is.
     """
 
-    strategies: tuple[Strategy, ...]
+    strategies: tuple[Strategy | None, ...]
     follows_result: bool
     pointwise: bool
+    linear: tuple[frozenset[int], ...]
+    islands: bool
     flops: int
     memory_bytes: int
     """Bytes that the whole operation reads and writes."""
     dtype: Any
     """Element type that the work is done in."""
+
+
+def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Choices:
+    """The choices of an operation through which partial sums pass, aligned with a domain that has partial layouts.
+
+    An operation that cannot be split as its partial result asks for is left out: None stands in its place.
+    """
+    assert domain.whole is not None
+    strategies: list[Strategy | None] = list(choices.strategies)
+    for pending, *own in domain.layouts[len(domain.whole) :]:
+        base = choices.strategies[domain.whole.position[tuple(own)]]
+        if base.results[0] != tuple(own):
+            strategies.append(None)
+            continue
+        operands = tuple(
+            (pending, *layout) if position in linear and layout is not None else layout
+            for position, layout in enumerate(base.operands)
+        )
+        strategies.append(replace(base, operands=operands, results=((pending, *own),)))
+    return replace(choices, strategies=tuple(strategies))
 
 
 class StrategyMaker:
@@ -80,10 +103,10 @@ class StrategyMaker:
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)
             strategies = [self._following(layout, splits, ranks) for layout in domain.layouts]
-            return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), *work)
+            return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), rule.linear, False, *work)
         indices = list(dict.fromkeys(split.index for split in every))
         strategies = list(self._free(indices, splits, ranks))
-        return Choices(tuple(strategies), False, False, *work)
+        return Choices(tuple(strategies), False, False, (), rule.primitive in _ISLANDS, *work)
 
     def _degrees(self) -> list[int]:
         mesh = self.space.mesh
@@ -152,12 +175,15 @@ class StrategyMaker:
         )
 
 
+_ISLANDS = frozenset({"dot_general", "reduce_sum"})
+
+
 def may_be_island(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation with a partial result can run as itself on the blocks of its operands, in a ``shard_map``.
 
     That is so where its parameters name no sizes: contractions and sums, which are those that XLA reduces worse.
     """
-    return operation.primitive.name in ("dot_general", "reduce_sum") and set(strategy.reducers) == {"sum"}
+    return operation.primitive.name in _ISLANDS and set(strategy.reducers) == {"sum"}
 
 
 def reduction_dtype(operation: Operation, dtype: Any, reduce_dtype: Any) -> Any:

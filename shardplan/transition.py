@@ -64,13 +64,16 @@ class Transitions:
     def __init__(self, space: LayoutSpace, prices: Prices) -> None:
         self.space = space
         self.prices = prices
+        self.reductions = Reductions(self)
         self._solved: dict[Domain, tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]] = {}
 
     def table(self, domain: Domain, targets: tuple[Layout, ...], total_bytes: int) -> np.ndarray:
         """float [layouts of the domain, targets]: the price of each transition of a tensor of so many bytes."""
-        places = [domain.position[target] for target in targets]
         priced = self._solve(domain)[0]
-        return priced.per_byte[:, places] * total_bytes + priced.fixed[:, places]
+        places = [domain.position.get(target, -1) for target in targets]
+        table = priced.per_byte[:, places] * total_bytes + priced.fixed[:, places]
+        table[:, [place < 0 for place in places]] = np.inf  # a partial layout that the tensor cannot have
+        return table
 
     def priced(self, domain: Domain) -> Priced:
         """The prices between all layouts of a domain."""
@@ -78,6 +81,10 @@ class Transitions:
 
     def path(self, domain: Domain, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The steps of the cheapest transition, none where the layouts are equal."""
+        if domain.whole is not None:
+            if len(source) == domain.rank or source == target:
+                return self.path(domain.whole, source, target) if source != target else ()
+            return self.reductions.path(domain.whole, Partial(source[1:], source[0], True, domain.width), target)
         _, previous, steps = self._solve(domain)
         start, node = domain.position[source], domain.position[target]
         found = []
@@ -89,6 +96,9 @@ class Transitions:
 
     def _solve(self, domain: Domain) -> tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]:
         if domain in self._solved:
+            return self._solved[domain]
+        if domain.whole is not None:
+            self._solved[domain] = self._with_partial(domain, domain.whole), np.empty(0), {}
             return self._solved[domain]
         count = len(domain)
         costs = np.full((count, count), np.inf)
@@ -114,6 +124,19 @@ class Transitions:
             previous = np.where(better, previous[middle][None, :], previous)
         self._solved[domain] = Priced(costs, fixed), previous, steps
         return self._solved[domain]
+
+    def _with_partial(self, domain: Domain, whole: Domain) -> Priced:
+        """A partial tensor is reduced once; a whole one does not become partial."""
+        among = self.priced(whole)
+        count, first = len(domain), len(whole)
+        per_byte, fixed = np.full((count, count), np.inf), np.zeros((count, count))
+        per_byte[:first, :first], fixed[:first, :first] = among.per_byte, among.fixed
+        for place in range(first, count):
+            pending, *own = domain.layouts[place]
+            row = self.reductions.row(whole, Partial(tuple(own), pending, True, domain.width))
+            per_byte[place, :first], fixed[place, :first] = row.per_byte, row.fixed
+            per_byte[place, place] = 0.0
+        return Priced(per_byte, fixed)
 
     def price(self, step: Step) -> tuple[float, float]:
         """What a step costs per byte of the whole tensor, and besides."""
@@ -173,6 +196,11 @@ class Partial:
     island: bool
     width: float = 1.0
 
+    @property
+    def kept(self) -> Layout:
+        """The layout in which the tensor keeps this state: as many parts in front as the pending axes have devices."""
+        return (tuple(sorted(self.pending)), *self.layout)
+
 
 class Reductions:
     """Cheapest ways from partial results to whole ones, found once per layout and set of pending axes.
@@ -186,7 +214,7 @@ class Reductions:
     >>> mesh = MeshAxes(("x", "y"), (2, 4))
     >>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
     >>> domain = transitions.space.domain((16, 16))
-    >>> reductions = Reductions(transitions)
+    >>> reductions = transitions.reductions
     >>> wanted, nothing = ((0,), (1,)), ((), ())
     >>> [step.kind for step in reductions.path(domain, Partial(nothing, (0, 1), island=False), wanted)]
     ['reduce-scatter', 'all-to-all']

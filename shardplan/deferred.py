@@ -1,0 +1,115 @@
+"""Deferred sums: partial results that pass through linear operations and are reduced once.
+
+Three partial gradients that are added, each reduced on its own, send three times what their sum would; gradients that a
+loop accumulates send once per iteration. So a value may keep its partial state: an array with one more dimension in
+front, as long as the pending axes have devices and split over them, whose sum is the value. Additions, conversions and
+the like then run on every device's part alone, by linearity, which the analysis of the rules finds.
+
+Deferring pays only where sums meet: in an addition of two partial results, or in the carry of a loop. Only values on a
+linear way to such a place get these further layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shardplan import _jax
+from shardplan.control import Links
+from shardplan.program import Constant, Operation, Program
+from shardplan.strategy import Choices
+
+
+class DeferredSums:
+    """Which values of a program may stay partial, and by which operands each operation passes partial results on.
+
+    ``values`` are those that may; ``operands`` maps an operation to the positions of operands that are partial together.
+    """
+
+    def __init__(
+        self, program: Program, choices: Mapping[int, Choices], links: Mapping[int, Links], fixed: Mapping[int, Any]
+    ) -> None:
+        self._program = program
+        self._choices = choices
+        self._fixed = fixed
+        self._makers = {result: o for o in program.operations for result in o.results}
+        carries = self._carries(links)
+        able = self._able(set(carries))
+        while True:  # a carry is able only if what comes round is
+            broken = {entering for entering, coming in carries.items() if entering in able and coming not in able}
+            if not broken:
+                break
+            carries = {entering: coming for entering, coming in carries.items() if entering not in broken}
+            able = self._able(set(carries))
+        same = {value: other for found in links.values() for value, other in found.same.items()}
+        useful = self._useful(able, carries)
+        self.values = frozenset(
+            useful | {value for value, other in same.items() if other in useful and other in carries}
+        )
+        self.operands = {
+            operation.index: linear
+            for operation in program.operations
+            if (linear := self._linear(operation, self.values)) is not None and operation.results[0] in self.values
+        }
+
+    def _carries(self, links: Mapping[int, Links]) -> dict[int, int]:
+        """Carries of scans that begin with zeros: what enters an iteration, and what comes round."""
+        found = {}
+        for index, around in links.items():
+            if self._program.operations[index].primitive.name != "scan":
+                continue
+            initial = {link.target: link.source for link in around.enter if link.stacked is None}
+            for link in around.inside:
+                if link.stacked is None and isinstance(link.source, int) and self.is_zero(initial.get(link.target)):
+                    found[link.target] = link.source
+        return found
+
+    def is_zero(self, value: int | Constant | None) -> bool:
+        """Whether a value is zeros: a broadcast literal 0."""
+        maker = self._makers.get(value) if isinstance(value, int) else None
+        if maker is None or maker.primitive.name != "broadcast_in_dim":
+            return False
+        operand = maker.operands[0]
+        return isinstance(operand, Constant) and not np.any(operand.value)
+
+    def _able(self, carries: set[int]) -> set[int]:
+        able = {value for value in carries if self._may(value)}
+        for operation in self._program.operations:
+            choices = self._choices.get(operation.index)
+            if choices is None or len(operation.results) != 1 or not self._may(operation.results[0]):
+                continue
+            sums = not choices.follows_result and choices.islands and any(s.pending[0] for s in choices.strategies)
+            if sums or self._linear(operation, able) is not None:
+                able.add(operation.results[0])
+        return able
+
+    def _may(self, index: int) -> bool:
+        value = self._program.values[index]
+        return bool(value.shape) and _jax.is_float(value.dtype) and index not in self._fixed
+
+    def _linear(self, operation: Operation, able: Any) -> tuple[int, ...] | None:
+        choices = self._choices.get(operation.index)
+        if choices is None or not choices.follows_result:
+            return None
+        for positions in choices.linear:
+            operands = [operation.operands[position] for position in positions]
+            if positions and all(isinstance(operand, int) and operand in able for operand in operands):
+                return tuple(sorted(positions))
+        return None
+
+    def _useful(self, able: set[int], carries: Mapping[int, int]) -> set[int]:
+        """The able values from which a meeting place is reached."""
+        useful = {value for entering, coming in carries.items() if entering in able for value in (entering, coming)}
+        for operation in reversed(self._program.operations):
+            linear = self._linear(operation, able)
+            if linear is None or operation.results[0] not in able:
+                continue
+            operands = {operation.operands[position] for position in linear}
+            meets = len(operands) > 1
+            if meets:
+                useful.add(operation.results[0])
+            if meets or operation.results[0] in useful:
+                useful |= operands  # type: ignore[arg-type]
+        return useful

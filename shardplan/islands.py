@@ -1,0 +1,78 @@
+"""Islands: operations and reductions inside a ``shard_map``, with the collectives of the plan spelled out.
+
+Constraints alone cannot say that a value is still a sum, nor in which order axes are reduced. Inside an island each
+device sees its own blocks, and the plan's reductions are called by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardplan.layout import Layout, MeshAxes, to_spec
+from shardplan.transition import Step
+
+
+def run_on_blocks(
+    operation: Callable[..., Any],
+    operands: Sequence[Any],
+    layouts: Sequence[Layout | None],
+    own: Layout,
+    island: Island,
+) -> Any:
+    """The result of an operation whose blocks give partial results, after the reductions of the island."""
+
+    def blocks(*local: Any) -> Any:
+        return island.reduce(operation(*local), own)
+
+    return island.map(blocks, tuple(layout or () for layout in layouts), own)(*operands)
+
+
+class Island:
+    """The reductions of one partial tensor: ``pending`` axes, and the steps that reduce them.
+
+    Without steps the tensor stays partial: the parts are stacked in front, split over the pending axes.
+    ``travelling`` is the element type in which parts are sent.
+    """
+
+    def __init__(
+        self, mesh: Mesh, axes: MeshAxes, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any
+    ) -> None:
+        self._mesh = mesh
+        self._axes = axes
+        self._pending = pending
+        self._steps = steps
+        self._travelling = travelling
+
+    def map(self, blocks: Callable[..., Any], layouts: tuple[Layout, ...], own: Layout) -> Callable[..., Any]:
+        """``blocks`` over operands in layouts; the result comes out in the layout of the last step."""
+        out = self._steps[-1].layout if self._steps else (self._pending, *own)
+        in_specs = tuple(to_spec(self._axes, layout) for layout in layouts)
+        out_specs = to_spec(self._axes, out)
+        return jax.shard_map(blocks, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def reduce(self, part: Any, own: Layout) -> Any:
+        """A device's part of the sum, as far reduced as the steps say."""
+        if not self._steps:
+            return part[None]
+        result, before = part.astype(self._travelling), own
+        for step in self._steps:
+            names = tuple(self._axes.names[axis] for axis in step.axes)
+            if step.kind == "all-reduce":
+                result = jax.lax.psum(result, names)
+            else:
+                dim = next(d for d, axes in enumerate(step.layout) if axes != before[d])
+                result = jax.lax.psum_scatter(result, names, scatter_dimension=dim, tiled=True)
+            before = step.layout
+        return result.astype(part.dtype)
+
+    def reduce_stacked(self, stacked: Any, own: Layout) -> Any:
+        """A tensor that stayed partial, reduced."""
+
+        def blocks(local: Any) -> Any:
+            return self.reduce(local[0], own)
+
+        return self.map(blocks, ((self._pending, *own),), own)(stacked)
