@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from jax.sharding import PartitionSpec
+from numpy import dtype
 
+from shardplan._jax import is_float
 from shardplan.errors import ArgumentError
-from shardplan.hardware import HardwareProfile
+from shardplan.hardware import HardwareProfile, load
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,16 @@ class Options:
         """Raises ArgumentError for options that no program could be planned with."""
         if self.objective not in ("bytes", "time"):
             raise ArgumentError(f"there is no objective `{self.objective}`: choose 'bytes' or 'time'")
-        if not self.time_limit > 0:
+        if not _is_positive(self.time_limit):
             raise ArgumentError(f"a time limit is a number of seconds above 0, got `{self.time_limit}`")
-        if self.memory_limit is not None and not self.memory_limit > 0:
+        if self.memory_limit is not None and not _is_positive(self.memory_limit):
             raise ArgumentError(f"a memory limit is a number of bytes above 0, got `{self.memory_limit}`")
+        if self.reduce_dtype is not None and not _is_float_type(self.reduce_dtype):
+            raise ArgumentError(f"reduce_dtype is a floating-point type, got `{self.reduce_dtype}`")
+        if isinstance(self.hardware, str):
+            load(self.hardware)
+        if self.pins is not None and not isinstance(self.pins, Mapping):
+            raise ArgumentError(f"pins map path globs to PartitionSpecs, got `{self.pins!r}`")
         for path, spec in (self.pins or {}).items():
             if not isinstance(spec, PartitionSpec):
                 raise ArgumentError(f"the pin `{path}` is `{spec!r}`: a jax.sharding.PartitionSpec was expected")
@@ -47,3 +56,14 @@ def as_positions(argnums: int | Iterable[int] | None) -> tuple[int, ...]:
     if argnums is None:
         return ()
     return (argnums,) if isinstance(argnums, int) else tuple(sorted(argnums))
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, Real) and number > 0
+
+
+def _is_float_type(given: Any) -> bool:
+    try:
+        return is_float(dtype(given))
+    except TypeError:
+        return False
