@@ -173,11 +173,11 @@ def _visit(term: Term, outer: frozenset[str], facts: Facts) -> None:
                 reducers[name] = reducer if free and name not in reducers else None
             _visit(body, free, facts)
         case Apply(function, arguments, linear):
-            for argument, inner in enumerate(arguments):
+            for number, argument in enumerate(arguments):
                 through = _THROUGH.get(function, _NOTHING)
-                if frozenset({argument}) in linear:
+                if frozenset({number}) in linear:
                     through |= {"sum"}
-                _visit(inner, outer & through, facts)
+                _visit(argument, outer & through, facts)
         case Guard(condition, body):
             _visit(condition, _NOTHING, facts)
             _visit(body, outer, facts)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 APART: Mapping[str, tuple[str, ...]] = {
-    "calls and control flow, whose bodies the planner plans": (
-        *("call", "call_exported", "closed_call", "composite", "cond", "core_map", "cudnn_fusion", "custom_jvp_call"),
-        *("custom_lin", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call", "jit", "linear_call", "mpmd_map"),
-        *("platform_index", "remat2", "remat_opt", "run_scoped", "run_state", "scan", "while"),
+    "loops, whose bodies the planner plans": ("scan", "while"),
+    "calls without a body to look into, or of functions that refer to memory or to devices": (
+        *("call_exported", "core_map", "custom_lin", "mpmd_map", "platform_index", "remat_opt", "run_scoped"),
+        *("run_state",),
     ),
     "collectives: they only occur where a program has been split by hand already": (
         *("all_gather", "all_gather_done", "all_gather_invariant", "all_gather_reduced", "all_gather_reduced_start"),

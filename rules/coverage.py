@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from shardplan.rules._jax import lowered_primitives
 from shardplan.rules.analysis import Split
 from shardplan.rules.apart import APART
-from shardplan.rules.operations import flat_equations
+from shardplan.rules.operations import all_equations
 from shardplan.rules.rule import Rule, derive
 from shardplan.rules.table import TABLE
 
@@ -77,7 +77,7 @@ def _example(primitive: Primitive) -> Rule | None:
     sample = _samples().get(primitive.name)
     if sample is not None:
         closed = jax.make_jaxpr(sample.function)(*sample.operands)
-        found = [e for e in flat_equations(closed.jaxpr) if e.primitive is primitive]
+        found = [e for e in all_equations(closed.jaxpr) if e.primitive is primitive]
         return _rule(found[-1]) if found else None
     for dtype in _TRIED_DTYPES:
         for count in _TRIED_COUNTS:

@@ -12,7 +12,7 @@ out[b, h0] = Opaque.f(x[b, :])[h0]
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ Target = TypeVar("Target", bound=Callable[..., Any] | Primitive | str)
 
 def describe(
     target: Target,
-    expression: str | Callable[[Equation], str | Expression],
+    expression: str | Callable[[Equation], str | Expression] | None = None,
     *,
     check: bool = False,
     operands: Sequence[Any] | None = None,
@@ -49,7 +49,8 @@ def describe(
     ``custom_vjp`` on their own to keep them whole in training.
 
     ``expression``: text in either notation (see :mod:`shardplan.rules.notation`), or a function from an
-    :class:`~shardplan.rules.equation.Equation` to such text or to an expression. ``sizes``: sizes of indices that
+    :class:`~shardplan.rules.equation.Equation` to such text or to an expression. Without one, a function's expression
+    is put together from those of the operations inside of it. ``sizes``: sizes of indices that
     shapes do not tell. ``reducer``: how the einsum-like notation combines indices that no result has.
     ``check``: run the operation, whole and in every split that follows, on ``operands`` (or on operands made up to fit
     the text), and refuse a description that this refutes. ``replace``: allow a second description of the same thing.
@@ -58,8 +59,10 @@ def describe(
     """
     if isinstance(expression, str):
         check_syntax(expression)
-    description = Description(expression, tuple((sizes or {}).items()), reducer)
-    if isinstance(target, Primitive | str):
+    if expression is None and isinstance(target, Primitive | str):
+        raise RuleError(f"`{target}` needs an expression: there is no body to derive one from")
+    description = Description(expression, tuple((sizes or {}).items()), reducer) if expression is not None else None
+    if description is not None and isinstance(target, Primitive | str):
         before = described(target)
         register(target, description, replace)
         forget_rules()
@@ -73,13 +76,13 @@ def describe(
                 forget_rules()
                 raise
         return target
-    whole = _whole(target, description)
+    whole = _whole(cast("Callable[..., Any]", target), description)
     if check:
         _check(whole, description, operands)
     return whole  # type: ignore[return-value]
 
 
-def _whole(function: Callable[..., Any], description: Description) -> Callable[..., Any]:
+def _whole(function: Callable[..., Any], description: Description | None) -> Callable[..., Any]:
     """The function as one operation."""
     name = getattr(function, "__name__", "function")
 
@@ -97,11 +100,11 @@ def _whole(function: Callable[..., Any], description: Description) -> Callable[.
     return call
 
 
-def _check(target: Any, description: Description, operands: Sequence[Any] | None) -> None:
+def _check(target: Any, description: Description | None, operands: Sequence[Any] | None) -> None:
     if isinstance(target, str):
         raise RuleError(f"`{target}` is a name: to check its description, describe the function that calls it")
     if operands is None:
-        if not isinstance(description.text, str) or "->" not in description.text:
+        if description is None or not isinstance(description.text, str) or "->" not in description.text:
             raise RuleError("to check this description, pass `operands`")
         shapes = made_up_shapes(description.text, dict(description.sizes))
         noise = np.random.default_rng(0)

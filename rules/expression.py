@@ -16,8 +16,8 @@ Everything here is plain data. :mod:`shardplan.rules.analysis` finds out what sp
 :mod:`shardplan.rules.notation` parses text into it.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 REDUCERS = frozenset({"sum", "prod", "max", "min", "and", "or"})
 """Reducers whose partial results can be combined. Any other name (such as ``last``) reduces, but only as a whole."""
@@ -211,14 +211,18 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """What an operation computes. ``sizes`` gives the extent of every index."""
+    """What an operation computes. ``sizes`` gives the extent of every index.
+
+    ``flops``: floating point operations where the expression does not show them, because it repeats parts; else 0.
+    """
 
     operands: tuple[str, ...]
     operand_shapes: tuple[Shape, ...]
     result_shapes: tuple[Shape, ...]
     sizes: Mapping[str, int]
     results: tuple[Result, ...]
-    names: tuple[str, ...] = field(default=())
+    names: tuple[str, ...] = ()
+    flops: int = 0
 
     def __str__(self) -> str:
         names = self.names or (
@@ -228,6 +232,51 @@ class Expression:
             f"{name}{_bracket(result.at)} = {show(result.body, self.operands)}"
             for name, result in zip(names, self.results, strict=True)
         )
+
+
+def rebuilt(term: Term, place: Callable[[Affine], Affine], inner: Callable[[Term], Term]) -> Term:
+    """The term with ``place`` applied to its own positions and ``inner`` to the terms right below it."""
+    match term:
+        case Read(operand, at, padded):
+            return Read(operand, tuple(None if p is None else place(p) for p in at), padded)
+        case Reduce(reducer, indices, body):
+            return Reduce(reducer, indices, inner(body))
+        case Position(value):
+            return Position(place(value))
+        case Compare(relation, left, right):
+            return Compare(relation, inner(left), inner(right))
+        case Guard(condition, body):
+            return Guard(inner(condition), inner(body))
+        case Apply(function, arguments, linear):
+            return Apply(function, tuple(map(inner, arguments)), linear)
+        case Opaque(function, arguments, at, linear, flops):
+            return Opaque(function, tuple(map(inner, arguments)), tuple(map(place, at)), linear, flops)
+    return term
+
+
+def children(term: Term) -> tuple[Term, ...]:
+    """The terms right below a term."""
+    match term:
+        case Reduce(_, _, body):
+            return (body,)
+        case Guard(left, right) | Compare(_, left, right):
+            return (left, right)
+        case Apply(_, arguments) | Opaque(_, arguments):
+            return arguments
+    return ()
+
+
+def replaced(position: Affine, names: Mapping[str, Affine]) -> Affine:
+    """The position with indices replaced by positions."""
+    total = Affine((), position.offset)
+    for coefficient, atom in position.terms:
+        if isinstance(atom, Quotient):
+            inner = replaced(atom.of, names)
+            divided = {"//": inner.__floordiv__, "%": inner.__mod__, "/": inner.exactly}[atom.kind](atom.by)
+            total = total + divided * coefficient
+        else:
+            total = total + names.get(atom, index(atom)) * coefficient
+    return total
 
 
 _INFIX = {"+": 1, "-": 1, "*": 2}
@@ -250,10 +299,9 @@ def show(term: Term, operands: tuple[str, ...], strength: int = 0) -> str:
         case Reduce(reducer, indices, body):
             text = f"{reducer.capitalize()}({', '.join(indices)}) {show(body, operands, 2)}"
             return f"({text})" if strength > 1 else text
-        case Apply(function, arguments) if function in _INFIX and len(arguments) == 2:
+        case Apply(function, (left, right)) if function in _INFIX:
             own = _INFIX[function]
-            left, right = show(arguments[0], operands, own), show(arguments[1], operands, own + (function == "-"))
-            text = f"{left} {function} {right}"
+            text = f"{show(left, operands, own)} {function} {show(right, operands, own + (function == '-'))}"
             return f"({text})" if strength > own else text
         case Apply(function, arguments):
             return f"{function}({', '.join(show(a, operands) for a in arguments)})"

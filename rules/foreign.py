@@ -3,12 +3,19 @@ calls."""
 
 from typing import Any
 
+from shardplan.rules import calls
 from shardplan.rules.equation import Equation, Rule, Unknown, expression
 from shardplan.rules.expression import ZERO, Affine, Apply, Expression, Opaque, Read, Reduce, Result, Shape, Term, index
-from shardplan.rules.registry import described, whole_call
+from shardplan.rules.registry import described
 
 _ELLIPSIS = "…"
 """How a parsed sharding rule of JAX spells ``...``."""
+
+
+def _whole_call(equation: Equation) -> Expression:
+    """A function that was described as a whole: as the user said, or from its body."""
+    statement = equation.params["statement"]
+    return statement.expression(equation) if statement is not None else calls.RULES["jit"](equation)
 
 
 def _ffi_call(equation: Equation) -> Expression:
@@ -87,7 +94,7 @@ class _Factors:
 
 
 RULES: dict[str, Rule] = {
-    "whole_call": whole_call,
+    "whole_call": _whole_call,
     "ffi_call": _ffi_call,
     "custom_partitioning": _custom_partitioning,
 }

@@ -6,6 +6,7 @@ and the features follows from the analysis. A window that spans its whole dimens
 at its place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from shardplan.rules.expression import (
 At = tuple[Affine, ...]
 
 
-def lookup(dtype: Any, sums: tuple[str, ...], conditions: list[Term], body: Term) -> Term:
+def lookup(dtype: Any, sums: tuple[str, ...], conditions: Sequence[Term], body: Term) -> Term:
     """The element for which all conditions hold: a sum over one-hots, which partial sums can make up.
 
     Booleans are combined by ``or``. Random keys can not be added: they are picked, by no one but the holder.

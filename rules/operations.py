@@ -34,7 +34,7 @@ def _walk(jaxpr: Any, consts: list[Any], operands: list[Any], results: list[Any]
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
     def read(atom: Any) -> Any:
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+        return jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)) if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
         given = [read(atom) for atom in equation.invars]
@@ -74,6 +74,16 @@ def rule_of(function: Callable[..., Any], *operands: Any) -> Rule:
     (equation,) = equations
     avals = [[v.aval for v in side] for side in (equation.invars, equation.outvars)]
     return derive(equation.primitive, equation.params, *avals)
+
+
+def all_equations(jaxpr: Any) -> list[Any]:
+    """The equations of a jaxpr, those of jitted functions in it after the call itself."""
+    found = []
+    for equation in jaxpr.eqns:
+        found.append(equation)
+        if equation.primitive.name == "jit":
+            found.extend(all_equations(equation.params["jaxpr"].jaxpr))
+    return found
 
 
 def flat_equations(jaxpr: Any) -> list[Any]:

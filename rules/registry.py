@@ -51,9 +51,3 @@ def register(key: Hashable, description: Description, replace: bool) -> None:
 def forget(key: Hashable) -> None:
     """Drop a description, if there is one."""
     _described.pop(key, None)
-
-
-def whole_call(equation: Equation) -> Expression:
-    """The rule of a function that was described as a whole."""
-    description: Description = equation.params["statement"]
-    return description.expression(equation)

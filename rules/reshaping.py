@@ -185,7 +185,8 @@ def _empty(equation: Equation) -> Expression:
 
 def _same_values(equation: Equation) -> Expression:
     """Every result is the operand of the same number: only its place, its name or its order in time changes."""
-    sizes, results = {}, []
+    sizes: dict[str, int] = {}
+    results = []
     for n, tensor in enumerate(equation.outputs):
         at = letters("i" if len(equation.outputs) == 1 else f"i{n}_", len(tensor.shape))
         sizes |= sizes_of((at, tensor.shape))

@@ -59,9 +59,14 @@ def _primitives() -> dict[str, Primitive]:
     return {primitive.name: primitive for primitive in lowered_primitives()}
 
 
-def _bind(name: str, operands: str, **params: Any) -> Sample:
+def _bind(primitive_name: str, operands: str, /, **params: Any) -> Sample:
     """Of a primitive without a public function, or one that only some platforms have."""
-    return _sample(lambda *given: _primitives()[name].bind(*given, **params), operands)
+
+    def run(*given: Any) -> Any:
+        primitive = _primitives()[primitive_name]
+        return primitive.bind(*given, **primitive.get_bind_params(params))
+
+    return _sample(run, operands)
 
 
 def _contractions() -> dict[str, Sample]:
@@ -100,7 +105,7 @@ def _attention() -> dict[str, Sample]:
     eight = {"scale": 1.0, "use_causal_mask": False, "layout": 0}
     qkv, scales = " ".join([heads] * 3), "f32[1,1,1,1] "
     qkv8 = qkv.replace("bf16", "f8")
-    found = {}
+    found: dict[str, Sample] = {}
     for suffix in ("", "_wrapper"):
         found |= {
             f"dot_product_attention_fwd{suffix}": _bind(
@@ -125,10 +130,11 @@ def _reductions() -> dict[str, Sample]:
     def own(a: Any, b: Any) -> Any:
         return a * b + a
 
-    windows = {"window_dimensions": (1, 3), "window_strides": (1, 2), "padding": ((0, 0), (1, 0))}
+    window, strides, padding = (1, 3), (1, 2), ((0, 0), (1, 0))
+    windows = {"window_dimensions": window, "window_strides": strides, "padding": padding}
 
     def pool(x: Any, kind: Any, initial: float) -> Any:
-        return lax.reduce_window(x, initial, kind, *windows.values())
+        return lax.reduce_window(x, initial, kind, window, strides, padding)
 
     found = {
         "argmax": _sample(lambda x: lax.argmax(x, 1, np.int32)),
@@ -261,6 +267,40 @@ def _elements() -> dict[str, Sample]:
     }
 
 
+def _calls() -> dict[str, Sample]:
+    def centred(x: Any) -> Any:
+        return x - x.sum(1, keepdims=True)
+
+    closed = jax.make_jaxpr(centred)(spec("f32[8,8]"))
+    own_jvp, own_vjp = jax.custom_jvp(centred), jax.custom_vjp(centred)
+    own_jvp.defjvp(lambda primals, tangents: (centred(*primals), centred(*tangents)))
+    own_vmap = jax.custom_batching.custom_vmap(centred)
+    own_vmap.def_vmap(lambda size, batched, x: (centred(x), True))
+    own_vjp.defvjp(lambda x: (centred(x), None), lambda _, t: (centred(t),))
+
+    def solved(a: Any, b: Any) -> Any:
+        return lax.custom_linear_solve(
+            lambda x: a @ x, b, lambda _, y: lax.linalg.triangular_solve(a, y, left_side=True)
+        )
+
+    return {
+        "jit": _sample(jax.jit(centred)),
+        "call": _bind("call", "f32[8,8]", call_jaxpr=closed.jaxpr),
+        "closed_call": _bind("closed_call", "f32[8,8]", call_jaxpr=closed),
+        "composite": _sample(lax.composite(centred, "example.centred")),
+        "cond": _sample(lambda p, x: lax.cond(p, centred, lambda x: x * 2, x), "bool[] f32[8,8]"),
+        "cudnn_fusion": _bind("cudnn_fusion", "f32[8,8]", name="centred", jaxpr=closed),
+        "custom_jvp_call": _sample(own_jvp),
+        "custom_vjp_call": _sample(own_vjp),
+        "custom_vmap_call": _sample(own_vmap),
+        "custom_linear_solve": _sample(solved, "f32[4,4] f32[4,8]"),
+        "linear_call": _sample(
+            lambda x: jax.custom_derivatives.linear_call(lambda _, y: y.sum(1), lambda _, t: t[:, None], (), x)
+        ),
+        "remat2": _sample(jax.checkpoint(centred)),
+    }
+
+
 _TARGET = "an_example"
 
 
@@ -287,5 +327,5 @@ def _foreign() -> dict[str, Sample]:
 
 def samples() -> dict[str, Sample]:
     """All examples by the name of their primitive."""
-    families = (_contractions, _attention, _reductions, _moves, _random, _linear_algebra, _foreign, _elements)
+    families = (_contractions, _attention, _reductions, _moves, _random, _linear_algebra, _foreign, _elements, _calls)
     return {name: sample for family in families for name, sample in family().items()}

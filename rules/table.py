@@ -5,6 +5,7 @@ from types import ModuleType
 
 from shardplan.rules import (
     attention,
+    calls,
     contraction,
     convolution,
     cumulative,
@@ -25,6 +26,7 @@ from shardplan.rules.registry import described
 
 FAMILIES: tuple[ModuleType, ...] = (
     attention,
+    calls,
     contraction,
     convolution,
     cumulative,

@@ -8,15 +8,13 @@ from shardplan.rules.analysis import interval
 from shardplan.rules.errors import RuleError
 from shardplan.rules.expression import (
     Affine,
-    Apply,
-    Compare,
     Expression,
-    Guard,
     Opaque,
     Position,
     Read,
     Reduce,
     Term,
+    children,
     show,
 )
 from shardplan.rules.tokens import Token
@@ -82,7 +80,6 @@ def _unknown(expression: Expression, term: Term, bound: set[str]) -> Iterator[tu
             positions = (value,)
         case Opaque(_, _, at):
             positions = at
-            bound = bound | {name for name in expression.sizes if name.startswith("r_")}
         case Reduce(_, indices, _):
             bound = bound | set(indices)
     for position in positions:
@@ -91,7 +88,7 @@ def _unknown(expression: Expression, term: Term, bound: set[str]) -> Iterator[tu
                 where = show(term, expression.operands)
                 shapes = _shape_of(expression, term)
                 yield f"index `{name}` in `{where}` is neither an index of the result nor reduced over{shapes}", name
-    for child in _children(term):
+    for child in children(term):
         yield from _unknown(expression, child, bound)
 
 
@@ -124,18 +121,7 @@ def _range(expression: Expression, position: Affine) -> tuple[int, int]:
     return low, high
 
 
-def _children(term: Term) -> tuple[Term, ...]:
-    match term:
-        case Reduce(_, _, body):
-            return (body,)
-        case Guard(left, right) | Compare(_, left, right):
-            return (left, right)
-        case Apply(_, arguments) | Opaque(_, arguments):
-            return arguments
-    return ()
-
-
 def _terms(term: Term) -> Iterator[Term]:
     yield term
-    for child in _children(term):
+    for child in children(term):
         yield from _terms(child)

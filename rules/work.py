@@ -12,7 +12,7 @@ from shardplan.rules.expression import Apply, Compare, Expression, Guard, Opaque
 
 def floating_point_operations(expression: Expression) -> int:
     """Operations of the whole, and at least one per element of the results."""
-    return sum(
+    return expression.flops or sum(
         max(_work(result.body, prod(shape), expression), prod(shape))
         for result, shape in zip(expression.results, expression.result_shapes, strict=True)
     )

@@ -177,6 +177,61 @@ def test_custom_vjp_as_a_whole() -> None:
     assert rule_of(inference, ones(4, 6)).elementwise
 
 
+def _attention(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.where(jnp.tril(jnp.ones((8, 8), bool)), jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def _pooled(x: Any, w: Any) -> Any:
+    return jax.nn.relu(jax.lax.conv(x, w, (1, 1), "SAME")).mean((2, 3))
+
+
+# What follows from the bodies of functions, of which nothing is said: the splits of every index in 2 blocks.
+DERIVED = {
+    "softmax": (jax.nn.softmax, [(8, 6)], [([0], [0]), ([None], [1])]),
+    "attention": (
+        _attention,
+        [(2, 8, 4, 6)] * 3,
+        [
+            ([0, 0, 0], [0]),
+            ([1, None, None], [1]),
+            ([2, 2, 2], [2]),
+            ([None, None, 3], [3]),
+            ([None, None, 1], ["sum"]),
+        ],
+    ),
+    "layers": (
+        lambda x, w, v: jax.nn.gelu(x @ w) @ v,
+        [(8, 4), (4, 12), (12, 6)],
+        [([0, None, None], [0]), ([None, None, 1], [1]), ([None, 1, 0], ["sum"])],
+    ),
+    "solve": (jnp.linalg.solve, [(4, 3, 3), (4, 3, 2)], [([0, 0], [0]), ([None, 2], [2])]),
+    "convolution": (_pooled, [(4, 4, 8, 8), (8, 4, 3, 3)], [([0, None], [0]), ([None, 0], [1])]),
+    "two results": (lambda x: (x * x, x[:, 0]), [(8, 3)], [([0], [0, 0])]),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_expression_of_a_body(name: str) -> None:
+    function, shapes, expected = DERIVED[name]
+    noise = np.random.default_rng(0)
+    operands = [noise.normal(size=shape).astype(np.float32) for shape in shapes]
+    whole = describe(function)
+    assert list(splits(rule_of(whole, *operands)).values()) == expected
+    holds(whole, *operands)
+
+
+def test_body_with_a_loop_has_no_expression() -> None:
+    whole = describe(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x * 2, x))
+    rule = rule_of(whole, ones(4, 6))
+    assert not rule.known and rule.reason is not None and "`scan`" in rule.reason
+
+
+def test_primitive_needs_an_expression(primitive: Primitive) -> None:
+    with pytest.raises(RuleError, match="needs an expression"):
+        describe(primitive)
+
+
 def test_stencil_gets_halos() -> None:
     def smoothed(x: Any) -> Any:
         padded = jnp.pad(x, ((1, 1), (0, 0)))
