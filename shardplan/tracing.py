@@ -147,7 +147,8 @@ class _Builder:
 
     def _behind_barrier(self, operands: list[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
         mask = _jax.barrier_mask(equation)
-        guarded = [position for position, (held, o) in enumerate(zip(mask, operands)) if held and isinstance(o, int)]
+        pairs = enumerate(zip(mask, operands, strict=True))
+        guarded = [position for position, (held, o) in pairs if held and isinstance(o, int)]
         if not guarded:
             return operands
         results = self.new_operation(_jax.optimization_barrier, {}, [operands[p] for p in guarded], equation)
@@ -189,6 +190,12 @@ def _path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+# Operations by which a step makes its new state of the old one, element by element or in place.
+_ELEMENTWISE = {"add", "sub", "mul", "div", "neg", "max", "min", "add_any", "select_n", "clamp", "integer_pow", "sqrt"}
+_UNCHANGED = {"convert_element_type", "copy", "copy_p", "optimization_barrier", "sharding_constraint"}
+_UPDATES = _ELEMENTWISE | _UNCHANGED | {"scatter", "scatter-add", "dynamic_update_slice", "cond", "scan", "while"}
+
+
 def _find_ties(
     input_paths: Sequence[Any],
     output_paths: Sequence[Any],
@@ -199,7 +206,9 @@ def _find_ties(
     """Pairs each output with the input that it replaces in the next step.
 
     The paths must agree whole (``step(params, x) -> params, loss``) or behind the argument's position
-    (``step(state, x) -> state``), and so must shape and dtype. An input is used once; whole agreement goes first.
+    (``step(state, x) -> state``), and so must shape and dtype. An input is used once; whole agreement goes first. Where
+    the path says little (a bare array, or a part of it) the output must be an update of the input besides: gradients
+    have the paths of the parameters, but do not replace them.
     """
     ties: dict[int, int] = {}
     taken: set[int] = set()
@@ -208,6 +217,7 @@ def _find_ties(
     for position, path in enumerate(input_paths):
         if len(path) > 1:
             by_tail.setdefault(tuple(path[1:]), []).append(position)
+    makers = {result: operation for operation in builder.operations for result in operation.results}
 
     def agrees(output: int | Constant, position: int) -> bool:
         if not isinstance(output, int) or position in taken:
@@ -215,20 +225,40 @@ def _find_ties(
         value = builder.values[output]
         return value.shape == inputs[position].shape and value.dtype == inputs[position].dtype
 
+    def updates(output: int | Constant, position: int) -> bool:
+        return isinstance(output, int) and inputs[position].index in _updated(output, builder.values, makers)
+
     def tie(number: int, position: int) -> None:
         ties[number] = position
         taken.add(position)
 
     for number, path in enumerate(output_paths):
         found = by_path.get(tuple(path))
-        if path and found is not None and agrees(outputs[number], found):
+        if not path or found is None or not agrees(outputs[number], found):
+            continue
+        if len(path) > 1 or updates(outputs[number], found):
             tie(number, found)
     for number, path in enumerate(output_paths):
         if number in ties:
             continue
         for tail in (tuple(path), tuple(path[1:])):
             matches = [p for p in by_tail.get(tail, ()) if agrees(outputs[number], p)] if tail else []
-            if len(matches) == 1:
+            if len(matches) == 1 and updates(outputs[number], matches[0]):
                 tie(number, matches[0])
                 break
     return ties
+
+
+def _updated(output: int, values: Sequence[Value], makers: dict[int, Operation]) -> set[int]:
+    """The values of an output's shape that it is an update of, itself included."""
+    found = {output}
+    waiting = [output]
+    while waiting:
+        operation = makers.get(waiting.pop())
+        if operation is None or operation.primitive.name not in _UPDATES:
+            continue
+        for operand in operation.operands:
+            if isinstance(operand, int) and operand not in found and values[operand].shape == values[output].shape:
+                found.add(operand)
+                waiting.append(operand)
+    return found

@@ -1,0 +1,217 @@
+"""Tracing: from a function to values and operations, with names, sources and ties."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardplan.program import Constant, Program
+from shardplan.tracing import trace_program
+
+S = jax.ShapeDtypeStruct
+X = S((4, 4), jnp.float32)
+
+
+def names(program: Program) -> list[str]:
+    return [operation.primitive.name for operation in program.operations]
+
+
+def input_names(program: Program) -> list[str | None]:
+    return [program.values[index].name for index in program.inputs]
+
+
+# ---- flattening
+
+
+@jax.custom_jvp
+def with_jvp(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+with_jvp.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), tangents[0] * jnp.cos(primals[0])))
+
+
+@jax.custom_vjp
+def with_vjp(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+with_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: jnp.sin(x) + 1, ["sin", "add"]),
+        (lambda x: jax.jit(jnp.sin)(x) + 1, ["sin", "add"]),
+        (lambda x: jax.jit(lambda y: jax.jit(jnp.sin)(y))(x), ["sin"]),
+        (with_jvp, ["sin"]),
+        (with_vjp, ["sin"]),
+        (jax.grad(lambda x: with_vjp(x).sum()), ["cos", "mul"]),
+        (jax.checkpoint(jnp.sin), ["sin"]),
+        (lambda x: (jnp.cos(x), jnp.sin(x))[1], ["sin"]),  # what nobody reads is dropped
+        (lambda x: jnp.linalg.inv(x) * 0 if False else x, []),
+        (lambda x: jax.named_call(jnp.sin, name="layer")(x), ["sin"]),
+    ],
+)
+def test_calls_are_inlined(fn: Any, expected: list[str]) -> None:
+    found = [name for name in names(trace_program(fn, (X,))) if name not in ("broadcast_in_dim", "mul")]
+    assert found == [name for name in expected if name != "mul"]
+
+
+def test_rematerialised_regions_stand_behind_a_barrier() -> None:
+    program = trace_program(jax.grad(lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)))(x).sum()), (X,))
+    found = names(program)
+    assert found.count("optimization_barrier") == 1
+    recomputed = found[found.index("optimization_barrier") :]
+    assert "sin" in recomputed and "cos" in recomputed
+
+
+def test_operations_with_effects_are_kept() -> None:
+    assert "debug_print" in names(trace_program(lambda x: (jax.debug.print("{}", x[0, 0]), x)[1], (X,)))
+
+
+def test_loops_and_branches_are_regions_with_their_trips() -> None:
+    def fn(x: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            inner = jax.lax.fori_loop(0, 3, lambda _, c: jnp.sin(c), carry)
+            return inner + row, jax.lax.cond(row.sum() > 0, jnp.cos, jnp.sin, row)
+
+        return jax.lax.scan(body, x[0], x)
+
+    program = trace_program(fn, (X,))
+    times = {
+        operation.primitive.name: program.regions[operation.region].times
+        for operation in program.operations
+        if operation.primitive.name in ("sin", "cos", "add")
+    }
+    assert times["cos"] == 4
+    sines = [program.regions[o.region].times for o in program.operations if o.primitive.name == "sin"]
+    assert sorted(sines) == [4, 12]
+    members = sorted(index for region in program.regions for index in region.operations)
+    assert members == list(range(len(program.operations)))
+
+
+# ---- values
+
+
+class State(NamedTuple):
+    params: Any
+    step: Any
+
+
+def test_names_are_tree_paths() -> None:
+    state = State({"layer": [X, {"bias": S((4,), jnp.float32)}]}, S((), jnp.int32))
+    program = trace_program(lambda state, *, batch: (state, batch["x"].sum()), (state,), {"batch": {"x": X}})
+    assert input_names(program) == ["0/params/layer/0", "0/params/layer/1/bias", "0/step", "batch/x"]
+    assert program.output_names == ("0/params/layer/0", "0/params/layer/1/bias", "0/step", "1")
+
+
+def test_sources_are_lines_of_the_users_code() -> None:
+    program = trace_program(lambda x: jnp.sin(x), (X,))
+    assert program.operations[0].source.startswith("test_core_tracing.py:")
+    assert "test_sources_are_lines" in program.operations[0].source
+
+
+def test_closed_over_arrays_are_captured_where_they_are_used() -> None:
+    weight, unused = jnp.ones((4, 4)), jnp.ones((8, 8))
+    program = trace_program(lambda x: (unused + 1, jax.jit(lambda y: y @ weight)(x))[1], (X,))
+    assert [array.shape for array in program.captured.values()] == [(4, 4)]
+
+
+def test_outputs_that_are_inputs_literals_or_the_same() -> None:
+    program = trace_program(lambda x: (x, 1.0, jnp.sin(x), jnp.sin(x), x), (X,))
+    first, literal, one, _, last = program.outputs
+    assert first == last == program.inputs[0]
+    assert isinstance(literal, Constant) and literal.aval.weak_type
+    assert isinstance(one, int)
+
+
+def test_bytes_of_values() -> None:
+    program = trace_program(lambda *v: v, (S((2, 3), jnp.bfloat16), S((), jnp.bool_), S((0, 4), jnp.float32)))
+    assert [program.values[i].total_bytes for i in program.inputs] == [12, 1, 0]
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+    wide = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
+    program = trace_program(lambda *v: v, (key, wide))
+    assert [program.values[i].total_bytes for i in program.inputs] == [24, 16]
+
+
+def test_weak_types_are_kept() -> None:
+    program = trace_program(lambda a, b: (a, b), (S((), jnp.float32, weak_type=True), X))
+    assert [program.values[i].weak_type for i in program.inputs] == [True, False]
+
+
+# ---- ties
+
+TREE = {"w": X, "b": S((4,), jnp.float32)}
+
+
+def descend(tree: Any, by: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf - 0.1 * by.sum(), tree)
+
+
+TIES: dict[str, tuple[Any, tuple[Any, ...], list[tuple[str, str]]]] = {
+    "state and batch to state and loss": (
+        lambda s, x: (descend(s, x), x.sum()),
+        (TREE, X),
+        [("0/b", "0/b"), ("0/w", "0/w")],
+    ),
+    "state and batch to state": (lambda s, x: descend(s, x), (TREE, X), [("b", "0/b"), ("w", "0/w")]),
+    "batch and state to state": (lambda x, s: descend(s, x), (X, TREE), [("b", "1/b"), ("w", "1/w")]),
+    "batch and state to loss and state": (
+        lambda x, s: (x.sum(), descend(s, x)),
+        (X, TREE),
+        [("1/b", "1/b"), ("1/w", "1/w")],
+    ),
+    "params, optimizer and batch to params, optimizer and loss": (
+        lambda p, o, x: (descend(p, x), {"mu": descend(o["mu"], x)}, x.sum()),
+        (TREE, {"mu": TREE}, X),
+        [("0/b", "0/b"), ("0/w", "0/w"), ("1/mu/b", "1/mu/b"), ("1/mu/w", "1/mu/w")],
+    ),
+    "loss first": (
+        lambda p, x: (x.sum(), descend(p, x)),
+        (TREE, X),
+        [("1/b", "0/b"), ("1/w", "0/w")],
+    ),
+    "nested": (
+        lambda s, x: ({"model": {"params": descend(s["model"]["params"], x)}}, {"loss": x.sum()}),
+        ({"model": {"params": TREE}}, X),
+        [("0/model/params/b", "0/model/params/b"), ("0/model/params/w", "0/model/params/w")],
+    ),
+    "one bare array": (lambda w, x: (w - x.T @ (x @ w), x.sum()), (X, X), [("0", "0")]),
+    "passed through": (lambda s, x: (s, x.sum()), (TREE, X), [("0/b", "0/b"), ("0/w", "0/w")]),
+    "replaced in place": (lambda s, x: ({"w": s["w"].at[0].set(x[0])}, x), ({"w": X}, X), [("0/w", "0/w"), ("1", "1")]),
+    "accumulated in a loop": (
+        lambda s, x: jax.lax.fori_loop(0, 3, lambda _, c: descend(c, x), s),
+        (TREE, X),
+        [("b", "0/b"), ("w", "0/w")],
+    ),
+    # no ties
+    "results that are no update": (lambda x, y: (x @ y, jnp.transpose(x) @ y), (X, X), []),
+    "gradients": (jax.grad(lambda p, x: jnp.tanh(x @ p["w"] + p["b"]).sum()), (TREE, X), []),
+    "another shape": (lambda s: {"w": s["w"][:2]}, ({"w": X},), []),
+    "another type": (lambda s: {"w": s["w"].astype(jnp.bfloat16)}, ({"w": X},), []),
+    "two candidates": (lambda a, b: {"w": a["w"] + b["w"]}, ({"w": X}, {"w": X}), []),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_ties(name: str) -> None:
+    fn, args, expected = TIES[name]
+    program = trace_program(fn, args)
+    found = [(program.output_names[o], input_names(program)[i] or "") for o, i in program.ties.items()]
+    assert sorted(found) == sorted(expected)
+
+
+# ---- fingerprints
+
+
+def test_fingerprints_tell_programs_apart() -> None:
+    functions = (jnp.sin, jnp.cos, lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), lambda x: x + x)
+    prints = {trace_program(fn, (X,)).fingerprint() for fn in functions}
+    assert len(prints) == len(functions)
+    assert trace_program(jnp.sin, (S((4, 8), jnp.float32),)).fingerprint() not in prints
+    assert trace_program(lambda x: jnp.sin(x), (X,)).fingerprint() in prints
