@@ -1,7 +1,7 @@
 """A GPT: pre-LN transformer blocks, learned positions, causal attention, GELU MLP of four times the width, AdamW.
 
 >>> from shardplan.models import gpt
->>> gpt.training(gpt.Config()).parameters // 10**6
+>>> gpt.training().parameters // 10**6
 93
 """
 
@@ -101,12 +101,13 @@ class GPT(nn.Module):
         return logits.astype(jnp.float32)
 
 
-def training(config: Config) -> Training:
+def training(config: Config | None = None) -> Training:
     """The training step: mean cross-entropy of the next token, AdamW.
 
     The batch is `inputs` and `labels`, int32 `[batch, sequence]`. Raises `ValueError` where the heads do not divide the
     width.
     """
+    config = config or Config()
     if config.width % config.heads:
         raise ValueError(f"`heads` must divide `width`: got {config.heads} heads and a width of {config.width}")
     model = GPT(config)

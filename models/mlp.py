@@ -41,8 +41,9 @@ class MLP(nn.Module):
         return x
 
 
-def training(config: Config) -> Training:
+def training(config: Config | None = None) -> Training:
     """The training step: mean squared error between the outputs and the batch's targets, Adam."""
+    config = config or Config()
     model = MLP(config)
     inputs = (config.batch, config.widths[0])
     targets = (config.batch, config.widths[-1])

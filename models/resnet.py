@@ -1,7 +1,7 @@
 """A ResNet (He et al., 2016; by default the 50-layer one, stride in the 3x3 convolution) with SGD and momentum.
 
 >>> from shardplan.models import resnet
->>> resnet.training(resnet.Config()).parameters
+>>> resnet.training().parameters
 25557032
 """
 
@@ -76,8 +76,9 @@ class ResNet(nn.Module):
         return nn.Dense(config.classes, dtype=config.compute_dtype, name="head")(x).astype(jnp.float32)
 
 
-def training(config: Config) -> Training:
+def training(config: Config | None = None) -> Training:
     """The training step: mean cross-entropy of the class, SGD with momentum; the state holds `batch_stats`."""
+    config = config or Config()
     model = ResNet(config)
     shape = (config.batch, config.image, config.image, 3)
 

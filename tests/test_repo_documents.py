@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from shardplan.cli import main
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
@@ -43,6 +45,10 @@ def test_command(command: str):
         declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert arguments[:2] == ["install", "-e"]
         assert set(re.findall(r"[\w-]+", arguments[2])) <= set(declared)
+    elif program == "shardplan":
+        if arguments[0] == "audit" and find_spec("jax_plugins") is None:
+            pytest.skip("the extra `audit` is not installed")
+        assert main(arguments) == 0
     else:
         pytest.fail(f"`{command}` is shown and not tested: say here how")
 
