@@ -45,8 +45,10 @@ class Examples:
 def data_parallel(problem: Problem) -> None:
     """Every device has the whole state and its share of the examples; gradients are all-reduced."""
     examples = _split_examples(problem)
-    for value in (*_state(problem.program), *examples.sums):
+    for value in _state(problem.program):
         _fix(problem, value, replicated(_rank(problem.program, value)))
+    for value in examples.sums:  # whole, or still the devices' parts where these are added up first
+        _keep_layouts(problem, value, lambda layout, rank: layout[len(layout) - rank :] == replicated(rank))
 
 
 def zero1(problem: Problem) -> None:
@@ -157,10 +159,14 @@ def _by_examples(strategy: Strategy, operation: Operation, carrying: list[int], 
 
 def _fix(problem: Problem, value: int, layout: Layout) -> None:
     """Excludes every other layout of a value."""
+    _keep_layouts(problem, value, lambda other, rank: other == layout)
+
+
+def _keep_layouts(problem: Problem, value: int, kept: Callable[[Layout, int], bool]) -> None:
     variable = problem.variables_of(value)[0]
     if variable is not None:
         domain = problem.domain(value)
-        _keep(problem, variable, [other == layout for other in domain.layouts])
+        _keep(problem, variable, [kept(layout, domain.rank) for layout in domain.layouts])
 
 
 def _keep(problem: Problem, variable: int, kept: list[bool]) -> None:

@@ -75,13 +75,13 @@ class _Explainer:
         name = value.name or ""
         layout = self._schedule.assignment.values[index]
         readers = [o for o in self._program.operations if index in o.operands]
-        spec = to_spec(self._mesh, layout)
+        spec = to_spec(self._mesh, layout)  # arguments are never partial
         degree = self._mesh.degree([axis for axes in layout for axis in axes])
         held = f"{megabytes(value.total_bytes / degree)} MB per device of {megabytes(value.total_bytes)} MB"
         lines = [("layout", [f"{spec}: {value.dtype}[{sizes_text(value.shape, spec)}], {held}"])]
         copied = self._schedule.copy(index)
         if copied != layout:
-            lines.append(("shared copy", [f"{self._spec(copied)}, which most readers take"]))
+            lines.append(("shared copy", [f"{self._described(index, copied)}, which most readers take"]))
         lines.append(("read by", [self._reading(o, index) for o in readers]))
         tensors = {name, f"value {index}"}
         outputs = [out for number, out in enumerate(self._program.outputs) if self._feeds(number, index)]
@@ -93,7 +93,7 @@ class _Explainer:
         lines.append(("collectives", [_collective(c) for c in _largest(moves)]))
         domain = self._problem.domain(value.index)
         variable = self._problem.variables_of(index)[0]
-        labels = [str(to_spec(self._mesh, other)) for other in domain.layouts]
+        labels = [self._described(index, other) for other in domain.layouts]
         lines.append(("other layouts", self._others(variable, labels)))
         return _paragraph(f"{name or 'argument'}", lines)
 
@@ -113,7 +113,8 @@ class _Explainer:
             return _paragraph(_named(operation), lines)
         lines.append(("split", [self._strategy(operation, strategy)]))
         lines.append(("work", [f"shared by {strategy.degree} of {self._mesh.device_count} devices"]))
-        planned = [f"{self._tensor(r)} as {self._spec(self._schedule.assignment.values[r])}" for r in operation.results]
+        kept = self._schedule.assignment.values
+        planned = [f"{self._tensor(r)} as {self._described(r, kept[r])}" for r in operation.results]
         lines.append(("results kept", planned))
         moves = [c for c in self._plan.collectives if c.operation == _named(operation)]
         lines.append(("collectives", [_collective(c) for c in _largest(moves)]))
@@ -161,15 +162,21 @@ class _Explainer:
         return f"{self._tensor(value)}{made}"
 
     def _strategy(self, operation: Operation, strategy: Strategy) -> str:
-        reads = [self._spec_of(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+        reads = [self._operand(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
         gives = []
         for layout, pending, reducer in zip(strategy.results, strategy.pending, strategy.reducers, strict=True):
             partial = f" partial {reducer} over {self._names(pending)}" if pending else ""
             gives.append(f"{self._spec(layout)}{partial}")
         return f"{', '.join(reads)} -> {', '.join(gives)}"
 
-    def _spec_of(self, operand: int | Constant, layout: Layout | None) -> str:
-        return "literal" if not isinstance(operand, int) or layout is None else self._spec(layout)
+    def _operand(self, operand: int | Constant, layout: Layout | None) -> str:
+        return "literal" if not isinstance(operand, int) or layout is None else self._described(operand, layout)
+
+    def _described(self, value: int, layout: Layout) -> str:
+        """A layout of a value; one in which it is still a sum over mesh axes has these in front."""
+        if self._schedule.is_partial(value, layout):
+            return f"{self._spec(layout[1:])} as a sum over {self._names(layout[0])}"
+        return self._spec(layout)
 
     def _spec(self, layout: Layout) -> str:
         return str(to_spec(self._mesh, layout))

@@ -167,7 +167,12 @@ def _options(entries: dict[str, Any]) -> Options:
         hardware = HardwareProfile(**{**hardware, **links, "axes": axes, "sources": tuple(hardware["sources"])})
     reduce_dtype = None if entries["reduce_dtype"] is None else np.dtype(entries["reduce_dtype"])
     specs = {path: _spec(spec) for path, spec in pins.items()} or None
-    return Options(**{**entries, "hardware": hardware, "pins": specs, "reduce_dtype": reduce_dtype})
+    positions = {key: _positions(entries[key]) for key in ("donate_argnums", "static_argnums")}
+    return Options(**{**entries, **positions, "hardware": hardware, "pins": specs, "reduce_dtype": reduce_dtype})
+
+
+def _positions(entry: Any) -> Any:
+    return tuple(entry) if isinstance(entry, list) else entry
 
 
 def _plain(entry: Any) -> Any:

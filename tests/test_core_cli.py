@@ -1,0 +1,208 @@
+"""The command line: what it prints, its files, its exit status, and that the documentation's commands work."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from shardplan.cli import main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = (ROOT / "docs" / "cli.md").read_text()
+needs_compiler = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="the extra `audit` is not installed")
+
+STEPS = """
+import jax
+from types import SimpleNamespace
+from shardplan.models import mlp
+
+shape = jax.ShapeDtypeStruct((64, 64), "float32")
+tuple_ = (lambda x, w: x @ w, shape, shape)
+holder = SimpleNamespace(inner=lambda: tuple_)
+number = 3
+def broken():
+    raise RuntimeError("no data here")
+def raises(x):
+    raise ZeroDivisionError("the user's own")
+step_that_raises = (raises, shape)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two modules of steps, which the command line finds there."""
+    (block,) = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(block)
+    (tmp_path / "steps.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("train", "steps"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def run(text: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = main(shlex.split(text))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def documented() -> list[str]:
+    return [line[2:] for line in DOCUMENT.splitlines() if line.startswith("$ shardplan ")]
+
+
+def test_the_documented_commands_work(capsys: pytest.CaptureFixture[str]):
+    commands = documented()
+    assert len(commands) > 5
+    for command in commands:
+        if " audit " in command and find_spec("jax_plugins") is None:
+            continue
+        status, output, errors = run(command.removeprefix("shardplan "), capsys)
+        assert (status, errors) == (0, ""), command
+        assert output.strip(), command
+        if "--json" in command:
+            json.loads(output)
+
+
+def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert set(listed) == {"plan", "compare", "audit", "explain", "diff", "rules", "demo"}
+    assert all(f"| `{name}" in DOCUMENT for name in listed)
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]):
+    status, output, _ = run("plan train:step --mesh data=2,model=4 --json", capsys)
+    record = json.loads(output)
+    assert status == 0
+    assert record["mesh"] == {"data": 2, "model": 4}
+    assert record["communication_bytes"] == sum(entry["bytes"] for entry in record["collectives"])
+    assert "0/params/layer_0/kernel" in record["layouts"]
+
+
+def test_pins_are_kept(capsys: pytest.CaptureFixture[str]):
+    _, output, _ = run("plan train:step --mesh data=2,model=4 --pin '*/params/*/kernel=-,model+data' --json", capsys)
+    assert json.loads(output)["layouts"]["0/params/layer_1/kernel"] == [None, ["model", "data"]]
+
+
+@pytest.mark.parametrize("step", ["steps:tuple_", "steps:holder.inner"])
+def test_forms_of_a_step(step: str, capsys: pytest.CaptureFixture[str]):
+    status, output, _ = run(f"plan {step} --mesh 8", capsys)
+    assert status == 0
+    assert "float32[64" in output
+
+
+def test_compare_as_json(capsys: pytest.CaptureFixture[str]):
+    status, output, _ = run("compare train:step --mesh data=8 --methods exact,fsdp --memory-limit 1GiB --json", capsys)
+    rows = json.loads(output)["rows"]
+    assert status == 0
+    assert [row["method"] for row in rows] == ["exact", "fsdp"]
+    assert rows[0]["communication_bytes"] <= rows[1]["communication_bytes"]
+
+
+def test_difference_as_json(capsys: pytest.CaptureFixture[str]):
+    run("plan train:step --mesh data=8 --save one.json", capsys)
+    run("plan train:step --mesh data=8 --pin 0/params/layer_0/kernel=data --save two.json", capsys)
+    status, output, _ = run("diff one.json two.json --json", capsys)
+    assert status == 0
+    assert json.loads(output)["layouts"]["0/params/layer_0/kernel"][1] == ["data"]
+
+
+@needs_compiler
+def test_an_audit_outside_of_its_tolerance_is_status_1(capsys: pytest.CaptureFixture[str]):
+    command = "audit train:step --mesh data=8 --pin 1/inputs=data --pin '0/*=' --json"
+    status, output, _ = run(f"{command} --tolerance 1e9", capsys)
+    record = json.loads(output)
+    assert status == 0
+    assert record["within_tolerance"]
+    assert run(f"{command} --tolerance -1", capsys)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan nothere:step --mesh 8", "cannot import `nothere` for the step `nothere:step`"),
+        ("plan train:nothing --mesh 8", "there is no step `train:nothing`"),
+        ("plan train --mesh 8", "a step is named `module:attribute`, got `train`"),
+        ("plan steps:number --mesh 8", "`steps:number` is no step"),
+        ("plan steps:broken --mesh 8", "`steps:broken` raised RuntimeError when it was called: no data here"),
+        ("plan train:step --mesh data=two", "a mesh is written `data=2,model=4`"),
+        ("plan train:step --mesh a=2,a=4", "uses an axis name twice"),
+        ("plan train:step --mesh 0", "a mesh needs at least one device"),
+        ("plan train:step --mesh 8 --pin data", "a pin is written `path=spec`"),
+        ("plan train:step --mesh data=8 --pin nothing=data", "the pin `nothing` matches no argument"),
+        ("plan train:step --mesh 8 --memory-limit much", "a size is written `80GB`"),
+        ("plan train:step --mesh 8 --memory-limit 1KB", "no layout was found that keeps within"),
+        ("plan train:step --mesh 8 --hardware abacus", "there is no hardware profile `abacus`"),
+        ("plan train:step --mesh 8 --reduce-dtype wide", "there is no element type `wide`"),
+        ("plan train:step --mesh 8 --donate first", "positions of arguments are numbers"),
+        ("plan train:step --mesh 8 --save nowhere/plan.json", "cannot write the plan to `nowhere/plan.json`"),
+        ("explain train:step nothing --mesh 8", "`nothing` matches no argument and no operation"),
+        ("explain train:step op0 --plan nothing.json", "cannot read the plan `nothing.json`"),
+        ("diff steps.py steps.py", "is torn, or no plan at all"),
+        ("compare train:step --mesh 8 --methods magic", "there is no method `magic`"),
+        ("demo2", ""),
+    ],
+)
+def test_errors_are_one_message_and_status_2(command: str, message: str, capsys: pytest.CaptureFixture[str]):
+    try:
+        status = main(shlex.split(command))
+    except SystemExit as end:  # argparse's own
+        status = end.code
+    errors = capsys.readouterr().err
+    assert status == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_a_plan_of_another_step_is_refused(capsys: pytest.CaptureFixture[str]):
+    run("plan steps:tuple_ --mesh 8 --save plan.json", capsys)
+    status, _, errors = run("explain train:step op0 --plan plan.json", capsys)
+    assert status == 2
+    assert "the plan was made for another program" in errors
+
+
+def test_what_the_step_itself_raises_is_the_users(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ZeroDivisionError, match="the user's own"):
+        main(["plan", "steps:step_that_raises", "--mesh", "8"])
+
+
+def test_rules(capsys: pytest.CaptureFixture[str]):
+    status, output, _ = run("rules --json", capsys)
+    records = {record["name"]: record for record in json.loads(output)}
+    assert status == 0
+    assert "Sum" in records["dot_general"]["expression"]
+
+
+def test_as_a_program(folder: Path):
+    """In a process of its own, without a platform set, as users run it."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    command = [
+        sys.executable,
+        "-m",
+        "shardplan.cli",
+        "plan",
+        "train:step",
+        "--mesh",
+        "data=2,model=4",
+        "--save",
+        "p.json",
+    ]
+    found = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=90
+    )
+    assert found.returncode == 0, found.stderr
+    assert "Plan over mesh (data=2, model=4)" in found.stdout
+    assert (folder / "p.json").exists()
+
+
+def test_the_demo_is_run_by_name(capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", "--help"]) == 0
+    assert "shardplan demo" in capsys.readouterr().out

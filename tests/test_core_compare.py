@@ -1,0 +1,175 @@
+"""Comparisons: baselines that are what their names say, and never beat the planner."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan import ArgumentError
+from shardplan.baselines import BASELINES, follow_examples
+from shardplan.layout import MeshAxes
+from shardplan.models import gpt, mlp
+from shardplan.plan_report import planned_traffic
+from shardplan.tracing import trace_program
+
+TRAINING = mlp.training(mlp.Config(widths=(512, 2048, 512), batch=256))
+STEP = TRAINING.train_step, AbstractMesh((8,), ("data",)), TRAINING.state, TRAINING.batch
+PARAMETER_BYTES = 4 * TRAINING.parameters
+RING = 7 / 8
+
+
+@pytest.fixture(scope="module")
+def comparison() -> shardplan.Comparison:
+    return shardplan.compare(*STEP)
+
+
+def test_rows_come_as_asked(comparison: shardplan.Comparison):
+    assert [row.method for row in comparison] == ["exact", "data_parallel", "zero1", "fsdp"]
+    assert len(comparison) == 4
+    assert comparison["fsdp"] is list(comparison)[3]
+    with pytest.raises(KeyError, match="`nothing` was not compared"):
+        comparison["nothing"]
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_no_baseline_beats_the_bound(comparison: shardplan.Comparison, method: str):
+    row, exact = comparison[method], comparison["exact"]
+    assert row.objective >= exact.lower_bound * (1 - 1e-9)
+    assert row.lower_bound == exact.lower_bound
+    assert row.gap == pytest.approx(1 - exact.lower_bound / row.objective)
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_baselines_send_each_parameter_twice(comparison: shardplan.Comparison, method: str):
+    """By ring: an all-reduce of the gradients, or a reduce-scatter and an all-gather; and the loss."""
+    assert comparison[method].communication_bytes == pytest.approx(2 * RING * PARAMETER_BYTES, rel=1e-4)
+
+
+def test_data_parallelism_is_all_reduces_alone(comparison: shardplan.Comparison):
+    plan = comparison["data_parallel"].plan
+    assert plan is not None
+    assert {kind for kind, _ in planned_traffic(plan)} == {"all-reduce"}
+    assert all(a.spec == (P() if a.fed_back else P("data")) for a in plan.arguments)
+
+
+def test_zero1_splits_the_optimizer_alone(comparison: shardplan.Comparison):
+    plan = comparison["zero1"].plan
+    assert plan is not None
+    for path, spec in plan.layouts.items():
+        if path.startswith("0/params"):
+            assert spec == P()
+        elif "/mu/" in path or "/nu/" in path:
+            assert "data" in spec
+
+
+def test_fsdp_splits_the_largest_dimension(comparison: shardplan.Comparison):
+    plan = comparison["fsdp"].plan
+    assert plan is not None
+    assert plan.layouts["0/params/layer_0/kernel"] == P(None, "data")
+    assert plan.layouts["0/params/layer_1/kernel"] == P("data")
+    assert plan.layouts["0/opt_state/0/mu/layer_1/kernel"] == P("data")
+    held = {method: comparison[method].peak_bytes for method in BASELINES}
+    assert held["fsdp"] < held["zero1"] < held["data_parallel"]
+
+
+def test_baselines_use_every_axis_of_a_mesh(comparison: shardplan.Comparison):
+    both = shardplan.compare(STEP[0], AbstractMesh((2, 4), ("data", "model")), *STEP[2:], methods=("data_parallel",))
+    (row,) = both
+    assert row.plan is not None
+    assert row.plan.layouts["1/inputs"] == P(("data", "model"))
+    assert row.communication_bytes == pytest.approx(comparison["data_parallel"].communication_bytes)
+
+
+def test_printed(comparison: shardplan.Comparison):
+    text, drawn = str(comparison), comparison._repr_html_()
+    assert "Mesh (data=8)" in text
+    for row in comparison:
+        assert row.method in text
+        assert row.method in drawn
+    assert f"{comparison['fsdp'].communication_bytes / 1e6:,.1f}" in text
+
+
+def test_what_does_not_fit_says_so(comparison: shardplan.Comparison):
+    limit = 0.9 * comparison["data_parallel"].peak_bytes
+    found = shardplan.compare(*STEP, methods=("exact", "data_parallel"), memory_limit=limit)
+    assert found["exact"].note == ""
+    assert found["exact"].peak_bytes <= limit
+    assert found["data_parallel"].note == "does not fit the memory"
+
+
+def test_without_a_plan_a_row_says_why():
+    found = shardplan.compare(*STEP, methods=("exact",), memory_limit=1000)
+    assert found["exact"].plan is None
+    assert "no layout was found" in found["exact"].note
+    assert math.isnan(found["exact"].communication_bytes)
+    assert "no layout was found" in str(found)
+
+
+def test_a_number_of_devices():
+    found = shardplan.compare(STEP[0], 8, *STEP[2:], methods=("exact", "fsdp"))
+    assert math.prod(found.mesh_axes.values()) == 8
+    assert found["exact"].objective <= found["fsdp"].objective
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"methods": ("magic",)}, "there is no method `magic`; there are data_parallel"),
+        ({"methods": ()}, "there is no method that is none|there are data_parallel"),
+        ({"speed": 3}, "there is no option `speed`"),
+        ({"objective": "beauty"}, "there is no objective `beauty`"),
+    ],
+)
+def test_wrong_arguments(arguments: dict, message: str):
+    with pytest.raises(ArgumentError, match=message):
+        shardplan.compare(*STEP, **arguments)
+
+
+def test_a_function_without_state_has_no_baselines():
+    shape = jax.ShapeDtypeStruct((64, 64), "float32")
+    found = shardplan.compare(lambda x, w: x @ w, STEP[1], shape, shape, methods=("exact", "fsdp"))
+    assert found["exact"].plan is not None
+    assert "replaces no argument" in found["fsdp"].note
+
+
+def test_a_batch_that_nothing_divides():
+    odd = mlp.training(mlp.Config(widths=(64, 64), batch=7))
+    found = shardplan.compare(odd.train_step, STEP[1], odd.state, odd.batch, methods=("data_parallel",))
+    assert "no mesh axis divides the batch of 7" in found["data_parallel"].note
+
+
+def test_examples_are_followed_through_a_transformer():
+    """Everything between the tokens and the loss carries the examples; what sums over them are the gradients."""
+    training = gpt.training(gpt.Config(layers=1, width=64, heads=4, vocabulary=256, sequence=32, batch=16))
+    program = trace_program(training.train_step, (training.state, training.batch))
+    examples = follow_examples(program, MeshAxes(("data",), (8,)))
+    state = {program.inputs[position] for position in program.ties.values()}
+    assert not state & {*examples.dims, *examples.sums}
+    for value, dim in examples.dims.items():
+        assert program.values[value].shape[dim] == 16
+    lost = [
+        operation.primitive.name
+        for operation in program.operations
+        if any(isinstance(o, int) and o in examples.dims for o in operation.operands)
+        and not {*operation.results} & {*examples.dims, *examples.sums}
+    ]
+    assert not lost
+    shapes = {program.values[value].shape for value in examples.sums}
+    assert {leaf.shape for leaf in jax.tree.leaves(training.state["params"]) if leaf.ndim == 2} <= shapes | {(32, 64)}
+
+
+def test_examples_are_followed_through_loops():
+    def step(state, batch):
+        def loss(weights):
+            return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, weights)[0] ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(state)
+        return state - gradient, value
+
+    shapes = jax.ShapeDtypeStruct((4, 128, 128), "float32"), jax.ShapeDtypeStruct((64, 128), "float32")
+    found = shardplan.compare(step, STEP[1], *shapes, methods=("data_parallel",))
+    assert found["data_parallel"].communication_bytes == pytest.approx(2 * RING * 4 * 4 * 128 * 128, rel=1e-3)

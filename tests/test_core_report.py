@@ -1,0 +1,203 @@
+"""What plans say of themselves: printed, drawn, explained, and held against each other."""
+
+import re
+from fnmatch import fnmatchcase
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan import ArgumentError, Plan
+from shardplan.alternatives import alternatives
+from shardplan.models import mlp
+from shardplan.plan_report import layout_groups, plan_record, planned_traffic
+from shardplan.search import Network
+
+MESH = AbstractMesh((2, 4), ("data", "model"))
+TRAINING = mlp.training(mlp.Config(widths=(512, 2048, 512, 2048, 512), batch=256))
+KERNELS = "0/params/*/kernel"
+
+
+def plan_of(**options) -> Plan:
+    return shardplan.plan(TRAINING.train_step, MESH, TRAINING.state, TRAINING.batch, **options)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of()
+
+
+@pytest.fixture(scope="module")
+def pinned() -> Plan:
+    return plan_of(pins={KERNELS: P(None, ("data", "model"))})
+
+
+def test_text_has_mesh_evidence_traffic_and_layouts(plan: Plan):
+    text = str(plan)
+    assert "mesh (data=2, model=4), 8 devices" in text
+    assert f"{plan.communication_bytes / 1e6:,.1f} MB sent" in text
+    assert "% above the optimum" in text
+    for kind, axes in planned_traffic(plan):
+        assert re.search(rf"^{kind} +{', '.join(axes)} ", text, re.MULTILINE)
+    assert "MB at the peak" in text
+
+
+def test_traffic_and_groups_add_up(plan: Plan):
+    assert sum(sent for _, sent in planned_traffic(plan).values()) == pytest.approx(plan.communication_bytes)
+    groups = layout_groups(plan)
+    assert sum(group.count for group in groups) == len(plan.arguments)
+    whole = sum(argument.total_bytes for argument in plan.arguments)
+    assert whole / 8 <= sum(group.bytes_per_device for group in groups) <= whole
+
+
+def test_groups_join_numbers_of_equal_tensors_alone(plan: Plan):
+    arguments = {argument.path: argument for argument in plan.arguments}
+    found = []
+    for group in layout_groups(plan):
+        members = [arguments[path] for path in arguments if fnmatchcase(path, group.pattern)]
+        alike = [m for m in members if (m.shape, m.dtype, m.spec) == (group.shape, group.dtype, group.spec)]
+        assert len(alike) == group.count
+        found += [member.path for member in alike]
+    assert sorted(found) == sorted(arguments)
+
+
+def test_html_draws_every_group(plan: Plan):
+    text = plan._repr_html_()
+    for group in layout_groups(plan):
+        assert group.pattern in text
+    assert text.count("<table") == text.count("</table>") == 2 + sum(1 for group in layout_groups(plan) if group.shape)
+    assert "background:#" in text
+
+
+def test_html_escapes_names():
+    plan = shardplan.plan(lambda x: {"<b>": x["<i>"] * 2}, MESH, {"<i>": jax.ShapeDtypeStruct((8, 8), "float32")})
+    assert "<i>" not in plan._repr_html_()
+
+
+def test_record_is_the_plan(plan: Plan):
+    record = plan_record(plan)
+    assert record["communication_bytes"] == plan.communication_bytes
+    assert record["layouts"]["0/params/layer_0/kernel"] == list(plan.layouts["0/params/layer_0/kernel"])
+    assert sum(entry["bytes"] for entry in record["collectives"]) == pytest.approx(plan.communication_bytes)
+
+
+def test_difference_names_what_differs(plan: Plan, pinned: Plan):
+    difference = plan.diff(pinned)
+    assert difference
+    for path, (one, other) in difference.layouts.items():
+        assert (plan.layouts[path], pinned.layouts[path]) == (one, other)
+        assert one != other
+    before, after = planned_traffic(plan), planned_traffic(pinned)
+    moved = sum(other - one for one, other in difference.traffic.values())
+    assert moved == pytest.approx(pinned.communication_bytes - plan.communication_bytes, abs=10)
+    assert {*difference.traffic} <= {*before, *after}
+    assert "objective" in str(difference)
+
+
+def test_a_plan_does_not_differ_from_itself(plan: Plan):
+    assert not plan.diff(plan)
+    assert str(plan.diff(plan)) == "the plans are equal"
+
+
+def test_difference_of_other_arguments_and_meshes(plan: Plan):
+    other = shardplan.plan(lambda x: x + 1, AbstractMesh((8,), ("data",)), jax.ShapeDtypeStruct((8,), "float32"))
+    difference = plan.diff(other)
+    assert difference.layouts["0"] == (None, other.layouts["0"])
+    assert difference.layouts["1/inputs"][1] is None
+    assert difference.measures["mesh"] == ("data=2, model=4", "data=8")
+    assert "no such argument" in str(difference)
+
+
+def test_explained_argument(plan: Plan):
+    text = plan.explain("0/params/layer_1/kernel")
+    assert text.startswith("0/params/layer_1/kernel\n")
+    assert str(plan.layouts["0/params/layer_1/kernel"]) in text.splitlines()[1]
+    assert text.count("dot_general as") == 2  # forward, and the gradient of the activations
+    assert "replaced by" in text
+    assert "linear.py:" in text
+    assert "(searched anew)" in text
+
+
+def test_explained_extra_cost_is_that_of_a_plan_with_a_pin(plan: Plan):
+    """Each other layout that was searched anew costs what planning with that layout pinned costs."""
+    path = "0/params/layer_1/kernel"
+    told = [entry for entry in _extras(plan.explain(path)) if "sum" not in entry[0]]
+    assert len(told) >= 5
+    for spec, extra in (told[0], told[-1]):
+        pinned = plan_of(pins={path: eval(spec, {"P": P})})
+        expected = (pinned.objective - plan.objective) / 1e6
+        assert extra == pytest.approx(expected, abs=0.06 + 1e-4 * plan.objective / 1e6)
+
+
+def test_explained_without_time_is_at_most(plan: Plan):
+    """What is only estimated is never below what a search finds."""
+    exact = dict(_extras(plan.explain("0/params/layer_1/kernel")))
+    loose = dict(_extras(plan.explain("0/params/layer_1/kernel", time_limit=0.0)))
+    assert exact.keys() == loose.keys()
+    assert all(loose[spec] >= exact[spec] - 0.11 for spec in exact)
+
+
+def _extras(text: str) -> list[tuple[str, float]]:
+    found = re.findall(r"(P\(.*\)): \+([\d.,]+) MB \(", text)
+    return [(spec, float(extra.replace(",", ""))) for spec, extra in found]
+
+
+def test_explained_operation(plan: Plan):
+    text = plan.explain("op0", time_limit=0.5)
+    assert text.startswith("op0 dot_general\n")
+    assert "Sum(" in text
+    assert re.search(r"shared by \d of 8 devices", text)
+    assert "other splits" in text
+
+
+def test_explained_by_source_and_glob(plan: Plan):
+    text = plan.explain("* dot_general", time_limit=0.1)
+    assert text.count("other splits") == 6
+    assert "more: op" in text
+    assert "dot_general" in plan.explain("linear.py:*", time_limit=0.1)
+
+
+def test_explained_pin_has_no_other_layout(pinned: Plan):
+    assert "none: it is pinned" in pinned.explain("0/params/layer_0/kernel")
+
+
+def test_explained_loop():
+    def scan(weights, x):
+        return jax.lax.scan(lambda h, w: (jax.numpy.tanh(h @ w), None), x, weights)[0]
+
+    shapes = jax.ShapeDtypeStruct((4, 128, 128), "float32"), jax.ShapeDtypeStruct((64, 128), "float32")
+    plan = shardplan.plan(scan, MESH, *shapes)
+    assert "4 times" in plan.explain("* scan", 0.1)
+    assert "read by" in plan.explain("0", 0.1)
+
+
+def test_explaining_what_is_not_there(plan: Plan):
+    with pytest.raises(ArgumentError, match=r"`nothing` matches no argument and no operation: give a path \(`0/"):
+        plan.explain("nothing")
+
+
+def test_alternatives_against_brute_force():
+    """On small networks each other choice costs what the best assignment with it costs."""
+    generator = np.random.default_rng(0)
+    for _ in range(10):
+        network = Network()
+        variables = [network.add_variable(generator.integers(0, 9, 3)) for _ in range(5)]
+        for u, v in [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 3)]:
+            network.add_edge(variables[u], variables[v], generator.integers(0, 9, (3, 3)))
+        every = [tuple(choices) for choices in np.ndindex(3, 3, 3, 3, 3)]
+        costs = {choices: network.cost(choices) for choices in every}
+        best = min(every, key=costs.__getitem__)
+        for other in alternatives(network, best, 1, time_limit=5.0):
+            expected = min(costs[c] for c in every if c[1] == other.choice) - costs[best]
+            assert other.searched
+            assert other.extra_cost == pytest.approx(expected, abs=1e-3 * costs[best])
+        for other in alternatives(network, best, 1, time_limit=0.0):
+            assert not other.searched
+            assert other.extra_cost >= min(costs[c] for c in every if c[1] == other.choice) - costs[best] - 1e-9
+
+
+def test_no_module_of_the_reports_prints_addresses(plan: Plan):
+    assert " at 0x" not in str(plan) + plan.explain("op0", time_limit=0.1) + plan._repr_html_()
