@@ -51,13 +51,14 @@ class Profile:
         self.entry_span = np.repeat(np.arange(len(sizes)), sizes)
         within = np.arange(len(self.amounts)) - self.firsts[self.entry_span]
         self.entry_choice = np.asarray(offsets, dtype=np.intp)[self.owners][self.entry_span] + within
-        self.fixed = self._add_up(
+        self.fixed = self.add_up(
             np.array([a for a, _, _ in fixed]),
             np.searchsorted(self.instants, np.array([s for _, s, _ in fixed], dtype=np.int64)),
             np.searchsorted(self.instants, np.array([e for _, _, e in fixed], dtype=np.int64)),
         )
 
-    def _add_up(self, amounts: Array, starts: Index, ends: Index) -> Array:
+    def add_up(self, amounts: Array, starts: Index, ends: Index) -> Array:
+        """The sum over time of amounts that are used from instant number `starts` until `ends`."""
         count = len(self.instants)
         steps = np.bincount(starts, weights=amounts, minlength=count)
         steps -= np.bincount(ends, weights=amounts, minlength=count)
@@ -65,14 +66,14 @@ class Profile:
 
     def used(self, choices: Index) -> Array:
         """The usage at each instant, of one choice per variable."""
-        return self.fixed + self._add_up(self.amounts[self.firsts + choices[self.owners]], self.starts, self.ends)
+        return self.fixed + self.add_up(self.amounts[self.firsts + choices[self.owners]], self.starts, self.ends)
 
     def extreme(self, most: bool) -> Array:
         """The sum of each usage's highest (or least) amount, per instant."""
         if not len(self.firsts):
             return self.fixed
         reduce = np.maximum.reduceat if most else np.minimum.reduceat
-        return self.fixed + self._add_up(reduce(self.amounts, self.firsts), self.starts, self.ends)
+        return self.fixed + self.add_up(reduce(self.amounts, self.firsts), self.starts, self.ends)
 
     def at(self, instant: int) -> Array:
         """Per choice of each variable, what it uses at this instant."""

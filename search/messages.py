@@ -175,6 +175,16 @@ class Sweeper:
             edge_of=far_edge,
         )
 
+    @property
+    def entries(self) -> int:
+        """Number of table entries, each of which a sweep reads twice."""
+        return len(self._up_tables)
+
+    @property
+    def levels(self) -> int:
+        """Number of groups of variables that are handled one after another."""
+        return len(self._up)
+
     def up(self) -> None:
         """One sweep in ascending order."""
         for level in self._up:

@@ -27,7 +27,7 @@ _LARGEST_TABLE = 150_000
 _LARGEST_GROWTH = 4
 
 
-def reduce_graph(graph: Graph) -> None:
+def reduce_graph(graph: Graph, dominance: bool = True) -> None:
     """Runs all the reductions until none finds anything cheap to do."""
     settle_usage(graph)
     while True:
@@ -36,16 +36,19 @@ def reduce_graph(graph: Graph) -> None:
         count += follow(graph)
         settle_usage(graph)
         graph.make_consistent()
-        if not count and not drop_dominated(graph):
+        if not count and not (dominance and drop_dominated(graph)):
             return
 
 
-def shrink(graph: Graph) -> None:
-    """All reductions, with those that the usage limit allows, until they find nothing more."""
+def shrink(graph: Graph, dominance: bool = True) -> None:
+    """All reductions, with those that the usage limit allows, until they find nothing more.
+
+    dominance: whether to look for dominated choices, which takes long where tables are not shared.
+    """
     while True:
         if graph.usage_limit is not None:
             drop_safe_spans(graph)
-        reduce_graph(graph)
+        reduce_graph(graph, dominance)
         if graph.usage_limit is None:
             return
         masks = fitting(graph)
@@ -233,12 +236,7 @@ def _dominance(graph: Graph, v: int, costs: NDArray[np.float64]) -> NDArray[np.i
     # worse[l, k]: at most by how much the total rises when k is replaced by l.
     worse = costs[:, None] - costs[None, :]
     for table in graph.neighbours[v].values():
-        with np.errstate(invalid="ignore"):
-            rise = table[:, None, :] - table[None, :, :]
-        if graph.tables.finite(table) is not None:
-            # inf - inf: k is excluded there itself, so nothing is lost.
-            np.copyto(rise, -np.inf, where=np.isnan(rise))
-        worse = worse + rise.max(axis=2)
+        worse = worse + graph.tables.rise(table)
     for amounts in {id(amounts): amounts for amounts, _, _ in graph.spans[v]}.values():
         worse[amounts[:, None] > amounts[None, :]] = np.inf
     beats = worse <= 0

@@ -78,6 +78,11 @@ class Relaxation:
         self._step(choices, max(target, 1e-4 * abs(bound)))
 
     @property
+    def seconds_per_sweep(self) -> float:
+        """An estimate of how long `improve` takes on one core: 3 ns a table entry each way, 40 us a level."""
+        return 6e-9 * self.sweeper.entries + 8e-5 * self.sweeper.levels + 3e-8 * self.amounts.size
+
+    @property
     def settled(self) -> bool:
         """Whether the prices hardly move any more."""
         return not len(self.prices) or self._length < 0.02
@@ -174,6 +179,11 @@ class Relaxation:
         again = self._sweep(prices)
         self.bound = max(self.bound, bound, again)
         return bound, self.sweeper.beliefs
+
+    def prunable(self, upper: float) -> float:
+        """The share of all choices that `prune` would about drop."""
+        room = upper - self.bound
+        return float(np.mean(self.sweeper.beliefs > room)) if room < math.inf else 0.0
 
     def prune(self, upper: float) -> int:
         """Drops choices that no assignment below `upper` takes, from the graph; returns how many.

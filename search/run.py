@@ -27,6 +27,7 @@ class Run:
     def __init__(self, network: Network, time_limit: float, gap: float, progress: ProgressCallback | None) -> None:
         self.network = network
         self.gap = gap
+        self.time_limit = time_limit
         self.started = time.monotonic()
         self.deadline = self.started + time_limit
         self.progress = progress

@@ -21,65 +21,76 @@ from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.solution import relative_gap
 
-__all__ = ["Effort", "GraphSolver"]
+__all__ = ["Effort", "GraphSolver", "Watch"]
 
 Index = NDArray[np.intp]
+_SWEEPS = 20
+_WORTH_PRUNING = 0.2
+_FEW_CHOICES = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is tried; counts of work, not of seconds, so that results repeat.
 
-    sweeps: of messages, in a round. rounds: at most. promising: choices per variable that are tried together.
-    table, entries: of dynamic programming, in one table and in all. closing: CP-SAT's deterministic time;
-    closable: table entries up to which it is tried.
+    sweeps: of messages, at most. seconds: that they may take, by estimate from the sizes of tables.
+    promising: choices per variable that are tried together. table, entries: of dynamic programming, in one table and
+    in all. closing: CP-SAT's deterministic time; closable: table entries up to which it is tried.
     """
 
-    sweeps: int = 20
-    rounds: int = 40
+    sweeps: int = 3000
+    seconds: float = 60.0
     promising: int = 4
     table: float = 2e5
-    entries: float = 2e7
+    entries: float = 3e7
     closing: float = 30.0
     closable: int = 60_000
 
 
-class GraphSolver:
-    """Minimises a graph. `lower` and `upper` are valid at any moment; `graph.hint` is of cost `upper`.
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Whom a solver answers to.
 
     report: called after each step that may have changed a bound; it may raise, to end the search.
+    seconds_left: until the search has to end.
     """
 
-    def __init__(self, graph: Graph, upper: float, effort: Effort, gap: float, report: Callable[[], None]) -> None:
+    report: Callable[[], None]
+    seconds_left: Callable[[], float]
+
+
+class GraphSolver:
+    """Minimises a graph. `lower` and `upper` are valid at any moment; `graph.hint` is of cost `upper`."""
+
+    def __init__(self, graph: Graph, upper: float, effort: Effort, gap: float, watch: Watch) -> None:
         self.graph, self.effort, self.gap = graph, effort, gap
         self.upper, self.lower = upper, -math.inf
-        self.report = report
+        self.watch = watch
         self.prices: dict[int, float] = {}
         self.sweeps = 0
         self.relaxation: Relaxation | None = None
+        self._stalled = False
+        self._estimate = 0.0
 
     def solve(self) -> None:
         """Runs rounds until the gap is closed, or a round does not help any more."""
         graph, effort = self.graph, self.effort
         shrink(graph)
-        for turn in range(effort.rounds):
-            if self._settled_by_elimination(1e4 if turn == 0 else effort.entries):
+        while self._may_sweep():
+            if self._settled_by_elimination(effort.entries if self.sweeps else 1e4, effort.entries):
                 return
             before = self._choices()
-            lower, upper = self.lower, self.upper
-            relaxation = self._sweep()
+            relaxation = self._sweep_until_prunable()
             if self.closed:
                 return
             relaxation.reparametrise()
             relaxation.prune(self.upper)
             self.raise_lower(relaxation.bound)
-            shrink(graph)
-            self.report()
-            self.relaxation = None
-            gain = self.lower - lower + (upper - self.upper if upper < math.inf else math.inf)
-            if self._choices() > 0.9 * before and gain < 0.1 * (self.upper - self.lower):
+            shrink(graph, dominance=before < _FEW_CHOICES)
+            self.watch.report()
+            if self._stalled and self._choices() > 0.95 * before:
                 break
-        if not self.closed:
+        if not self.closed and not self._settled_by_elimination(40 * effort.entries, effort.entries):
             self._close()
 
     @property
@@ -87,12 +98,23 @@ class GraphSolver:
         """Whether the asked gap is reached."""
         return relative_gap(self.upper, self.lower) <= self.gap
 
+    def relax_again(self, sweeps: int = 4) -> Relaxation:
+        """A relaxation of the graph as it is, at the best prices, after a few sweeps."""
+        relaxation = Relaxation(self.graph, self.prices)
+        for _ in range(sweeps):
+            relaxation.reduced_costs()
+        self.raise_lower(relaxation.bound)
+        return relaxation
+
+    def _may_sweep(self) -> bool:
+        return self.sweeps < self.effort.sweeps and self._estimate < self.effort.seconds
+
     def accept(self, choices: dict[int, int], cost: float) -> None:
         """Takes a valid assignment of the graph into account."""
         if cost < self.upper:
             self.upper = cost
             self.graph.hint = dict(choices)
-            self.report()
+            self.watch.report()
 
     def raise_lower(self, bound: float) -> None:
         """Takes a lower bound into account."""
@@ -101,22 +123,43 @@ class GraphSolver:
     def _choices(self) -> int:
         return sum(self.graph.size(v) for v in self.graph.live())
 
-    def _sweep(self) -> Relaxation:
-        """One round of messages; assignments found on the way are accepted."""
+    def _sweep_until_prunable(self) -> Relaxation:
+        """Messages, until much can be pruned or they do not help any more; assignments found are accepted."""
         relaxation = Relaxation(self.graph, self.prices)
         self.relaxation = relaxation
-        for _ in range(self.effort.sweeps):
+        bounds: list[float] = []
+        trial, wait = 0, 1
+        while self._may_sweep():
+            self._sweep(relaxation)
+            if self.closed:
+                break
+            bounds.append(self.lower)
+            turn = len(bounds) - 1
+            if turn == trial:
+                upper = self.upper
+                self._try_promising(relaxation)
+                # Trials get rarer while they find nothing.
+                wait = 1 if self.upper < upper - 0.1 * (upper - self.lower) else 2 * wait
+                trial += wait
+            if self.closed or relaxation.prunable(self.upper) > _WORTH_PRUNING:
+                break
+            if turn >= 4 and bounds[-1] - bounds[-4] < 0.05 * (self.upper - self.lower) and relaxation.settled:
+                self._stalled = True
+                break
+        self.prices = relaxation.price_by_time()
+        return relaxation
+
+    def _sweep(self, relaxation: Relaxation) -> None:
+        for _ in range(_SWEEPS):
             relaxation.improve(self.upper)
             self.sweeps += 1
+            self._estimate += relaxation.seconds_per_sweep
             self.raise_lower(relaxation.bound)
             if relaxation.choices is not None and relaxation.cost < self.upper:
                 self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)
-            self.report()
+            self.watch.report()
             if self.closed:
-                return relaxation
-        self._try_promising(relaxation)
-        self.prices = relaxation.price_by_time()
-        return relaxation
+                return
 
     def _try_promising(self, relaxation: Relaxation) -> None:
         """Dynamic programming on the choices of the least min-marginals, and those of the best assignment."""
@@ -144,15 +187,15 @@ class GraphSolver:
                 self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)
                 return
 
-    def _settled_by_elimination(self, entries: float) -> bool:
-        """Solves the rest exactly where dynamic programming can within so many entries."""
+    def _settled_by_elimination(self, entries: float, largest: float) -> bool:
+        """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""
         graph = self.graph
         live = graph.live()
         if any(graph.spans[v] for v in live):
             return False
         sizes = {v: graph.size(v) for v in live}
-        order = plan(sizes, _adjacency(graph), math.inf, entries)
-        if order is None:
+        order = plan(sizes, _adjacency(graph), largest, entries)
+        if order is None or order.fixed:
             return False
         keep = {v: np.arange(size) for v, size in sizes.items()}
         costs = {v: graph.costs[v] for v in live}
@@ -166,7 +209,7 @@ class GraphSolver:
         entries = sum(t.size for v in live for w, t in graph.neighbours[v].items() if v < w)
         if entries > self.effort.closable:
             return
-        result = close(graph, live, self.effort.closing, math.inf, graph.hint)
+        result = close(graph, live, self.effort.closing, self.watch.seconds_left(), graph.hint)
         self.raise_lower(min(graph.constant + result.lower_bound, self.upper))
         if result.choices is not None:
             self.accept(result.choices, graph.cost(result.choices))

@@ -101,6 +101,10 @@ class Tables:
             self._results[key] = found
         return found[0]  # type: ignore[return-value]
 
+    def rise(self, table: Array) -> Array:
+        """`max over j of table[l, j] - table[k, j]`, per (l, k), over the j that k does not exclude."""
+        return self._remember(("rise", id(table)), lambda: _rise(table, self.finite(table)), table)
+
     def restrict(self, array: Array, rows: bytes, columns: bytes | None = None) -> Array:
         """The rows (and columns) whose bytes are not 0."""
         key = ("restrict", id(array), rows, columns)
@@ -131,3 +135,13 @@ def _join(costs: Array, left: Array, right: Array) -> Array:
         np.add(weighted[i][:, None], right[i][None, :], out=scratch)
         np.minimum(result, scratch, out=result)
     return result
+
+
+def _rise(table: Array, finite: NDArray[np.bool_] | None) -> Array:
+    if finite is None:
+        return (table[:, None, :] - table[None, :, :]).max(axis=2)
+    with np.errstate(invalid="ignore"):
+        rise = table[:, None, :] - table[None, :, :]
+    # inf - inf: k is excluded there itself, so nothing is lost.
+    np.copyto(rise, -np.inf, where=~finite[None, :, :])
+    return rise.max(axis=2)
