@@ -186,10 +186,11 @@ class Replay:
 
     def _linear(self, operation: Operation) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
-        result = operation.results[0]
-        if not self._schedule.is_partial(result, self._schedule.assignment.values[result]):
+        linear = self._schedule.problem.deferred.operands.get(operation.index, ())
+        if not linear:
             return ()
-        return self._schedule.problem.deferred.operands.get(operation.index, ())
+        result = operation.results[0]
+        return linear if self._schedule.is_partial(result, self._schedule.assignment.values[result]) else ()
 
     def _run_partial(self, operation: Operation, operands: Sequence[Any], linear: tuple[int, ...]) -> tuple[Any, ...]:
         """Runs a linear operation on every device's part."""
