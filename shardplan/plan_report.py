@@ -32,14 +32,16 @@ _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#
 class LayoutGroup:
     """Arguments of equal shape, dtype and layout whose paths match one glob.
 
+    ``also`` are the globs of where else such tensors are: a parameter's moments in the optimizer's state.
     ``bytes_per_device`` is what one device holds of all of them.
     """
 
     pattern: str
+    also: tuple[str, ...]
+    paths: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
-    count: int
     bytes_per_device: float
 
     @property
@@ -77,17 +79,57 @@ def bytes_on_device(argument: PlannedArgument, mesh_axes: dict[str, int]) -> flo
 def layout_groups(plan: Plan) -> list[LayoutGroup]:
     """The arguments in groups, in the order of their first members."""
     mesh_axes = plan.mesh_axes
-    groups: dict[object, list[PlannedArgument]] = {}
+    globs: dict[tuple[str, Any], list[PlannedArgument]] = {}
     for argument in plan.arguments:
-        key = (glob_of(argument.path), argument.shape, argument.dtype, tuple(argument.spec))
-        groups.setdefault(key, []).append(argument)
+        key = (argument.shape, argument.dtype, tuple(argument.spec))
+        globs.setdefault((glob_of(argument.path), key), []).append(argument)
+    homes = _homes(list(globs))
     found = []
-    for members in groups.values():
+    for home, others in homes.items():
+        members = [member for one in (home, *others) for member in globs[one]]
         first = members[0]
-        pattern = first.path if len(members) == 1 else glob_of(first.path)
-        held = sum(bytes_on_device(member, mesh_axes) for member in members)
-        found.append(LayoutGroup(pattern, first.shape, first.dtype, first.spec, len(members), held))
+        found.append(
+            LayoutGroup(
+                pattern=first.path if len(globs[home]) == 1 else home[0],
+                also=tuple(_place(other[0], home[0]) for other in others),
+                paths=tuple(member.path for member in members),
+                shape=first.shape,
+                dtype=first.dtype,
+                spec=first.spec,
+                bytes_per_device=sum(bytes_on_device(member, mesh_axes) for member in members),
+            )
+        )
     return found
+
+
+def _homes(globs: list[tuple[str, Any]]) -> dict[tuple[str, Any], list[tuple[str, Any]]]:
+    """Globs that others of the same tensors end with, but for their first two components, and these others."""
+    shortest_first = sorted(globs, key=lambda one: one[0].count("/"))
+    by_tail: dict[Any, tuple[str, Any]] = {}
+    home_of = {}
+    for one in shortest_first:
+        parts = one[0].split("/")
+        tails = [tuple(parts[start:]) for start in range(2, len(parts))]
+        home_of[one] = next(
+            (by_tail[parts[0], tail, one[1]] for tail in tails if (parts[0], tail, one[1]) in by_tail), one
+        )
+        if home_of[one] == one and len(parts) > 2:
+            by_tail.setdefault((parts[0], tails[0], one[1]), one)
+    homes: dict[tuple[str, Any], list[tuple[str, Any]]] = {one: [] for one in globs if home_of[one] == one}
+    for one in globs:
+        if home_of[one] != one:
+            homes[home_of[one]].append(one)
+    return homes
+
+
+def _place(pattern: str, home: str) -> str:
+    """The part of a glob in front of what it shares with its home.
+
+    >>> _place("0/opt_state/*/mu/layer_*/kernel", "0/params/layer_*/kernel")
+    'opt_state/*/mu'
+    """
+    shared = home.count("/") - 1
+    return "/".join(pattern.split("/")[1:-shared])
 
 
 def planned_traffic(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
@@ -145,7 +187,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 _TRAFFIC_HEADER = ("collective", "mesh axes", "times", "MB sent")
-_LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device")
+_LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "also in")
 
 
 def plan_text(plan: Plan) -> str:
@@ -186,11 +228,14 @@ def _traffic_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _layout_rows(groups: list[LayoutGroup]) -> list[tuple[str, ...]]:
-    rows = [(g.pattern, g.tensor, str(g.spec), str(g.count), megabytes(g.bytes_per_device)) for g in groups[:_ROWS]]
+    rows: list[tuple[str, ...]] = [
+        (g.pattern, g.tensor, str(g.spec), str(len(g.paths)), megabytes(g.bytes_per_device), ", ".join(g.also))
+        for g in groups[:_ROWS]
+    ]
     if len(groups) > _ROWS:
         rest = groups[_ROWS:]
         held = megabytes(sum(group.bytes_per_device for group in rest))
-        rows.append((f"and {len(rest)} more", "", "", str(sum(group.count for group in rest)), held))
+        rows.append((f"and {len(rest)} more", "", "", str(sum(len(group.paths) for group in rest)), held, ""))
     return rows
 
 

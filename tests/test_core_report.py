@@ -48,20 +48,31 @@ def test_text_has_mesh_evidence_traffic_and_layouts(plan: Plan):
 def test_traffic_and_groups_add_up(plan: Plan):
     assert sum(sent for _, sent in planned_traffic(plan).values()) == pytest.approx(plan.communication_bytes)
     groups = layout_groups(plan)
-    assert sum(group.count for group in groups) == len(plan.arguments)
+    assert sum(len(group.paths) for group in groups) == len(plan.arguments)
     whole = sum(argument.total_bytes for argument in plan.arguments)
     assert whole / 8 <= sum(group.bytes_per_device for group in groups) <= whole
 
 
-def test_groups_join_numbers_of_equal_tensors_alone(plan: Plan):
+def test_groups_are_of_equal_tensors_and_hold_every_argument_once(plan: Plan):
     arguments = {argument.path: argument for argument in plan.arguments}
-    found = []
     for group in layout_groups(plan):
-        members = [arguments[path] for path in arguments if fnmatchcase(path, group.pattern)]
-        alike = [m for m in members if (m.shape, m.dtype, m.spec) == (group.shape, group.dtype, group.spec)]
-        assert len(alike) == group.count
-        found += [member.path for member in alike]
-    assert sorted(found) == sorted(arguments)
+        for path in group.paths:
+            member = arguments[path]
+            assert (member.shape, member.dtype, member.spec) == (group.shape, group.dtype, group.spec)
+        assert any(fnmatchcase(path, group.pattern) for path in group.paths)
+    assert sorted(path for group in layout_groups(plan) for path in group.paths) == sorted(arguments)
+
+
+def test_moments_stand_with_their_parameter(plan: Plan):
+    groups = {group.pattern: group for group in layout_groups(plan)}
+    same = [
+        path
+        for path in plan.layouts
+        if path.endswith("layer_1/kernel") and plan.layouts[path] == plan.layouts["0/params/layer_1/kernel"]
+    ]
+    (group,) = [g for g in groups.values() if "0/params/layer_1/kernel" in g.paths]
+    assert set(same) <= set(group.paths)
+    assert set(group.also) <= {"opt_state/*/mu", "opt_state/*/nu"}
 
 
 def test_html_draws_every_group(plan: Plan):
