@@ -20,7 +20,7 @@ from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island, passing_on, reduction_dtype
-from shardplan.transition import Partial, Priced, Transitions
+from shardplan.transition import Partial, Priced, Step, Transitions, halo_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,21 +150,35 @@ class Problem:
         for operation in self.program.operations:
             choices = self.choices.get(operation.index)
             if choices is not None and choices.follows_result and operation.results[0] not in self.generated:
-                found[operation.results[0]] = self._work(choices, self.times(operation))
+                found[operation.results[0]] = self._work(operation)
         return found
 
-    def _work(self, choices: Choices, times: int) -> np.ndarray:
+    def _work(self, operation: Operation) -> np.ndarray:
+        """The price of an operation's work and of its halos, per strategy."""
+        choices, times = self.choices[operation.index], self.times(operation)
         key = (id(choices), "work", times)
         if key not in self._tables:
-            self._tables[key] = times * np.array(
-                [
-                    self.prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
-                    if strategy is not None
-                    else np.inf
-                    for strategy in choices.strategies
-                ]
-            )
+            costs = [self._price_of(operation, s) if s is not None else np.inf for s in choices.strategies]
+            self._tables[key] = times * np.array(costs)
         return self._tables[key]
+
+    def _price_of(self, operation: Operation, strategy: Strategy) -> float:
+        choices = self.choices[operation.index]
+        price = self.prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
+        for step, value in self.halos(operation, strategy):
+            per_byte, per_collective = self.transitions.price(step)
+            price += per_byte * value.total_bytes + per_collective
+        return price
+
+    def halos(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
+        """The exchanges between neighbours that a strategy needs, with the tensor whose rows are sent."""
+        found = []
+        for halo in strategy.halos:
+            operand, layout = operation.operands[halo.operand], strategy.operands[halo.operand]
+            if isinstance(operand, int) and operand not in self.generated and layout is not None:
+                value = self.program.values[operand]
+                found.append((halo_step(self.space, layout, halo, value.shape[halo.dim]), value))
+        return found
 
     # ---- variables
 
@@ -259,7 +273,7 @@ class Problem:
                 variable = self._variables.values[operation.results[0]]
             else:
                 name = f"{operation.scope} {operation.primitive.name}"
-                variable = self.network.add_variable(self._work(choices, self.times(operation)), name=name)
+                variable = self.network.add_variable(self._work(operation), name=name)
                 self._variables.operations[operation.index] = variable
                 self._add_results(operation, choices, variable)
             self._add_operands(operation, choices, variable)

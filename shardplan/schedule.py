@@ -157,6 +157,10 @@ class Schedule:
             for operand, layout in zip(operation.operands, strategy.operands, strict=True):
                 if isinstance(operand, int) and operand not in self.assignment.generated and layout is not None:
                     read(operand, layout, operation)
+            for step, tensor in self.problem.halos(operation, strategy):
+                found.append(
+                    Sent(step, tensor, operation, step.fraction * tensor.total_bytes, self.problem.times(operation))
+                )
             for position, result in enumerate(operation.results):
                 tensor = self.program.values[result]
                 width = self.problem.partial(operation, strategy, position).width

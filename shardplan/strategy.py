@@ -19,6 +19,16 @@ from shardplan.program import Constant, Operation, Program
 
 
 @dataclass(frozen=True, slots=True)
+class Halo:
+    """Rows that each block of an operand gets from one neighbour: ``rows`` of dimension ``dim``, split over ``axes``."""
+
+    operand: int
+    dim: int
+    axes: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Strategy:
     """How one operation is split.
 
@@ -32,6 +42,7 @@ class Strategy:
     pending: tuple[tuple[int, ...], ...]
     reducers: tuple[str | None, ...]
     degree: int
+    halos: tuple[Halo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Cho
     strategies: list[Strategy | None] = list(choices.strategies)
     for pending, *own in domain.layouts[len(domain.whole) :]:
         base = choices.strategies[domain.whole.position[tuple(own)]]
-        if base.results[0] != tuple(own):
+        if base.halos or base.results[0] != tuple(own):
             strategies.append(None)
             continue
         operands = tuple(
@@ -97,7 +108,7 @@ class StrategyMaker:
 
     def _derive(self, rule: Any, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
-        splits = {n: _usable(rule.splits(n)) for n in self._degrees()}
+        splits = {n: _usable(rule, n) for n in self._degrees()}
         work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
         every = [split for found in splits.values() for split in found]
         if len(results) == 1 and _determined_by_result(splits):
@@ -152,6 +163,13 @@ class StrategyMaker:
         results = [list(replicated(rank)) for rank in ranks[1]]
         pending: list[tuple[int, ...]] = [()] * len(results)
         reducers: list[str | None] = [None] * len(results)
+        halos = [
+            Halo(position, slot.dim, axes, rows)
+            for split, axes in assigned
+            for position, slot in enumerate(split.operands)
+            for rows in slot.halo
+            if rows
+        ]
         for split, axes in assigned:
             for tensors, slots in ((operands, split.operands), (results, split.results)):
                 for layout, slot in zip(tensors, slots, strict=True):
@@ -172,8 +190,12 @@ class StrategyMaker:
             tuple(pending),
             tuple(reducers),
             degree,
+            tuple(halos),
         )
 
+
+# Measured: XLA sends many times the rows that the blocks of this one need.
+_EXCHANGES_MORE = frozenset({"select_and_scatter_add"})
 
 _ISLANDS = frozenset({"dot_general", "reduce_sum"})
 
@@ -208,8 +230,10 @@ def bytes_of(tensor: Any) -> int:
     return prod(tensor.shape) * _jax.item_bytes(tensor.dtype)
 
 
-def _usable(splits: Sequence[Any]) -> list[Any]:
-    return [split for split in splits if all(slot.halo == (0, 0) for slot in split.operands)]
+def _usable(rule: Any, n: int) -> list[Any]:
+    """The splits over n blocks that XLA runs as the rule says: blocks with neighbours' rows where it exchanges just these."""
+    exchanges = rule.primitive not in _EXCHANGES_MORE
+    return [s for s in rule.splits(n) if exchanges or all(slot.halo == (0, 0) for slot in s.operands)]
 
 
 def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:
@@ -217,8 +241,12 @@ def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:
         aligned = zip(operand.shape, result.shape, strict=False)
         if operand.shape and (len(operand.shape) != len(result.shape) or any(a not in (1, b) for a, b in aligned)):
             return False
-    split = {s.results[0].dim for size in set(result.shape) if size > 1 for s in _usable(rule.splits(size))}
+    split = {s.results[0].dim for size in set(result.shape) if size > 1 for s in rule.splits(size) if _no_halo(s)}
     return bool(operands) and all(dim in split for dim, size in enumerate(result.shape) if size > 1)
+
+
+def _no_halo(split: Any) -> bool:
+    return all(slot.halo == (0, 0) for slot in split.operands)
 
 
 def _determined_by_result(splits: dict[int, list[Any]]) -> bool:

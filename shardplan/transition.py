@@ -27,6 +27,7 @@ import numpy as np
 
 from shardplan.layout import Domain, Layout, LayoutSpace
 from shardplan.prices import Prices
+from shardplan.strategy import Halo
 
 # Among paths of equal price the shorter one.
 _LONGER_PATH = 1e-12
@@ -200,6 +201,13 @@ class Partial:
     def kept(self) -> Layout:
         """The layout in which the tensor keeps this state: as many parts in front as the pending axes have devices."""
         return (tuple(sorted(self.pending)), *self.layout)
+
+
+def halo_step(space: LayoutSpace, layout: Layout, halo: Halo, size: int) -> Step:
+    """The exchange of a halo by the blocks of a tensor in ``layout``, whose dimension of the halo has ``size`` rows."""
+    local = 1.0 / space.mesh.degree([axis for axes in layout for axis in axes])
+    fraction = local * halo.rows / (size / space.mesh.degree(halo.axes))
+    return Step("collective-permute", halo.axes, layout, fraction, fraction)
 
 
 class Reductions:
