@@ -24,8 +24,8 @@ def plan_summary(plan: shardplan.Plan, seconds: float) -> str:
 
 
 def layout_table(plan: shardplan.Plan) -> Table:
-    """The layouts of the parameters: layers with the same layout are one row."""
-    title = "Chosen layouts of the parameters (1024/data: 1024, split over the mesh axis `data`)"
+    """The layouts of the parameters and their moments: layers with the same layout are one row."""
+    title = "Chosen layouts of the parameters and their moments (128/data: 128, split over the mesh axis `data`)"
     table = Table(title=title, title_justify="left")
     table.add_column("parameters", no_wrap=True)
     table.add_column("layout", no_wrap=True)
@@ -33,7 +33,7 @@ def layout_table(plan: shardplan.Plan) -> Table:
     for group in layout_groups(plan):
         if group.pattern.startswith(PARAMETERS):
             name = group.pattern.removeprefix(PARAMETERS)
-            table.add_row(escape(name), escape(group.tensor), str(group.count))
+            table.add_row(escape(name), escape(group.tensor), str(len(group.paths)))
     return table
 
 
