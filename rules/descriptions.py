@@ -19,9 +19,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from shardplan.rules._jax import whole_call_p
-from shardplan.rules.equation import Equation
 from shardplan.rules.errors import RuleError
-from shardplan.rules.expression import Expression
 from shardplan.rules.notation import check_syntax, made_up_shapes
 from shardplan.rules.registry import Description, described, forget, register
 from shardplan.rules.rule import forget as forget_rules
@@ -32,13 +30,12 @@ Target = TypeVar("Target", bound=Callable[..., Any] | Primitive | str)
 
 def describe(
     target: Target,
-    expression: str | Callable[[Equation], str | Expression] | None = None,
+    expression: str | Callable[..., Any] | None = None,
     *,
     check: bool = False,
     operands: Sequence[Any] | None = None,
     replace: bool = False,
     sizes: Mapping[str, int] | None = None,
-    reducer: str = "sum",
 ) -> Target:
     """Say what an operation computes, so that it can be split.
 
@@ -48,10 +45,10 @@ def describe(
     Differentiating that one differentiates the function inside, so describe forward and backward functions of a
     ``custom_vjp`` on their own to keep them whole in training.
 
-    ``expression``: text in either notation (see :mod:`shardplan.rules.notation`), or a function from an
-    :class:`~shardplan.rules.equation.Equation` to such text or to an expression. Without one, a function's expression
-    is put together from those of the operations inside of it. ``sizes``: sizes of indices that
-    shapes do not tell. ``reducer``: how the einsum-like notation combines indices that no result has.
+    ``expression``: text in either notation (see :mod:`shardplan.rules.notation`), or a lambda (see
+    :mod:`shardplan.rules.lambdas`), which gets the primitive's parameters that it names. Without one, a function's
+    expression is put together from those of the operations inside of it. ``sizes``: sizes of indices that shapes do not
+    tell.
     ``check``: run the operation, whole and in every split that follows, on ``operands`` (or on operands made up to fit
     the text), and refuse a description that this refutes. ``replace``: allow a second description of the same thing.
 
@@ -61,7 +58,7 @@ def describe(
         check_syntax(expression)
     if expression is None and isinstance(target, Primitive | str):
         raise RuleError(f"`{target}` needs an expression: there is no body to derive one from")
-    description = Description(expression, tuple((sizes or {}).items()), reducer) if expression is not None else None
+    description = Description(expression, tuple((sizes or {}).items())) if expression is not None else None
     if description is not None and isinstance(target, Primitive | str):
         before = described(target)
         register(target, description, replace)
@@ -104,9 +101,9 @@ def _check(target: Any, description: Description | None, operands: Sequence[Any]
     if isinstance(target, str):
         raise RuleError(f"`{target}` is a name: to check its description, describe the function that calls it")
     if operands is None:
-        if description is None or not isinstance(description.text, str) or "->" not in description.text:
+        if description is None or not isinstance(description.said, str) or "->" not in description.said:
             raise RuleError("to check this description, pass `operands`")
-        shapes = made_up_shapes(description.text, dict(description.sizes))
+        shapes = made_up_shapes(description.said, dict(description.sizes))
         noise = np.random.default_rng(0)
         operands = [noise.integers(-4, 5, shape).astype(np.float32) for shape in shapes]
     run = target.bind if isinstance(target, Primitive) else target

@@ -46,6 +46,8 @@ class Affine:
     offset: int = 0
 
     def __add__(self, other: "Affine | int") -> "Affine":
+        if not isinstance(other, int | Affine):
+            return NotImplemented
         if isinstance(other, int):
             return Affine(self.terms, self.offset + other) if other else self
         merged: dict[str | Quotient, int] = {}
@@ -55,14 +57,27 @@ class Affine:
         return Affine(terms, self.offset + other.offset)
 
     def __sub__(self, other: "Affine | int") -> "Affine":
+        if not isinstance(other, int | Affine):
+            return NotImplemented
         return self + (-other if isinstance(other, int) else other * -1)
 
     def __mul__(self, factor: int) -> "Affine":
+        if not isinstance(factor, int):
+            return NotImplemented
         if factor == 1:
             return self
         if factor == 0:
             return ZERO
         return Affine(tuple((c * factor, atom) for c, atom in self.terms), self.offset * factor)
+
+    def __rmul__(self, factor: int) -> "Affine":
+        return self * factor
+
+    def __radd__(self, other: int) -> "Affine":
+        return self + other
+
+    def __rsub__(self, other: int) -> "Affine":
+        return self * -1 + other
 
     def __floordiv__(self, by: int) -> "Affine":
         return self._quotient("//", by)

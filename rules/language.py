@@ -48,6 +48,7 @@ class _Parser:
     names: list[str] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
     indices: set[str] = field(default_factory=set)
+    reading: str = ""
 
     # Tokens
 
@@ -239,8 +240,10 @@ class _Parser:
 
     def read(self, token: Token) -> Read:
         operand = self.operand(token)
-        at = self.bracket()
         shape = self.operand_shapes[operand]
+        self.reading = f"; `{token.text}` has shape {shape}"
+        at = self.bracket()
+        self.reading = ""
         if len(at) != len(shape):
             fail(self.text, token, f"`{token.text}` has {len(at)} positions here, but its shape is {shape}")
         self.learn(at, shape)
@@ -273,7 +276,11 @@ class _Parser:
             if operator.text == "*" and not value.terms:
                 value = other * value.offset
             elif other.terms:
-                fail(self.text, operator, f"a position must be affine: `{value} {operator.text} {other}` is not")
+                fail(
+                    self.text,
+                    operator,
+                    f"a position must be affine: `{value} {operator.text} {other}` is not{self.reading}",
+                )
             elif operator.text == "*":
                 value = value * other.offset
             else:
@@ -290,7 +297,8 @@ class _Parser:
         if token.text.isdigit():
             return Affine((), int(token.text))
         if not token.text.isidentifier() or self.peek().text in ("[", "("):
-            fail(self.text, token, f"a position must be affine in the indices: `{token.text}` does not belong here")
+            problem = f"a position must be affine in the indices: `{token.text}` does not belong here{self.reading}"
+            fail(self.text, token, problem)
         return index(token.text)
 
 

@@ -1,7 +1,7 @@
 """Text to expressions, in two notations.
 
-The einsum-like one names the dimensions of every operand and result; a name that the results lack is summed over (or
-reduced in another way), ``(a b)`` is a dimension that ``a`` and ``b`` make up, ``...`` stands for leading dimensions,
+The einsum-like one names the dimensions of every operand and result; a name that a result lacks is summed
+over, ``(a b)`` is a dimension that ``a`` and ``b`` make up, ``...`` stands for leading dimensions,
 and
 ``:`` for a dimension that is only known as a whole:
 
@@ -34,17 +34,16 @@ def parse(
     result_shapes: Sequence[Shape],
     *,
     sizes: Mapping[str, int] | None = None,
-    reducer: str = "sum",
 ) -> Expression:
     """The expression that ``text`` describes, for these shapes.
 
-    ``sizes``: sizes of indices that the shapes do not tell. ``reducer``: how the einsum-like notation combines an index
-    that no result has. Raises :class:`RuleError` that quotes the text and marks the place.
+    ``sizes``: sizes of indices that the shapes do not tell. Raises :class:`RuleError` that quotes the text and marks
+    the place.
     """
     operand_shapes = [tuple(map(int, shape)) for shape in operand_shapes]
     result_shapes = [tuple(map(int, shape)) for shape in result_shapes]
     if "->" in text:
-        expression = _Einsum(text, operand_shapes, result_shapes, dict(sizes or {}), reducer).parse()
+        expression = _Einsum(text, operand_shapes, result_shapes, dict(sizes or {})).parse()
     else:
         expression = parse_language(text, operand_shapes, result_shapes, dict(sizes or {}))
     validate(expression, text)
@@ -63,7 +62,6 @@ class _Einsum:
     operand_shapes: list[Shape]
     result_shapes: list[Shape]
     sizes: dict[str, int]
-    reducer: str
     places: dict[str, Token] = field(default_factory=dict)
 
     def parse(self) -> Expression:
@@ -217,7 +215,7 @@ class _Einsum:
             body = self._product(function, reads)
         else:
             body = Apply(function, reads)
-        return Result(tuple(at), Reduce(self.reducer, tuple(summed), body) if summed else body)
+        return Result(tuple(at), Reduce("sum", tuple(summed), body) if summed else body)
 
     def _product(self, function: str, reads: tuple[Read, ...]) -> Term:
         """What is summed: the product of the operands, as in einsum. Functions of several results say no more than
@@ -237,10 +235,10 @@ def check_syntax(text: str) -> None:
         if "=" not in text:
             fail(text, None, "expected `operands -> results`, or `out[...] = ...`")
         return
-    _Einsum(text, [], [], {}, "sum").check_names()
+    _Einsum(text, [], [], {}).check_names()
 
 
 def made_up_shapes(text: str, sizes: Mapping[str, int]) -> list[Shape]:
     """Shapes of operands that fit the einsum-like ``text``, with every index of size 8 unless ``sizes`` says
     otherwise."""
-    return _Einsum(text, [], [], {}, "sum").made_up_shapes(sizes)
+    return _Einsum(text, [], [], {}).made_up_shapes(sizes)

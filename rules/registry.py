@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from shardplan.rules.equation import Equation
 from shardplan.rules.errors import RuleError
 from shardplan.rules.expression import Expression
+from shardplan.rules.lambdas import trace
 from shardplan.rules.notation import parse
 
 
@@ -13,21 +15,18 @@ from shardplan.rules.notation import parse
 class Description:
     """What an operation computes, as the user said it.
 
-    ``text``: in one of the notations, or a function that gives text or an expression for an equation.
-    ``sizes``: sizes of indices that shapes do not tell. ``reducer``: for indices that no result has.
+    ``said``: text in one of the notations, or a lambda. ``sizes``: sizes of indices that shapes do not tell.
     """
 
-    text: str | Callable[[Equation], str | Expression]
+    said: str | Callable[..., Any]
     sizes: tuple[tuple[str, int], ...] = ()
-    reducer: str = "sum"
 
     def expression(self, equation: Equation) -> Expression:
         """The expression for one equation; raises :class:`RuleError` where the two do not fit."""
-        said = self.text if isinstance(self.text, str) else self.text(equation)
-        if isinstance(said, Expression):
-            return said
-        shapes = ([tensor.shape for tensor in side] for side in (equation.inputs, equation.outputs))
-        return parse(said, *shapes, sizes=dict(self.sizes), reducer=self.reducer)
+        inputs, outputs = ([tensor.shape for tensor in side] for side in (equation.inputs, equation.outputs))
+        if isinstance(self.said, str):
+            return parse(self.said, inputs, outputs, sizes=dict(self.sizes))
+        return trace(self.said, inputs, outputs, equation.params)
 
 
 _described: dict[Hashable, Description] = {}
@@ -42,8 +41,8 @@ def register(key: Hashable, description: Description, replace: bool) -> None:
     """Keep a description; raises :class:`RuleError` if there is another one and ``replace`` is false."""
     if not replace and key in _described and _described[key] != description:
         raise RuleError(
-            f"`{key}` is described already, as {_described[key].text!r}: pass `replace=True` to replace that by "
-            f"{description.text!r}"
+            f"`{key}` is described already, as {_described[key].said!r}: pass `replace=True` to replace that by "
+            f"{description.said!r}"
         )
     _described[key] = description
 

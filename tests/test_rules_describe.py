@@ -1,19 +1,18 @@
 """Descriptions by users: what they give, and what is refused."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from shardplan.rules import Rule, RuleError, describe, rule_of, verify
+from shardplan.rules.lambdas import Opaque, Sum
 from shardplan.rules.registry import forget
 
 
@@ -73,7 +72,7 @@ def test_second_description_is_refused(primitive: Primitive) -> None:
 
 def test_refuted_description_is_not_registered(primitive: Primitive) -> None:
     with pytest.raises(RuleError, match=r"(?s)refuted by execution.*user_matmul: k in 2 blocks is wrong"):
-        describe(primitive, "i k, k j -> i j", reducer="max", check=True)
+        describe(primitive, "out[i, j] = Max(k) x[i, k] * y[k, j]", check=True, operands=[ones(4, 6), ones(6, 8)])
     assert not rule_of(primitive.bind, ones(4, 6), ones(6, 8)).known
 
 
@@ -85,10 +84,35 @@ def test_check_without_operands_that_fit(primitive: Primitive) -> None:
     describe(primitive, "out[i, j] = Sum(k) x[i, k] * y[k, j]", check=True, operands=[ones(4, 6), ones(6, 8)])
 
 
-def test_description_by_function(primitive: Primitive) -> None:
-    describe(primitive, lambda equation: "i k, k j -> i j" if equation.inputs[0].shape[0] > 1 else "1 :, : j -> 1 j")
-    assert set(splits(rule_of(primitive.bind, ones(4, 6), ones(6, 8)))) == {"i", "j", "k"}
-    assert set(splits(rule_of(primitive.bind, ones(1, 6), ones(6, 8)))) == {"j"}
+def test_description_by_lambda(primitive: Primitive) -> None:
+    describe(
+        primitive,
+        lambda x, y: lambda i, j: Sum(lambda k: x[i, k] * y[k, j]),
+        check=True,
+        operands=[ones(4, 6), ones(6, 8)],
+    )
+    rule = rule_of(primitive.bind, ones(4, 6), ones(6, 8))
+    assert str(rule.expression) == "out[i, j] = Sum(k) x[i, k] * y[k, j]"
+    assert set(splits(rule)) == {"i", "j", "k"}
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (lambda x: lambda i, j: x[i, j], r"takes 1 operands, but there are 2"),
+        (lambda x, y: lambda i, j: x[i], r"`x` is read at 1 positions, but its shape is \(4, 6\)"),
+        (lambda x, y: (lambda i, j: x[i, j], lambda i: x[i, 0]), r"gives 2 results, but there are 1"),
+        (lambda x, y: lambda i, j: x[i, j] + y[j, i], r"`j` runs from 0 to 7, but the dimension of `x` has size 6"),
+        (lambda x, y: lambda i, j: x[i, x[i, j]], r"a position must be affine"),
+        (lambda x, y: lambda i, j: Opaque.f(x[i, 1:])[j], r"only whole dimensions can be sliced"),
+        (lambda x, y: lambda i, j: "x", r"a `str` has no place in an expression"),
+        (lambda x, y: lambda i, j: Sum(lambda k: x[i, k])[j], r"only what an `Opaque` function gives"),
+    ],
+)
+def test_lambda_that_does_not_fit(primitive: Primitive, said: Any, problem: str) -> None:
+    describe(primitive, said)
+    with pytest.raises(RuleError, match=problem):
+        rule_of(primitive.bind, ones(4, 6), ones(6, 8))
 
 
 @pytest.mark.parametrize(
@@ -119,8 +143,8 @@ def test_text_that_makes_no_sense(primitive: Primitive, text: str, problem: str,
         ("out[i, j] = Sum(k) x[i, k] * y[k, l]", r"index `l` in `y\[k, l\]` is neither .* has shape \(6, 8\)", "l"),
         ("out[i, j] = Sum(k) x[i, k + 1] * y[k, j]", r"`k \+ 1` runs from 1 to 6, .* shape is \(4, 6\)", "x[i, k + 1]"),
         ("out[i, j] = Sum(k) x[i] * y[k, j]", r"`x` has 1 positions here, but its shape is \(4, 6\)", "x"),
-        ("out[i, j] = Sum(k) x[i, k*j] * y[k, j]", r"must be affine: `k \* j` is not", "*"),
-        ("out[i, j] = Sum(k) x[i, sin(k)] * y[k, j]", r"must be affine in the indices: `sin` does not belong", "sin"),
+        ("out[i, j] = Sum(k) x[i, k*j] * y[k, j]", r"must be affine: `k \* j` is not; `x` has shape \(4, 6\)", "*"),
+        ("out[i, j] = Sum(k) x[i, sin(k)] * y[k, j]", r"must be affine in the indices: `sin` .* shape \(4, 6\)", "sin"),
         ("out[i] = Sum(k) x[i, k] * y[k, i]", r"result 0 has 1 positions, but its shape is \(4, 8\)", None),
         ("out[i, 2*j] = Sum(k) x[i, k] * y[k, j]", r"`2\*j` covers 0 to 14 of a dimension of size 8", "2*j"),
         ("out[i, j] = Sum(k) x[i, k] * z[k, j] * y[k, j]", r"`y` is neither an index nor one of the operands", "y"),
@@ -153,7 +177,7 @@ def test_whole_function_is_one_operation() -> None:
 
 
 def test_whole_function_is_differentiated_and_batched_inside() -> None:
-    whole = describe(lambda x: (x * x, [x.sum(1)]), "b i -> b i, b", reducer="sum")
+    whole = describe(lambda x: (x * x, [x.sum(1)]), "b i -> b i, b")
     x = ones(4, 6) * 3
     slope = jax.grad(lambda x: whole(x)[0].sum())(x)
     np.testing.assert_allclose(slope, 2 * x)
@@ -287,106 +311,3 @@ def test_custom_partitioning_brings_its_rule(rule: str, options: dict[str, Any],
     )
     assert set(splits(rule_of(product, ones(4, 6), ones(6, 8)))) == expected
     holds(product, ones(4, 6), ones(6, 8))
-
-
-def _add(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
-    out_ref[...] = x_ref[...] + y_ref[...]
-
-
-def _matmul(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
-    out_ref[...] = x_ref[...] @ y_ref[...]
-
-
-def _accumulate(x_ref: Any, y_ref: Any, out_ref: Any) -> None:
-    @pl.when(pl.program_id(1) == 0)
-    def _() -> None:
-        out_ref[...] = jnp.zeros_like(out_ref)
-
-    out_ref[...] += x_ref[...] @ y_ref[...]
-
-
-def _call(kernel: Any, shape: tuple[int, ...], **options: Any) -> Any:
-    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(shape, np.float32), interpret=True, **options)
-
-
-ROWS = pl.BlockSpec((2, 8), lambda i: (i, 0))
-PALLAS = {
-    "blocks of rows": (
-        _call(_add, (8, 8), grid=(4,), in_specs=[ROWS, ROWS], out_specs=ROWS),
-        [ones(8, 8), ones(8, 8)],
-        {"g": ([0, 0], [0])},
-    ),
-    "no grid": (_call(_add, (8, 8)), [ones(8, 8), ones(8, 8)], {}),
-    "product": (
-        _call(
-            _matmul,
-            (8, 12),
-            grid=(4, 3),
-            in_specs=[pl.BlockSpec((2, 6), lambda i, j: (i, 0)), pl.BlockSpec((6, 4), lambda i, j: (0, j))],
-            out_specs=pl.BlockSpec((2, 4), lambda i, j: (i, j)),
-        ),
-        [ones(8, 6), ones(6, 12)],
-        {"g0": ([0, None], [0])},
-    ),
-    "accumulation over the second grid dimension": (
-        _call(
-            _accumulate,
-            (8, 4),
-            grid=(4, 2),
-            in_specs=[pl.BlockSpec((2, 3), lambda i, k: (i, k)), pl.BlockSpec((3, 4), lambda i, k: (k, 0))],
-            out_specs=pl.BlockSpec((2, 4), lambda i, k: (i, 0)),
-        ),
-        [ones(8, 6), ones(6, 4)],
-        {"g0": ([0, None], [0])},
-    ),
-    "shared by pairs of programs": (
-        _call(
-            _add,
-            (8, 8),
-            grid=(4,),
-            in_specs=[ROWS, pl.BlockSpec((2, 8), lambda i: (i // 2, 0))],
-            out_specs=ROWS,
-        ),
-        [ones(8, 8), ones(4, 8)],
-        {"g": ([0, 0], [0])},
-    ),
-    "squeezed dimension": (
-        _call(
-            _add,
-            (4, 8, 8),
-            grid=(4,),
-            in_specs=[pl.BlockSpec((None, 8, 8), lambda i: (i, 0, 0)), pl.BlockSpec((8, 8), lambda i: (0, 0))],
-            out_specs=pl.BlockSpec((None, 8, 8), lambda i: (i, 0, 0)),
-        ),
-        [ones(4, 8, 8), ones(8, 8)],
-        {"g": ([0, None], [0])},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PALLAS)
-def test_pallas_kernel(name: str) -> None:
-    function, operands, expected = PALLAS[name]
-    rule = rule_of(function, *operands)
-    assert rule.known, rule.reason
-    assert splits(rule) == expected
-    if expected:
-        holds(function, *operands)
-
-
-def test_pallas_kernel_with_scratch_is_not_taken_apart() -> None:
-    def kernel(x_ref: Any, out_ref: Any, memory: Any) -> None:
-        out_ref[...] = x_ref[...]
-
-    call = partial(_call, kernel, (8, 8), grid=(4,), in_specs=[ROWS], out_specs=ROWS)
-    rule = rule_of(call(scratch_shapes=[pl.MemoryRef(jax.core.ShapedArray((2, 8), np.float32), pl.ANY)]), ones(8, 8))
-    assert rule.known and rule.splits(2) == ()
-
-
-def test_pallas_index_map_that_is_not_affine() -> None:
-    spec = pl.BlockSpec((2, 8), lambda i: (i * i % 4, 0))
-    call = _call(_add, (8, 8), grid=(4,), in_specs=[ROWS, spec], out_specs=ROWS)
-    assert splits(rule_of(call, ones(8, 8), ones(8, 8))) == {"g": ([0, None], [0])}
-    call = _call(_add, (8, 8), grid=(4,), in_specs=[ROWS, ROWS], out_specs=spec)
-    rule = rule_of(call, ones(8, 8), ones(8, 8))
-    assert not rule.known and rule.reason is not None and "not affine" in rule.reason
