@@ -125,25 +125,15 @@ def source_line(equation: Equation) -> str:
     return f"{name}:{frame.start_line} ({frame.function_name})"
 
 
-@contextmanager
-def _context(equation: Equation, scope: str) -> Iterator[None]:
-    info = equation.source_info
-    name_stack = source_info_util.current_name_stack() + info.name_stack
-    with (
-        source_info_util.user_context(info.traceback, name_stack=name_stack),
-        equation.ctx.manager,
-        jax.named_scope(scope),
-    ):
-        yield
-
-
 def bind_again(
-    equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any], scope: str
+    equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Binds a traced equation's primitive to new operands, under its name stack and one more ``scope``."""
+    """Binds a traced equation's primitive to new operands, its name stack behind the current one."""
     if primitive.name == SHARDING_CONSTRAINT:  # a hard layout of its result, where the plan's own constraint stands
         return tuple(operands)
-    with _context(equation, scope):
+    info = equation.source_info
+    name_stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
         results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return tuple(results) if primitive.multiple_results else (results,)
 

@@ -40,12 +40,13 @@ class Replay:
         self._hold(self._program.inputs, inputs)
         self._hold(self._program.captured.keys(), self._program.captured.values())
         self._run_region(0)
-        return [
-            self._read(output, self._schedule.layout_of_output(number))
-            if isinstance(output, int)
-            else _as_array(output)
-            for number, output in enumerate(self._program.outputs)
-        ]
+        with jax.named_scope("output"):
+            return [
+                self._read(output, self._schedule.layout_of_output(number))
+                if isinstance(output, int)
+                else _as_array(output)
+                for number, output in enumerate(self._program.outputs)
+            ]
 
     def _hold(self, values: Iterable[int], arrays: Iterable[Any]) -> None:
         """Takes arrays as values in their planned layouts."""
@@ -55,23 +56,23 @@ class Replay:
     def _run_region(self, region: int) -> None:
         for index in self._program.regions[region].operations:
             operation = self._program.operations[index]
-            if operation.bodies:
-                self._run_bodies(operation)
-            elif index in self._schedule.assignment.strategies:
-                self._run(operation)
+            with jax.named_scope(operation.scope):
+                if operation.bodies:
+                    self._run_bodies(operation)
+                elif index in self._schedule.assignment.strategies:
+                    self._run(operation)
 
     # ---- loops and branches
 
     def _run_bodies(self, operation: Operation) -> None:
         links = self._schedule.problem.links[operation.index]
         operands = [self._read_link(link) for link in links.enter]
-        with jax.named_scope(operation.scope):
-            if operation.primitive.name == "scan":
-                results = self._scan(operation, links, operands)
-            elif operation.primitive.name == "while":
-                results = self._while(operation, links, operands)
-            else:
-                results = self._branch(operation, links, operands)
+        if operation.primitive.name == "scan":
+            results = self._scan(operation, links, operands)
+        elif operation.primitive.name == "while":
+            results = self._while(operation, links, operands)
+        else:
+            results = self._branch(operation, links, operands)
         layouts = self._schedule.assignment.values
         placed = [
             self._constrain(array, layouts[value]) for value, array in zip(operation.results, results, strict=True)
@@ -167,7 +168,7 @@ class Replay:
             self._held[index, self._schedule.assignment.values[index]] = held
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-        return _jax.bind_again(operation.equation, operation.primitive, operation.params, operands, operation.scope)
+        return _jax.bind_again(operation.equation, operation.primitive, operation.params, operands)
 
     def _run_island(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
@@ -175,10 +176,9 @@ class Replay:
         """Runs an operation block by block with explicit reductions; returns its results and how many steps are done."""
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
         island = self._island(tuple(sorted(strategy.pending[0])), steps, travelling)
-        with jax.named_scope(operation.scope):
-            result = run_on_blocks(
-                lambda *local: self._bind(operation, local)[0], operands, strategy.operands, strategy.results[0], island
-            )
+        result = run_on_blocks(
+            lambda *local: self._bind(operation, local)[0], operands, strategy.operands, strategy.results[0], island
+        )
         return (result,), len(steps)
 
     def _island(self, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any) -> Island:
