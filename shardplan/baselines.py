@@ -10,15 +10,18 @@ like any plan.
 | `data_parallel` | whole | whole | whole (all-reduced at once) |
 | `zero1` | whole | split | as the completion wants them |
 | `fsdp` (ZeRO 3) | split | split | as the completion wants them |
+| `tensor_parallel` | over all mesh axes but the first | likewise | as the completion wants them |
 
-A split tensor is split on its largest dimension that the devices divide. The state is what a result replaces;
-parameters are the state that the other results (the loss) depend on.
+The first three split the examples over all devices, `tensor_parallel` over the first of several mesh axes alone: what
+the others (or the only one) split is the completion's choice, of which Megatron's is one. A split tensor is split on its
+largest dimension that the devices divide. The state is what a result replaces; parameters are the state that the other
+results (the loss) depend on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -67,7 +70,24 @@ def fsdp(problem: Problem) -> None:
         _fix(problem, value, _split_largest(problem, value))
 
 
-BASELINES: dict[str, Callable[[Problem], None]] = {"data_parallel": data_parallel, "zero1": zero1, "fsdp": fsdp}
+def tensor_parallel(problem: Problem) -> None:
+    """Examples split over the first of several mesh axes, tensors over the others."""
+    axes = problem.space.mesh.splitting
+    first = axes[:1] if len(axes) > 1 else ()
+    examples = follow_examples(problem.program, problem.space.mesh)
+    if not set(first) <= set(examples.axes):
+        raise ArgumentError("the first mesh axis does not divide the batch")
+    _split(problem, replace(examples, axes=first), alone=False)
+    for value in _state(problem.program):
+        _keep_layouts(problem, value, lambda layout, rank: not any(set(first) & set(group) for group in layout))
+
+
+BASELINES: dict[str, Callable[[Problem], None]] = {
+    "data_parallel": data_parallel,
+    "zero1": zero1,
+    "fsdp": fsdp,
+    "tensor_parallel": tensor_parallel,
+}
 """By name: each excludes the choices of a problem that are not its own."""
 
 
@@ -133,20 +153,32 @@ def _follow(program: Program, operation: Operation, examples: Examples, count: i
 def _split_examples(problem: Problem) -> Examples:
     """Splits what carries examples, and every operation on it, over all devices by examples."""
     examples = follow_examples(problem.program, problem.space.mesh)
+    _split(problem, examples, alone=True)
+    return examples
+
+
+def _split(problem: Problem, examples: Examples, alone: bool) -> None:
+    """Splits examples over their axes; where these are not ``alone``, other axes may split other dimensions."""
     for value, dim in examples.dims.items():
         rank = _rank(problem.program, value)
-        _fix(problem, value, tuple(examples.axes if d == dim else () for d in range(rank)))
+        wanted = tuple(examples.axes if d == dim else () for d in range(rank))
+        if alone:
+            _fix(problem, value, wanted)
+        else:
+            _keep_layouts(problem, value, _splitter(dim, examples.axes))
     for operation in problem.program.operations:
         variable = problem.variable_of_operation(operation.index)
         carrying = [n for n, o in enumerate(operation.operands) if isinstance(o, int) and o in examples.dims]
-        if (
-            variable is not None
-            and carrying
-            and any(r in examples.dims or r in examples.sums for r in operation.results)
-        ):
+        followed = any(r in examples.dims or r in examples.sums for r in operation.results)
+        if variable is not None and carrying and followed:
             strategies = problem.choices[operation.index].strategies
-            _keep(problem, variable, [_by_examples(s, operation, carrying, examples) for s in strategies])
-    return examples
+            kept = [s is not None and _by_examples(s, operation, carrying, examples) for s in strategies]
+            _keep(problem, variable, kept)
+
+
+def _splitter(dim: int, axes: tuple[int, ...]) -> Callable[[Layout, int], bool]:
+    """Tells layouts that split a dimension over just these axes; a layout of a sum has the sum's axes in front."""
+    return lambda layout, rank: layout[len(layout) - rank + dim] == axes
 
 
 def _by_examples(strategy: Strategy, operation: Operation, carrying: list[int], examples: Examples) -> bool:

@@ -5,9 +5,9 @@
     for row in comparison:
         row.method, row.communication_bytes, row.gap
 
-Every row is priced by the same cost model. `exact` is the planner's own search; `data_parallel`, `zero1` and `fsdp` fix
-what their names say and let the same search complete the rest (`shardplan.baselines`), so they are at least as good as
-these layouts are by hand; the other methods are searches that get the same network.
+Every row is priced by the same cost model. `exact` is the planner's own search; `data_parallel`, `zero1`, `fsdp` and
+`tensor_parallel` fix what their names say and let the same search complete the rest (`shardplan.baselines`), so they
+are at least as good as these layouts are by hand; the other methods are searches that get the same network.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardplan.program import Program
 from shardplan.search import METHODS
 from shardplan.tables import html_table, megabytes, text_table
 
-DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp")
+DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class _Explainer:
             lines.append(("other splits", ["none of its own: the layout of its result decides"]))
         else:
             options = self._problem.choices[operation.index].strategies
-            labels = [self._strategy(operation, option) for option in options]
+            labels = [self._strategy(operation, option) if option else "" for option in options]
             lines.append(("other splits", self._others(variable, labels)))
         return _paragraph(_named(operation), lines)
 

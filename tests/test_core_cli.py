@@ -152,6 +152,7 @@ def test_an_audit_outside_of_its_tolerance_is_status_1(capsys: pytest.CaptureFix
     ],
 )
 def test_errors_are_one_message_and_status_2(command: str, message: str, capsys: pytest.CaptureFixture[str]):
+    status: object
     try:
         status = main(shlex.split(command))
     except SystemExit as end:  # argparse's own

@@ -28,8 +28,8 @@ def comparison() -> shardplan.Comparison:
 
 
 def test_rows_come_as_asked(comparison: shardplan.Comparison):
-    assert [row.method for row in comparison] == ["exact", "data_parallel", "zero1", "fsdp"]
-    assert len(comparison) == 4
+    assert [row.method for row in comparison] == ["exact", "data_parallel", "zero1", "fsdp", "tensor_parallel"]
+    assert len(comparison) == 5
     assert comparison["fsdp"] is list(comparison)[3]
     with pytest.raises(KeyError, match="`nothing` was not compared"):
         comparison["nothing"]
@@ -43,7 +43,7 @@ def test_no_baseline_beats_the_bound(comparison: shardplan.Comparison, method: s
     assert row.gap == pytest.approx(1 - exact.lower_bound / row.objective)
 
 
-@pytest.mark.parametrize("method", BASELINES)
+@pytest.mark.parametrize("method", ["data_parallel", "zero1", "fsdp"])
 def test_baselines_send_each_parameter_twice(comparison: shardplan.Comparison, method: str):
     """By ring: an all-reduce of the gradients, or a reduce-scatter and an all-gather; and the loss."""
     assert comparison[method].communication_bytes == pytest.approx(2 * RING * PARAMETER_BYTES, rel=1e-4)
@@ -72,8 +72,27 @@ def test_fsdp_splits_the_largest_dimension(comparison: shardplan.Comparison):
     assert plan.layouts["0/params/layer_0/kernel"] == P(None, "data")
     assert plan.layouts["0/params/layer_1/kernel"] == P("data")
     assert plan.layouts["0/opt_state/0/mu/layer_1/kernel"] == P("data")
-    held = {method: comparison[method].peak_bytes for method in BASELINES}
+    held = {method: comparison[method].peak_bytes for method in ("data_parallel", "zero1", "fsdp")}
     assert held["fsdp"] < held["zero1"] < held["data_parallel"]
+
+
+def test_tensor_parallelism_never_splits_examples(comparison: shardplan.Comparison):
+    plan = comparison["tensor_parallel"].plan
+    assert plan is not None
+    assert plan.layouts["1/inputs"] in (P(), P(None, "data"))
+
+
+def test_tensor_parallelism_on_two_axes():
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    found = shardplan.compare(STEP[0], mesh, *STEP[2:], methods=("exact", "tensor_parallel"))
+    plan = found["tensor_parallel"].plan
+    assert plan is not None
+    for argument in plan.arguments:
+        if argument.fed_back:
+            assert "data" not in str(argument.spec)
+        else:
+            assert argument.spec[0] == "data"
+    assert found["exact"].lower_bound <= found["tensor_parallel"].objective
 
 
 def test_baselines_use_every_axis_of_a_mesh(comparison: shardplan.Comparison):
