@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -69,6 +70,29 @@ def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int
     else:
         return []
     return [(body.jaxpr, tuple(body.consts), trips) for body, trips in bodies]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMapSpecs:
+    """Mesh axes with their sizes, and the ``PartitionSpec``s of a ``shard_map``."""
+
+    axes: dict[str, int]
+    operands: tuple[jax.sharding.PartitionSpec, ...]
+    results: tuple[jax.sharding.PartitionSpec, ...]
+
+
+def shard_map_specs(params: dict[str, Any]) -> ShardMapSpecs | None:
+    """The specs of a ``shard_map`` that is manual over all axes of its mesh; None for one that is not."""
+    mesh = params["mesh"]
+    if set(params.get("newly_manual_axes", params.get("manual_axes", mesh.axis_names))) != set(mesh.axis_names):
+        return None
+    return ShardMapSpecs(dict(mesh.shape), tuple(params["in_specs"]), tuple(params["out_specs"]))
+
+
+def on_mesh(primitive: Primitive, params: dict[str, Any], mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Parameters with ``mesh`` in the place of the one of a ``shard_map``, where both have the same axes."""
+    given = params.get("mesh") if primitive.name == "shard_map" else None
+    return params | {"mesh": mesh} if given is not None and dict(given.shape) == dict(mesh.shape) else params
 
 
 def barrier_mask(equation: Equation) -> tuple[bool, ...]:

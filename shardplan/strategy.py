@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from shardplan import _jax, rules
-from shardplan.layout import Domain, Layout, LayoutSpace, replicated
+from shardplan.layout import Domain, Layout, LayoutSpace, from_spec, replicated
 from shardplan.program import Constant, Operation, Program
 
 
@@ -105,6 +105,20 @@ class StrategyMaker:
             self._by_rule[key] = self._derive(rule, operands, results)
             self._kept_rules.append(rule)
         return rule, self._by_rule[key]
+
+    def given(self, program: Program, operation: Operation) -> Choices | None:
+        """The only strategy of a ``shard_map`` over this mesh: what its specs say. None for every other operation."""
+        specs = _jax.shard_map_specs(operation.params) if operation.primitive.name == "shard_map" else None
+        mesh = self.space.mesh
+        if specs is None or specs.axes != dict(zip(mesh.names, mesh.sizes, strict=True)):
+            return None
+        operands = [operand_type(program, operand) for operand in operation.operands]
+        results = [program.values[result] for result in operation.results]
+        of_operands = tuple(from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.operands, operands, strict=True))
+        of_results = tuple(from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.results, results, strict=True))
+        nothing, degree = ((),) * len(results), mesh.device_count
+        strategy = Strategy(of_operands, of_results, nothing, (None,) * len(results), degree)
+        return Choices((strategy,), False, False, (), False, 0, 0, (*operands, *results)[0].dtype)
 
     def _derive(self, rule: Any, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
