@@ -12,8 +12,8 @@ like any plan.
 | `fsdp` (ZeRO 3) | split | split | as the completion wants them |
 | `tensor_parallel` | over all mesh axes but the first | likewise | as the completion wants them |
 
-The first three split the examples over all devices, `tensor_parallel` over the first of several mesh axes alone: what
-the others (or the only one) split is the completion's choice, of which Megatron's is one. A split tensor is split on its
+The first three split the examples over all devices, `tensor_parallel` over the first of several mesh axes alone; what
+the others (or the only one) split is the completion's choice, and Megatron's is one. A split tensor is split on its
 largest dimension that the devices divide. The state is what a result replaces; parameters are the state that the other
 results (the loss) depend on.
 """
