@@ -89,12 +89,6 @@ def shard_map_specs(params: dict[str, Any]) -> ShardMapSpecs | None:
     return ShardMapSpecs(dict(mesh.shape), tuple(params["in_specs"]), tuple(params["out_specs"]))
 
 
-def on_mesh(primitive: Primitive, params: dict[str, Any], mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """Parameters with ``mesh`` in the place of the one of a ``shard_map``, where both have the same axes."""
-    given = params.get("mesh") if primitive.name == "shard_map" else None
-    return params | {"mesh": mesh} if given is not None and dict(given.shape) == dict(mesh.shape) else params
-
-
 def barrier_mask(equation: Equation) -> tuple[bool, ...]:
     """Which operands of a call-like equation pass an optimization barrier, as JAX's own lowering of a rematerialised
     region does: without it the compiler would merge the recomputation with the forward pass."""

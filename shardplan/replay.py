@@ -168,8 +168,7 @@ class Replay:
             self._held[index, self._schedule.assignment.values[index]] = held
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-        params = _jax.on_mesh(operation.primitive, operation.params, self._mesh)
-        return _jax.bind_again(operation.equation, operation.primitive, params, operands)
+        return _jax.bind_again(operation.equation, operation.primitive, operation.params, operands)
 
     def _run_island(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
