@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _ROWS = 40
 """Rows of a table of layouts; the rest is counted."""
 
+_BLOCKS = 16
+"""Blocks that a dimension is drawn as at most."""
+
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 
 
@@ -245,16 +248,13 @@ def _grid(group: LayoutGroup, mesh_axes: dict[str, int]) -> str:
     blocks = [prod(mesh_axes[axis] for axis in axes_of(entry)) for entry in entries]
     split = [dim for dim, count in enumerate(blocks) if count > 1][:2]
     whole = [dim for dim in range(len(blocks)) if dim not in split]
-    shown = sorted([*split, *whole][:2])
-    rows, columns = (blocks[shown[0]], blocks[shown[1]]) if len(shown) == 2 else (1, blocks[shown[0]])
-    width, height = max(8, 64 // columns), max(8, 40 // rows)
-    cell = '<td style="width:{w}px;height:{h}px;padding:0;border:1px solid #fff;background:{c}"></td>'
-    body = "".join(
-        "<tr>"
-        + "".join(
-            cell.format(w=width, h=height, c=_COLOURS[(row * columns + c) % len(_COLOURS)]) for c in range(columns)
-        )
-        + "</tr>"
-        for row in range(min(rows, 64))
-    )
-    return f'<table style="border-collapse:collapse">{body}</table>'
+    shown = [blocks[dim] for dim in sorted([*split, *whole][:2])]
+    rows, columns = (min(count, _BLOCKS) for count in (shown if len(shown) == 2 else (1, *shown)))
+    size = f"width:{max(4, 64 // columns)}px;height:{max(4, 40 // rows)}px"
+
+    def cell(block: int) -> str:
+        colour = _COLOURS[block % len(_COLOURS)]
+        return f'<td style="{size};padding:0;border:1px solid #fff;background:{colour}"></td>'
+
+    lines = ("".join(cell(row * columns + column) for column in range(columns)) for row in range(rows))
+    return f'<table style="border-collapse:collapse">{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'

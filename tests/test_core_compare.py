@@ -10,10 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError
+from shardplan.annotate import annotate
 from shardplan.baselines import BASELINES, follow_examples
 from shardplan.layout import MeshAxes
 from shardplan.models import gpt, mlp
+from shardplan.options import Options
 from shardplan.plan_report import planned_traffic
+from shardplan.planning import build_problem
 from shardplan.tracing import trace_program
 
 TRAINING = mlp.training(mlp.Config(widths=(512, 2048, 512), batch=256))
@@ -192,3 +195,28 @@ def test_examples_are_followed_through_loops():
     shapes = jax.ShapeDtypeStruct((4, 128, 128), "float32"), jax.ShapeDtypeStruct((64, 128), "float32")
     found = shardplan.compare(step, STEP[1], *shapes, methods=("data_parallel",))
     assert found["data_parallel"].communication_bytes == pytest.approx(2 * RING * 4 * 4 * 128 * 128, rel=1e-3)
+
+
+def test_annotations_say_what_each_mesh_axis_splits():
+    """Tensors: the dimension; operations: an index, by number, equal where the same index is split."""
+    shapes = jax.ShapeDtypeStruct((16, 8), "float32"), jax.ShapeDtypeStruct((8, 32), "float32")
+    program = trace_program(lambda x, w: x @ w, shapes)
+    problem = build_problem(program, AbstractMesh((2, 4), ("data", "model")), Options())
+    annotate(problem)
+    network = problem.network
+    assert set(network.annotations) == set(range(len(network)))
+    variable = problem.variables_of(program.inputs[0])[0]
+    assert variable is not None
+    assert network.annotations[variable].size == 16 * 8 * 4
+    for layout, noted in zip(
+        problem.domain(program.inputs[0]).layouts, network.annotations[variable].layouts, strict=True
+    ):
+        assert all(axis in layout[dim] for axis, dim in enumerate(noted) if dim is not None)
+        assert sum(dim is not None for dim in noted) == sum(len(axes) for axes in layout)
+    operation = problem.variable_of_operation(0)
+    assert operation is not None
+    strategies, noted = problem.choices[0].strategies, network.annotations[operation].layouts
+    for strategy, indices in zip(strategies, noted, strict=True):
+        assert strategy is not None
+        assert sum(index is not None for index in indices) == {1: 0, 2: 1, 4: 1, 8: 2}[strategy.degree]
+    assert {index for indices in noted for index in indices} == {None, 0, 1, 2}

@@ -230,7 +230,14 @@ def fingerprints() -> list[str]:
 
     def many(x):
         x = jax.lax.reduce(x, 0.0, jax.lax.add, (0,)) + jnp.take(table, jnp.argsort(x[0]))
+        x = jax.lax.scan(lambda h, row: (jax.checkpoint(own)(jax.nn.relu(h) + row), None), x, jnp.ones((3, 8)))[0]
         return jax.lax.while_loop(lambda h: h.sum() < 9, lambda h: h * 2 + 1, x)
+
+    @jax.custom_vjp
+    def own(x):
+        return jnp.sin(x)
+
+    own.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos(x),))
 
     programs = trace_program(STEP, (make_state(), make_batch())), trace_program(many, (np.zeros((8, 8), np.float32),))
     return [program.fingerprint() for program in programs]

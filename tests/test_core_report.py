@@ -95,6 +95,19 @@ def test_record_is_the_plan(plan: Plan):
     assert sum(entry["bytes"] for entry in record["collectives"]) == pytest.approx(plan.communication_bytes)
 
 
+def test_the_objective_time_is_told_in_milliseconds():
+    plan = plan_of(objective="time")
+    assert re.search(r"objective [\d.]+ ms, at most", str(plan))
+    assert re.search(r": \+[\d.]+ ms \(", plan.explain("0/params/layer_1/kernel", time_limit=0))
+
+
+def test_many_devices_are_drawn_small():
+    shape = jax.ShapeDtypeStruct((8192, 8192), "float32")
+    mesh = AbstractMesh((4096,), ("data",))
+    drawn = shardplan.plan(lambda x: x * 2, mesh, shape, pins={"0": P(None, "data")})._repr_html_()
+    assert drawn.count("<td") < 200
+
+
 def test_difference_names_what_differs(plan: Plan, pinned: Plan):
     difference = plan.diff(pinned)
     assert difference
