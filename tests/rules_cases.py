@@ -8,6 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 from jax import numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.random import threefry2x32_p
 
 Case = tuple[Callable[..., Any], list[Any]]
 SIZES = st.sampled_from([1, 2, 3, 4, 4, 6, 8, 8])
@@ -123,7 +125,7 @@ def windows(draw: Any) -> Case:
     kind = draw(st.sampled_from(["sum", "max", "min", "own", "gradient", "tangent", "average"]))
     base = [draw(st.integers(1, 2)) for _ in shape] if kind in ("sum", "max", "min") else [1] * rank
     dilation = [1] * rank
-    functions = {"sum": (0.0, lax.add), "max": (-np.inf, lax.max), "min": (np.inf, lax.min)}
+    functions: dict[str, Any] = {"sum": (0.0, lax.add), "max": (-np.inf, lax.max), "min": (np.inf, lax.min)}
     initial, reducer = functions.get(kind, functions["sum"] if kind == "average" else functions["max"])
     if kind == "own":
         initial, reducer = 0.0, lambda a, b: a + b * 1.0
@@ -202,7 +204,7 @@ def randomness(draw: Any) -> Case:
         return (lambda k: jax.vmap(lambda k: jax.random.bits(k, shape))(k)), [keys]
     if kind == "hash":
         words = [numbers(*shape, dtype=np.uint32) for _ in range(4)]
-        return (lambda *w: jax.extend.random.threefry2x32_p.bind(*w)), words
+        return (lambda *w: threefry2x32_p.bind(*w)), words
     if kind == "state":
         return (lambda k: lax.rng_bit_generator(k, shape)), [np.arange(4, dtype=np.uint32)]
     alpha = np.abs(numbers(len(keys))) + np.float32(1)
@@ -228,7 +230,7 @@ def elementwise(draw: Any) -> Case:
         (lambda x: lax.bitcast_convert_type(x, np.int32), [x]),
         (lambda x: lax.bitcast_convert_type(x, np.uint8), [whole]),
         (lambda x, y: lax.optimization_barrier((x, y)), [x, numbers(4, 4)]),
-        (lambda x: jax.ad_checkpoint.checkpoint_name(x, "name"), [x]),
+        (lambda x: checkpoint_name(x, "name"), [x]),
         (lambda x, y: lax.bitwise_and(x, y), [whole, whole + 1]),
         (lambda x, y: lax.shift_left(x, y), [whole, abs(whole)]),
         (lambda x: lax.erf_inv(x / 8), [x]),
@@ -241,23 +243,28 @@ def elementwise(draw: Any) -> Case:
     return draw(st.sampled_from(cases))
 
 
+def groups(total: int, *shape: int) -> np.ndarray:
+    """Sizes of groups, some of them empty, that take at most ``total`` together."""
+    cuts = np.sort(np.random.default_rng(total).integers(0, total + 1, shape), -1)
+    return np.diff(cuts, axis=-1, prepend=0).astype(np.int32)
+
+
 @st.composite
 def products(draw: Any) -> Case:
     b, m, k, n, g = (draw(st.sampled_from([2, 4, 6, 8])) for _ in range(5))
     kind = draw(st.sampled_from(["ragged rows", "ragged batches of rows", "ragged sum", "ragged batch", "scaled"]))
     ragged = lax.RaggedDotDimensionNumbers
     if kind == "ragged rows":
-        sizes = np.full((g,), 1, np.int32)
-        return (lambda x, y, s: lax.ragged_dot(x, y, s)), [numbers(m, k), numbers(g, k, n), sizes]
+        return (lambda x, y, s: lax.ragged_dot(x, y, s)), [numbers(m, k), numbers(g, k, n), groups(m, g)]
     if kind == "ragged batches of rows":
         layout = ragged((([2], [2]), ([0], [1])), [1], [0])
-        operands = [numbers(b, m, k), numbers(g, b, k, n), np.full((b, g), 1, np.int32)]
+        operands = [numbers(b, m, k), numbers(g, b, k, n), groups(m, b, g)]
     elif kind == "ragged sum":
         layout = ragged((([2], [1]), ([0], [0])), [2], [])
-        operands = [numbers(b, m, k), numbers(b, k, n), np.full((b, g), 1, np.int32)]
+        operands = [numbers(b, m, k), numbers(b, k, n), groups(k, b, g)]
     elif kind == "ragged batch":
         layout = ragged((([2], [1]), ([0], [0])), [0], [])
-        operands = [numbers(b, m, k), numbers(b, k, n), np.full((g,), 1, np.int32)]
+        operands = [numbers(b, m, k), numbers(b, k, n), groups(b, g)]
     else:
         scales = [np.ones((b, m, 2), jnp.bfloat16), np.ones((b, n, 1), jnp.bfloat16)]
         numbers_of = (((2,), (2,)), ((0,), (0,)))

@@ -113,7 +113,7 @@ def window_moves(draw: Any) -> tuple[Any, ...]:
     indexed = tuple(draw(st.permutations([d for d, kind in enumerate(kinds) if kind in ("point", "part", "full")])))
     dropped = tuple(d for d, kind in enumerate(kinds) if kind == "point")
     extra = [draw(st.sampled_from([2, 4, 6])) for _ in range(draw(st.integers(0, 2)))]
-    index_shape, index_batch = list(extra), []
+    index_shape = list(extra)
     for dim in batching:
         index_shape.insert(0, sizes[dim])
     index_batch = tuple(range(len(batching)))[::-1]

@@ -44,7 +44,7 @@ def _call(kernel: Any, shape: tuple[int, ...], **options: Any) -> Any:
 
 
 ROWS = pl.BlockSpec((2, 8), lambda i: (i, 0))
-PALLAS = {
+PALLAS: dict[str, tuple[Any, list[Any], Any]] = {
     "blocks of rows": (
         _call(_add, (8, 8), grid=(4,), in_specs=[ROWS, ROWS], out_specs=ROWS),
         [ones(8, 8), ones(8, 8)],
