@@ -20,6 +20,25 @@ _TRIED_DTYPES = (np.float32, np.int32, np.bool_, np.uint32, np.complex64)
 _TRIED_COUNTS = (1, 2, 3, 4, 6, 8)
 
 
+_HOW_TO_READ = """\
+Each expression is that of one example, and `out[i, j] = Sum(k) lhs[i, k] * rhs[k, j]` reads: element (i, j) of the
+result is the sum over all k of the products. Besides:
+
+| written | means |
+|---|---|
+| `x[2*i + d - 1]?` | positions outside of `x` contribute nothing |
+| `x[(i - 1) / 2]?` | so do positions at which the division leaves a rest |
+| `x[b, :]` | the whole dimension is needed |
+| `(ids[b] == v) * table[v, d]` | 1 where it holds and else 0, times the element: a lookup |
+| `x[j] if (j <= i)` | the reduction around it skips the element where that does not hold |
+| `Opaque.sort(x[b, :])[i]` | a function known by name only; the index that picks from what it gives does not split |
+| `All(r) x[2*g + r]` | all these elements together |
+| `Last(b) ...`, `overwrite(x, new)` | the last element that there is; the new element where there is one |
+
+Everything below is built in. Operations of your own are described in the same language, with
+`shardplan.describe(primitive, "i k, k j -> i j")`, see `help(shardplan.describe)`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One primitive. ``splits``: the indices of its example that split, each with what it takes; ``reason``: why
@@ -112,8 +131,7 @@ def coverage_markdown() -> str:
         f"expression, and {len(splitting)} split along at least one index. The other {len(rows) - len(computing)} are "
         "listed at the end, with the reason.",
         "",
-        "Each expression is that of one example. `x[...]?` contributes nothing outside of `x`, `:` reads a whole "
-        "dimension, and an index that picks from an `Opaque` function does not split.",
+        *_HOW_TO_READ.splitlines(),
         "",
     ]
     for family in sorted({row.family for row in computing}):

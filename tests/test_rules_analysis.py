@@ -250,7 +250,7 @@ def _gpt_step(layers: int) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(x @ p["embed"].T, ids).mean()
 
     d = width
-    shapes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
+    shapes: dict[str, tuple[int, ...]] = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
     shapes |= {f"bias_{name}": shape[1:] for name, shape in shapes.items()}
     shapes |= dict.fromkeys(("scale1", "shift1", "scale2", "shift2"), (d,))
     layer = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
