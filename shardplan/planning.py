@@ -103,13 +103,15 @@ def rebuild(plan: Plan, program: Program) -> Plan:
     """
     plan.check_program(program)
     problem = build_problem(program, plan.mesh, plan.recipe.options)
-    same = _digest(problem) == plan.recipe.network
-    schedule = Schedule(problem, problem.decode(np.array(plan.recipe.choices))) if same else None
-    if schedule is None or _arguments(schedule) != plan.arguments:
-        raise PlanMismatchError(
-            "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"
-        )
-    return replace(plan, built=schedule)
+    if _digest(problem) == plan.recipe.network:
+        schedule = Schedule(problem, problem.decode(np.array(plan.recipe.choices)))
+        collectives = _planned_collectives(schedule)
+        nowhere = [replace(c, source="") for c in plan.collectives]  # source lines may have moved
+        if _arguments(schedule) == plan.arguments and [replace(c, source="") for c in collectives] == nowhere:
+            return replace(plan, built=schedule, collectives=collectives)
+    raise PlanMismatchError(
+        "the plan was made by another version of shardplan, which numbers or prices layouts in another way: plan anew"
+    )
 
 
 def _digest(problem: Problem) -> str:
