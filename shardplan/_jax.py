@@ -143,6 +143,11 @@ def source_line(equation: Equation) -> str:
     return f"{name}:{frame.start_line} ({frame.function_name})"
 
 
+def module_path(equation: Equation) -> str:
+    """The modules and transformations that an equation comes from, as ``transpose(jvp(GPT))/layer_0/mlp``."""
+    return str(equation.source_info.name_stack)
+
+
 def bind_again(
     equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
 ) -> tuple[Any, ...]:

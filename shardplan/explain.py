@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from shardplan import rules
+from shardplan import _jax, rules
 from shardplan.alternatives import Alternative, alternatives
 from shardplan.errors import ArgumentError
 from shardplan.layout import Layout, to_spec
@@ -50,12 +50,19 @@ def explain_plan(plan: Plan, pattern: str, time_limit: float) -> str:
 
 def _matches(operation: Operation, pattern: str) -> bool:
     return fnmatchcase(operation.scope, pattern) or any(
-        fnmatchcase(text, pattern) for text in (_named(operation), operation.source, operation.source.split(" ")[0])
+        fnmatchcase(text, pattern)
+        for text in (_named(operation), operation.source, operation.source.split(" ")[0], _place(operation))
     )
 
 
 def _named(operation: Operation) -> str:
     return f"{operation.scope} {operation.primitive.name}"
+
+
+def _place(operation: Operation) -> str:
+    """The source line of an operation, and the modules that it is in."""
+    modules = _jax.module_path(operation.equation)
+    return f"{operation.source} in {modules}" if modules else operation.source
 
 
 class _Explainer:
@@ -102,11 +109,11 @@ class _Explainer:
         if operation.bodies:
             regions = [self._program.regions[body] for body in operation.bodies]
             bodies = [f"{len(region.operations)} operations, {region.times} times" for region in regions]
-            return _paragraph(_named(operation), [("at", [operation.source]), ("runs", bodies)])
+            return _paragraph(_named(operation), [("at", [_place(operation)]), ("runs", bodies)])
         operands = [operand_type(self._program, operand) for operand in operation.operands]
         results = [self._program.values[result] for result in operation.results]
         rule = rules.derive(operation.primitive, operation.params, operands, results)
-        lines = [("at", [operation.source]), ("computes", [str(rule.expression) if rule.known else str(rule.reason)])]
+        lines = [("at", [_place(operation)]), ("computes", [str(rule.expression) if rule.known else str(rule.reason)])]
         strategy = self._schedule.assignment.strategies.get(operation.index)
         if strategy is None:
             lines.append(("split", ["made anew in every layout that is read, from nothing"]))
@@ -150,7 +157,7 @@ class _Explainer:
             for o, layout in zip(operation.operands, layouts, strict=True)
             if o == index and layout is not None
         }
-        return f"{_named(operation)} as {' and '.join(sorted(wanted)) or 'it is'}, {operation.source}"
+        return f"{_named(operation)} as {' and '.join(sorted(wanted)) or 'it is'}, {_place(operation)}"
 
     def _feeds(self, number: int, index: int) -> bool:
         tied = self._program.ties.get(number)
@@ -158,7 +165,7 @@ class _Explainer:
 
     def _made(self, value: int) -> str:
         maker = next((o for o in self._program.operations if value in o.results), None)
-        made = f" of {_named(maker)}, {maker.source}" if maker else ""
+        made = f" of {_named(maker)}, {_place(maker)}" if maker else ""
         return f"{self._tensor(value)}{made}"
 
     def _strategy(self, operation: Operation, strategy: Strategy) -> str:

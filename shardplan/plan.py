@@ -238,7 +238,7 @@ class Plan:
         return load_plan(path, mesh)
 
     def explain(self, path: str, time_limit: float = 5.0) -> str:
-        """Why an argument (a path glob) or an operation (``op12``, or a glob of its source line) is laid out so.
+        """Why an argument (a path glob) or an operation (``op12``, a glob of its source line or module) is laid out so.
 
         Its layout, what reads it, the collectives that it takes part in, and what other layouts would cost: those that
         can be searched anew within ``time_limit`` seconds exactly, the others at most.

@@ -182,6 +182,7 @@ def test_explained_by_source_and_glob(plan: Plan):
     assert text.count("other splits") == 6
     assert "more: op" in text
     assert "dot_general" in plan.explain("linear.py:*", time_limit=0.1)
+    assert plan.explain("*transpose(jvp(MLP))/layer_1", 0).count("in transpose(jvp(MLP))/layer_1\n") >= 3
 
 
 def test_explained_pin_has_no_other_layout(pinned: Plan):
