@@ -9,6 +9,14 @@ from shardplan.rules.descriptions import describe as describe
 from shardplan.rules.errors import RuleError as RuleError
 from shardplan.rules.errors import ShardplanError as ShardplanError
 from shardplan.rules.expression import Expression as Expression
+from shardplan.rules.lambdas import And as And
+from shardplan.rules.lambdas import Function as Function
+from shardplan.rules.lambdas import Max as Max
+from shardplan.rules.lambdas import Min as Min
+from shardplan.rules.lambdas import Opaque as Opaque
+from shardplan.rules.lambdas import Or as Or
+from shardplan.rules.lambdas import Prod as Prod
+from shardplan.rules.lambdas import Sum as Sum
 from shardplan.rules.operations import rule_of as rule_of
 from shardplan.rules.rule import Rule as Rule
 from shardplan.rules.rule import derive as derive

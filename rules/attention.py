@@ -8,7 +8,7 @@ take whole sequences. With dropout the kernels draw their own noise on every dev
 from dataclasses import dataclass
 from math import prod
 
-from shardplan.rules.equation import Equation, Rule, expression
+from shardplan.rules.equation import Equation, Semantics, expression
 from shardplan.rules.expression import ZERO, Affine, Expression, Opaque, Read, Reduce, Result, Shape, Term, index
 
 _HEADS_FIRST = 1
@@ -101,7 +101,7 @@ class _Heads:
         return Result(at, Reduce("sum", sums, body) if sums else body), {"t_bias": shape[2], "s_bias": shape[3]}
 
 
-def _attention(names: tuple[str, ...], outputs: tuple[str, ...]) -> Rule:
+def _attention(names: tuple[str, ...], outputs: tuple[str, ...]) -> Semantics:
     """``outputs``: what the kernel may give, in order; it may leave out the last ones."""
 
     def rule(equation: Equation) -> Expression:
@@ -138,7 +138,7 @@ _FP8_BACKWARD_RULE = _attention(
     (*_GRADIENTS, "largest_dq", "largest_dk", "largest_dv", "largest_dp"),
 )
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     f"dot_product_attention_{kind}{suffix}": rule
     for suffix in ("", "_wrapper")
     for kind, rule in (

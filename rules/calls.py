@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardplan.rules.equation import Equation, Rule, Tensor, Unknown, expression, name_of
+from shardplan.rules.equation import Equation, Semantics, Tensor, Unknown, expression, name_of
 from shardplan.rules.expression import (
     Affine,
     Apply,
@@ -204,7 +204,7 @@ def _relabelled(body: Term, names: Mapping[str, Affine]) -> Term:
 # Where calls keep their bodies.
 
 
-def _call(parameter: str) -> Rule:
+def _call(parameter: str) -> Semantics:
     def rule(equation: Equation) -> Expression:
         composer = Composer()
         operands = [composer.operand(n, tensor) for n, tensor in enumerate(equation.inputs)]
@@ -239,7 +239,7 @@ def _custom_linear_solve(equation: Equation) -> Expression:
     return compose(equation, values[: len(equation.outputs)], composer)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "call": _call("call_jaxpr"),
     "closed_call": _call("call_jaxpr"),
     "composite": _call("jaxpr"),

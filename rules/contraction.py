@@ -4,7 +4,7 @@ A matrix product is ``out[i, j] = Sum(k) lhs[i, k] * rhs[k, j]``; batch dimensio
 result.
 """
 
-from shardplan.rules.equation import Equation, Rule, expression, letters, sizes_of
+from shardplan.rules.equation import Equation, Semantics, expression, letters, sizes_of
 from shardplan.rules.expression import (
     ZERO,
     Affine,
@@ -138,7 +138,7 @@ def _group_sizes_at(
     return (*(lhs_at[d] for d in prefix), None)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "dot_general": _dot_general,
     "scaled_dot": _scaled_dot,
     "scaled_matmul": _scaled_matmul,

@@ -7,7 +7,7 @@ goes.
 """
 
 from shardplan.rules.contraction import contract
-from shardplan.rules.equation import Equation, Rule, expression, letters, name_of
+from shardplan.rules.equation import Equation, Semantics, expression, letters, name_of
 from shardplan.rules.expression import Affine, Apply, Expression, Read, Result, index
 
 
@@ -55,4 +55,4 @@ def _conv_general_dilated(equation: Equation) -> Expression:
     return expression(equation, sizes | sums, [result], ("data", "filters"))
 
 
-RULES: dict[str, Rule] = {"conv_general_dilated": _conv_general_dilated}
+RULES: dict[str, Semantics] = {"conv_general_dilated": _conv_general_dilated}

@@ -3,11 +3,11 @@
 The position splits with the operand whole, and the summed index splits into partial results, as in any reduction.
 """
 
-from shardplan.rules.equation import Equation, Rule, expression, letters, name_of, sizes_of
+from shardplan.rules.equation import Equation, Semantics, expression, letters, name_of, sizes_of
 from shardplan.rules.expression import Apply, Compare, Expression, Guard, Position, Read, Reduce, Result, index
 
 
-def _cumulative(reducer: str, before: str = "", after: str = "") -> Rule:
+def _cumulative(reducer: str, before: str = "", after: str = "") -> Semantics:
     """``before`` and ``after``: functions applied to each element and to the reduced value."""
 
     def rule(equation: Equation) -> Expression:
@@ -22,7 +22,7 @@ def _cumulative(reducer: str, before: str = "", after: str = "") -> Rule:
     return rule
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "cumsum": _cumulative("sum"),
     "cumprod": _cumulative("prod"),
     "cummax": _cumulative("max"),

@@ -31,7 +31,8 @@ class Unknown(Exception):
     """Nobody described the operation; a sentence that says how to."""
 
 
-Rule = Callable[[Equation], Expression]
+Semantics = Callable[[Equation], Expression]
+"""What a family says of a primitive: the expression of one of its equations."""
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ calls."""
 from typing import Any
 
 from shardplan.rules import calls
-from shardplan.rules.equation import Equation, Rule, Unknown, expression
+from shardplan.rules.equation import Equation, Semantics, Unknown, expression
 from shardplan.rules.expression import ZERO, Affine, Apply, Expression, Opaque, Read, Reduce, Result, Shape, Term, index
 from shardplan.rules.registry import described
 
@@ -93,7 +93,7 @@ class _Factors:
         return position
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "whole_call": _whole_call,
     "ffi_call": _ffi_call,
     "custom_partitioning": _custom_partitioning,

@@ -13,7 +13,7 @@ from typing import Any
 from jax import numpy as jnp
 from jax.lax import GatherScatterMode
 
-from shardplan.rules.equation import Equation, Rule, Tensor, expression, letters, name_of, sizes_of
+from shardplan.rules.equation import Equation, Semantics, Tensor, expression, letters, name_of, sizes_of
 from shardplan.rules.expression import (
     ZERO,
     Affine,
@@ -170,7 +170,7 @@ def _gather(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, out.shape)) | sums, [Result(at, body)], ("x", "indices"))
 
 
-def _scatter_by(combine: str, reducer: str) -> Rule:
+def _scatter_by(combine: str, reducer: str) -> Semantics:
     """``combine``: how the operand and the reduced updates are put together."""
 
     def rule(equation: Equation) -> Expression:
@@ -219,7 +219,7 @@ def _collected(reducer: str, sums: tuple[str, ...], conditions: list[Term], body
     return Reduce(reducer, sums, body) if sums else body
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,

@@ -11,7 +11,7 @@ other, unless the kernel declares them ``"parallel"``.
 
 from typing import Any
 
-from shardplan.rules.equation import Equation, Rule, Unknown, expression, letters, name_of
+from shardplan.rules.equation import Equation, Semantics, Unknown, expression, letters, name_of
 from shardplan.rules.expression import ZERO, Affine, Expression, Opaque, Read, Reduce, Result, Shape, Term, index
 
 
@@ -162,4 +162,4 @@ def _quotient(name: str, left: Affine | None, right: Affine | None) -> Affine | 
     return {"floor_divide": left.__floordiv__, "remainder": left.__mod__}.get(name, lambda _: None)(right.offset)
 
 
-RULES: dict[str, Rule] = {"pallas_call": _pallas_call}
+RULES: dict[str, Semantics] = {"pallas_call": _pallas_call}

@@ -5,11 +5,11 @@ Solvers treat every column of the right-hand side alike, so columns split too.
 
 from math import prod
 
-from shardplan.rules.equation import Equation, Rule, expression, letters, sizes_of
+from shardplan.rules.equation import Equation, Semantics, expression, letters, sizes_of
 from shardplan.rules.expression import Affine, Apply, Constant, Expression, Opaque, Read, Reduce, Result, index
 
 
-def batched(core_rank: int, *names: str) -> Rule:
+def batched(core_rank: int, *names: str) -> Semantics:
     """Leading dimensions are free, the others are hidden. ``core_rank``: rank of one element of the first operand."""
 
     def rule(equation: Equation) -> Expression:
@@ -88,7 +88,7 @@ def _fft(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, shape)), [Result(at, body)])
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     **{
         name: batched(2, "a") for name in ("cholesky", "eig", "eigh", "geqrf", "hessenberg", "lu", "qr", "schur", "svd")
     },

@@ -4,7 +4,7 @@ Threefry computes every number from the key and the number's own position, so an
 generators draw one sequence for the whole array, for all keys together: those results do not split.
 """
 
-from shardplan.rules.equation import Equation, Rule, Tensor, expression, letters, sizes_of
+from shardplan.rules.equation import Equation, Semantics, Tensor, expression, letters, sizes_of
 from shardplan.rules.expression import Affine, Apply, Expression, Opaque, Position, Read, Result, Term
 
 
@@ -13,7 +13,7 @@ def _counts_positions(key: Tensor) -> bool:
     return str(key.dtype) == "key<fry>"
 
 
-def _draw(name: str) -> Rule:
+def _draw(name: str) -> Semantics:
     """``shape`` numbers or keys for every key."""
 
     def rule(equation: Equation) -> Expression:
@@ -31,7 +31,7 @@ def _draw(name: str) -> Rule:
     return rule
 
 
-def _per_key(name: str) -> Rule:
+def _per_key(name: str) -> Semantics:
     """A function of each key and of scalars or arrays beside it, alike."""
 
     def rule(equation: Equation) -> Expression:
@@ -48,7 +48,7 @@ def _per_key(name: str) -> Rule:
     return rule
 
 
-def _words(name: str, into_key: bool) -> Rule:
+def _words(name: str, into_key: bool) -> Semantics:
     """Keys from their words of 32 bits (in trailing dimensions), or back."""
 
     def rule(equation: Equation) -> Expression:
@@ -78,7 +78,7 @@ def _rng_uniform(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, out)), [Result(at, body)], ("low", "high"))
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "random_bits": _draw("bits"),
     "random_split": _draw("split"),
     "random_seed": _per_key("seed"),

@@ -1,10 +1,10 @@
 """Reductions over whole dimensions, and the positions of extremes."""
 
-from shardplan.rules.equation import Equation, Rule, expression, letters, sizes_of
+from shardplan.rules.equation import Equation, Semantics, expression, letters, sizes_of
 from shardplan.rules.expression import Expression, Opaque, Read, Reduce, Result
 
 
-def _reduce_by(reducer: str) -> Rule:
+def _reduce_by(reducer: str) -> Semantics:
     def rule(equation: Equation) -> Expression:
         shape, axes = equation.inputs[0].shape, equation.params["axes"]
         at = letters("i", len(shape))
@@ -17,7 +17,7 @@ def _reduce_by(reducer: str) -> Rule:
     return rule
 
 
-def _position_of(name: str) -> Rule:
+def _position_of(name: str) -> Semantics:
     """The position of an extreme: blocks could not be put together without the extremes themselves."""
 
     def rule(equation: Equation) -> Expression:
@@ -43,7 +43,7 @@ def _reduce(equation: Equation) -> Expression:
     return expression(equation, sizes, [Result(kept, Opaque(f"reduce_{n}", reads)) for n in range(count)])
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     **{f"reduce_{name}": _reduce_by(name) for name in ("sum", "prod", "max", "min", "and", "or", "xor")},
     "argmax": _position_of("argmax"),
     "argmin": _position_of("argmin"),

@@ -3,7 +3,7 @@ on."""
 
 from collections.abc import Iterator
 
-from shardplan.rules.equation import Equation, Rule, expression, letters, sizes_of
+from shardplan.rules.equation import Equation, Semantics, expression, letters, sizes_of
 from shardplan.rules.expression import (
     ZERO,
     Affine,
@@ -204,7 +204,7 @@ def _bitcast(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, target)), [Result(at, body)])
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "reshape": _reshape,
     "broadcast_in_dim": _broadcast_in_dim,
     "broadcast_to": _broadcast_to,

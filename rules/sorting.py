@@ -1,6 +1,6 @@
 """Sorting and its kin: the sorted dimension is only known as a whole, the others are free."""
 
-from shardplan.rules.equation import Equation, Rule, expression, letters, sizes_of
+from shardplan.rules.equation import Equation, Semantics, expression, letters, sizes_of
 from shardplan.rules.expression import Expression, Opaque, Read, Result
 
 
@@ -25,4 +25,4 @@ def _top_k(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, shape)), results)
 
 
-RULES: dict[str, Rule] = {"sort": _sort, "top_k": _top_k, "approx_top_k": _top_k}
+RULES: dict[str, Semantics] = {"sort": _sort, "top_k": _top_k, "approx_top_k": _top_k}

@@ -20,7 +20,8 @@ from shardplan.rules import (
     sorting,
     windows,
 )
-from shardplan.rules.equation import Equation, Rule, Unknown
+from shardplan.rules.apart import APART
+from shardplan.rules.equation import Equation, Semantics, Unknown
 from shardplan.rules.expression import Expression
 from shardplan.rules.registry import described
 
@@ -42,10 +43,10 @@ FAMILIES: tuple[ModuleType, ...] = (
 )
 
 
-def _merged() -> dict[str, Rule]:
-    table: dict[str, Rule] = {}
+def _merged() -> dict[str, Semantics]:
+    table: dict[str, Semantics] = {}
     for family in FAMILIES:
-        rules: Mapping[str, Rule] = family.RULES
+        rules: Mapping[str, Semantics] = family.RULES
         for name, rule in rules.items():
             if name in table:
                 raise ValueError(f"two families describe `{name}`, the second one is {family.__name__}")
@@ -53,7 +54,9 @@ def _merged() -> dict[str, Rule]:
     return table
 
 
-TABLE: Mapping[str, Rule] = _merged()
+_APART = {name: reason for reason, names in APART.items() for name in names}
+
+TABLE: Mapping[str, Semantics] = _merged()
 
 
 def express(equation: Equation) -> Expression:
@@ -61,12 +64,15 @@ def express(equation: Equation) -> Expression:
     description = described(equation.primitive)
     if description is not None:
         return description.expression(equation)
-    rule = TABLE.get(equation.primitive.name)
+    name = equation.primitive.name
+    rule = TABLE.get(name)
     if rule is not None:
         return rule(equation)
     if elementwise.maps_elements(equation):
         return elementwise.express(equation)
+    if name in _APART:
+        raise Unknown(f"`{name}` has no rule: {_APART[name]}.")
     raise Unknown(
-        f"nobody described the primitive `{equation.primitive.name}`: say what it computes with "
+        f"nobody described the primitive `{name}`: say what it computes with "
         f'`shardplan.describe(primitive, "b i, i j -> b j")`.'
     )

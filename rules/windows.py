@@ -1,7 +1,7 @@
 """Pooling: reductions over sliding windows, and the scattering of gradients back into them."""
 
 from shardplan.rules.convolution import window_position
-from shardplan.rules.equation import Equation, Rule, Tensor, expression, letters, name_of
+from shardplan.rules.equation import Equation, Semantics, Tensor, expression, letters, name_of
 from shardplan.rules.expression import ZERO, Affine, Apply, Expression, Read, Reduce, Result, Term
 
 At = tuple[Affine, ...]
@@ -30,7 +30,7 @@ def _windows(
     return xs, tuple(read), padded, sizes, windows
 
 
-def _reduce_window_by(reducer: str) -> Rule:
+def _reduce_window_by(reducer: str) -> Semantics:
     def rule(equation: Equation) -> Expression:
         xs, read, padded, sizes, windows = _windows(equation, equation.inputs[0], equation.outputs[0])
         body = Reduce(reducer, tuple(windows), Read(0, read, padded)) if windows else Read(0, read, padded)
@@ -103,7 +103,7 @@ def _select_and_gather_add(equation: Equation) -> Expression:
     return expression(equation, sizes | windows, [Result(xs, body)], ("tangents", "x"))
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Semantics] = {
     "reduce_window_sum": _reduce_window_by("sum"),
     "reduce_window_max": _reduce_window_by("max"),
     "reduce_window_min": _reduce_window_by("min"),
