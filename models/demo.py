@@ -137,7 +137,7 @@ def audit(console: Console) -> None:
         with console.status("compiling the plan for 8 H100"):
             held = shardplan.audit(plan, target="h100")
     except TargetNotInstalledError as error:
-        console.print(f"\nThe audit is left out, since the GPU compiler is missing here: {error}")
+        console.print(f"\nThe audit is left out, since the GPU compiler is missing here: {error}", markup=False)
         return
     console.print()
     console.print(str(held), markup=False)

@@ -50,14 +50,14 @@ def test_tables_account_for_the_whole_plan(console: Console):
 
 def test_without_the_gpu_compiler_it_says_so_and_goes_on(console: Console, monkeypatch: pytest.MonkeyPatch):
     def missing(*_: object, **__: object):
-        raise TargetNotInstalledError("install the extra `audit`")
+        raise TargetNotInstalledError("pip install 'shardplan[audit]'")
 
     monkeypatch.setattr(demo, "LARGE", TINY)
     monkeypatch.setattr(shardplan, "audit", missing)
     demo.audit(console)
     printed = console.export_text()
     assert "The audit is left out" in printed
-    assert "install the extra `audit`" in printed
+    assert "pip install 'shardplan[audit]'" in printed
     assert "MB sent per device and step" in printed
 
 
