@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardplan import _jax, rules
@@ -94,7 +95,7 @@ class _Explainer:
         outputs = [out for number, out in enumerate(self._program.outputs) if self._feeds(number, index)]
         if outputs:
             lines.append(("replaced by", [self._made(out) for out in outputs if isinstance(out, int)]))
-            tensors |= {self._tensor(out) for out in outputs if isinstance(out, int)}
+            tensors |= {self._tensor(v) for out in outputs if isinstance(out, int) for v in self._update(out)}
         reading = {_named(o) for o in readers}
         moves = [c for c in self._plan.collectives if c.tensor in tensors or c.operation in reading]
         lines.append(("collectives", [_collective(c) for c in _largest(moves)]))
@@ -158,6 +159,23 @@ class _Explainer:
             if o == index and layout is not None
         }
         return f"{_named(operation)} as {' and '.join(sorted(wanted)) or 'it is'}, {_place(operation)}"
+
+    def _update(self, output: int) -> set[int]:
+        """The tensors of as many elements that a new state is computed from, back to where they are made."""
+        makers = {result: o for o in self._program.operations for result in o.results}
+        elements = prod(self._program.values[output].shape)
+        inputs = set(self._program.inputs)
+        found: set[int] = set()
+        waiting = [output]
+        while waiting:
+            value = waiting.pop()
+            if value in found or value in inputs or prod(self._program.values[value].shape) != elements:
+                continue
+            found.add(value)
+            maker = makers.get(value)
+            if maker is not None and self._problem.variable_of_operation(maker.index) is None:
+                waiting += [o for o in maker.operands if isinstance(o, int)]
+        return found
 
     def _feeds(self, number: int, index: int) -> bool:
         tied = self._program.ties.get(number)

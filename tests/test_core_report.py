@@ -185,6 +185,16 @@ def test_explained_by_source_and_glob(plan: Plan):
     assert plan.explain("*transpose(jvp(MLP))/layer_1", 0).count("in transpose(jvp(MLP))/layer_1\n") >= 3
 
 
+def test_explained_parameter_has_its_gather_and_the_sum_of_its_gradient():
+    step = TRAINING.train_step, MESH, TRAINING.state, TRAINING.batch
+    plan = shardplan.compare(*step, methods=("fsdp",))["fsdp"].plan
+    assert plan is not None
+    text = plan.explain("0/params/layer_2/kernel", time_limit=0)
+    assert "all-gather over data, model of 0/params/layer_2/kernel" in text
+    assert "reduce-scatter over data, model of value" in text
+    assert "none: it is pinned" in text
+
+
 def test_explained_pin_has_no_other_layout(pinned: Plan):
     assert "none: it is pinned" in pinned.explain("0/params/layer_0/kernel")
 
