@@ -1,6 +1,7 @@
 """Audits: a plan's prediction beside the compiled program."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from shardplan.hlo import bytes_sent, collectives
 from shardplan.target import gpu_mesh
 
 MESH = {"data": 2, "model": 4}
+
+compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def plan(*found: Planned) -> HandMadePlan:
     return HandMadePlan(found, MESH)
 
 
+@compiles_for_gpus
 def test_a_plan_that_is_compiled_as_planned():
     checked = audit(plan(Planned("all-reduce", ("model",), SENT, 1, "op7 dot_general")), target="h100")
     assert checked.ratio == 1.0
@@ -72,6 +76,7 @@ def test_a_plan_that_is_compiled_as_planned():
     assert checked._repr_html_().count("<tr>") == 4
 
 
+@compiles_for_gpus
 def test_a_plan_that_is_compiled_otherwise():
     planned = (
         Planned("all-gather", ("data",), 500, 2, "op3 dot_general"),
@@ -85,6 +90,7 @@ def test_a_plan_that_is_compiled_otherwise():
     assert [o.difference for o in checked.operations] == [SENT / 2, -1000]
 
 
+@compiles_for_gpus
 def test_axes_are_compared_in_the_order_of_the_mesh_and_without_those_of_size_one():
     one = HandMadePlan(
         (Planned("all-reduce", ("model", "one"), SENT, 1, "op7 dot"),), {"data": 2, "one": 1, "model": 4}
@@ -92,6 +98,7 @@ def test_axes_are_compared_in_the_order_of_the_mesh_and_without_those_of_size_on
     assert audit(one).differences() == {("all-reduce", ("model",)): 0}
 
 
+@compiles_for_gpus
 def test_another_mesh_of_the_same_axes():
     checked = audit(plan(), mesh=gpu_mesh("h200", (2, 4), ("data", "model")))
     assert checked.target == ""
@@ -116,6 +123,7 @@ class CallingBack(HandMadePlan):
         return step.lower(jax.ShapeDtypeStruct((8,), jnp.float32))
 
 
+@compiles_for_gpus
 @pytest.mark.skipif(any(d.platform == "gpu" for d in jax.devices()), reason="there is a GPU that can call back")
 def test_a_program_that_calls_back_is_named_as_such():
     with pytest.raises(ShardplanError, match=r"`jax.debug.print`.* needs a real GPU"):
@@ -126,6 +134,7 @@ def report(text: str) -> CompiledReport:
     return CompiledReport(MESH, collectives(text), CompiledMemory(0, 0, 0, 0, 0), 0.0, text)
 
 
+@compiles_for_gpus
 def test_a_ratio_of_nothing():
     nothing = report("HloModule m, num_partitions=8\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
     assert Audit("", {}, 0, 0, nothing, ()).ok(0.0)
