@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
@@ -85,7 +86,7 @@ def _measures(plan: Plan) -> dict[str, str]:
         "mesh": mesh_text(plan.mesh_axes),
         "MB sent": megabytes(plan.communication_bytes),
         "objective": objective_text(plan, plan.objective),
-        "lower bound": objective_text(plan, plan.lower_bound),
+        "lower bound": objective_text(plan, plan.lower_bound) if isfinite(plan.lower_bound) else "none",
         "peak MB": megabytes(plan.peak_bytes),
     }
 

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -17,6 +18,8 @@ from shardplan.models import gpt, mlp
 from shardplan.options import Options
 from shardplan.plan_report import planned_traffic
 from shardplan.planning import build_problem
+from shardplan.search import METHODS
+from shardplan.search.run import Run
 from shardplan.tracing import trace_program
 
 TRAINING = mlp.training(mlp.Config(widths=(512, 2048, 512), batch=256))
@@ -220,3 +223,22 @@ def test_annotations_say_what_each_mesh_axis_splits():
         assert strategy is not None
         assert sum(index is not None for index in indices) == {1: 0, 2: 1, 4: 1, 8: 2}[strategy.degree]
     assert {index for indices in noted for index in indices} == {None, 0, 1, 2}
+
+
+def test_a_search_without_a_bound(monkeypatch: pytest.MonkeyPatch):
+    """Any method of the search can be a row; the network that it gets is annotated."""
+    seen = []
+
+    def cheapest_alone(search: Run) -> None:
+        seen.append(len(search.network.annotations) == len(search.network))
+        search.offer(np.array([int(costs.argmin()) for costs in search.network.costs]))
+
+    monkeypatch.setitem(METHODS, "cheapest_alone", cheapest_alone)
+    found = shardplan.compare(*STEP, methods=("cheapest_alone", "exact"))
+    row = found["cheapest_alone"]
+    assert seen[0]
+    assert row.plan is not None
+    assert "without a bound" in str(row.plan)
+    assert row.lower_bound == found["exact"].lower_bound
+    assert row.objective >= found["exact"].objective
+    assert "lower bound" in str(row.plan.diff(found["exact"].plan))  # type: ignore[arg-type]
