@@ -5,7 +5,7 @@ from collections.abc import Mapping
 APART: Mapping[str, tuple[str, ...]] = {
     "loops, whose bodies the planner plans": ("scan", "while"),
     "calls without a body to look into, or of functions that refer to memory or to devices": (
-        *("call_exported", "core_map", "custom_lin", "mpmd_map", "platform_index", "remat_opt", "run_scoped"),
+        *("call_exported", "core_map", "custom_lin", "mpmd_map", "remat_opt", "run_scoped"),
         *("run_state",),
     ),
     "collectives: they only occur where a program has been split by hand already": (

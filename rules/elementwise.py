@@ -12,6 +12,7 @@ there is the operation itself: the derivative of ``a / b`` along ``da`` is ``da 
 out[i0, i1] = div(x[i0, i1], y[i0, i1]) True (frozenset({0}),)
 """
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -67,7 +68,10 @@ _known: dict[Any, tuple[bool, tuple[frozenset[int], ...]]] = {}
 def _facts(equation: Equation) -> tuple[bool, tuple[frozenset[int], ...]]:
     """Whether the operation is elementwise, and in which operands it is linear; once per primitive, parameters and
     dtypes."""
-    key = (equation.primitive, frozen(equation.params), tuple(t.dtype for t in equation.inputs))
+    # Shardings have the rank of the operands at hand, and no say in what is computed.
+    params = {k: None if isinstance(v, jax.sharding.Sharding) else v for k, v in equation.params.items()}
+    equation = replace(equation, params=params)
+    key = (equation.primitive, frozen(params), tuple(t.dtype for t in equation.inputs))
     found = _known.get(key)
     if found is None:
         elementwise = _maps_itself(equation)

@@ -183,6 +183,10 @@ def _empty(equation: Equation) -> Expression:
     return expression(equation, sizes_of((at, shape)), [Result(at, Constant(0))])
 
 
+def _platform_index(equation: Equation) -> Expression:
+    return expression(equation, {}, [Result((), Apply("platform", ()))])
+
+
 def _same_values(equation: Equation) -> Expression:
     """Every result is the operand of the same number: only its place, its name or its order in time changes."""
     sizes: dict[str, int] = {}
@@ -222,6 +226,7 @@ RULES: dict[str, Semantics] = {
     "iota_2x32_shape": _iota_2x32_shape,
     "empty": _empty,
     "empty2": _empty,
+    "platform_index": _platform_index,
     "bitcast_convert_type": _bitcast,
     **{
         name: _same_values

@@ -183,6 +183,7 @@ def _moves() -> dict[str, Sample]:
         "bitcast_convert_type": _sample(lambda x: lax.bitcast_convert_type(x, np.uint8), "i32[8,4]"),
         "optimization_barrier": _sample(lambda x, y: lax.optimization_barrier((x, y)), "f32[8] f32[4,2]"),
         "empty2": _bind("empty2", "", dtype=np.dtype(np.float32), memory_space=jax.memory.Space.Device),
+        "platform_index": _bind("platform_index", "", platforms=(("cuda",), None)),
         "layout_constraint": _bind("layout_constraint", "f32[8,8]", layout=None),
         "sharding_constraint": _bind(
             "sharding_constraint", "f32[8,8]", sharding=None, layout=None, context_mesh=None, unconstrained_dims=None
