@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +11,14 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from shardplan.search.graph import Graph
+from shardplan.search.memory import Profile
 
 __all__ = ["Closing", "close"]
 
 _LARGEST_TOTAL = 2.0**50
+_FEW_INSTANTS = 60
+_INSTANTS_PER_ROUND = 8
+_DISTANCE = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,34 +31,71 @@ class Closing:
     proven: bool
 
 
-def close(graph: Graph, variables: list[int], work: float, seconds: float, hint: dict[int, int] | None) -> Closing:
-    """Solves the graph on these variables, which have no edges to others.
+def close(graph: Graph, work: float, seconds: float) -> Closing:
+    """Solves what is left of the graph.
 
     work: CP-SAT's deterministic time, which alone decides what is found, unless `seconds` end first.
-    Costs are rounded to whole numbers of a unit that is 1 where they are whole already.
+    Costs are rounded to whole numbers of a unit that is 1 where they are whole already. Of the times at which usage
+    could exceed the limit, only a few are constrained at first; those at which a solution does exceed it come in, and
+    the model is solved again. What bounds the first of these models bounds the last.
     """
+    variables = graph.live()
+    deadline = time.monotonic() + seconds
     builder = _Builder(graph, variables)
-    model = builder.model
-    if hint is not None:
-        for v in variables:
-            for k, literal in enumerate(builder.literals[v]):
-                model.add_hint(literal, k == hint[v])
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = max(seconds, 0.01)
-    solver.parameters.max_deterministic_time = work
-    solver.parameters.num_workers = 1
-    solver.parameters.relative_gap_limit = 0.0
-    solver.parameters.linearization_level = 2
-    status = solver.solve(model)
-    lower_bound = builder.offset + (solver.best_objective_bound - builder.rounding) * builder.unit
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        choices = {
-            v: next(k for k, literal in enumerate(builder.literals[v]) if solver.boolean_value(literal))
-            for v in variables
-        }
-        return Closing(choices, lower_bound, status == cp_model.OPTIMAL)
-    proven = status == cp_model.INFEASIBLE
-    return Closing(None, math.inf if proven else -math.inf, proven)
+    profile = _profile(graph, variables)
+    instants = _first_instants(profile) if profile is not None else []
+    for instant in instants:
+        builder.limit(profile, instant)  # type: ignore[arg-type]
+    lower_bound = -math.inf
+    while True:
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = max(deadline - time.monotonic(), 0.01)
+        solver.parameters.max_deterministic_time = work
+        solver.parameters.num_workers = 1
+        solver.parameters.linearization_level = 2
+        status = solver.solve(builder.model)
+        work -= solver.response_proto.deterministic_time
+        if status == cp_model.INFEASIBLE:
+            return Closing(None, math.inf, True)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return Closing(None, lower_bound, False)
+        bound = builder.offset + (solver.best_objective_bound - builder.rounding) * builder.unit
+        lower_bound = max(lower_bound, bound)
+        choices = builder.choices(solver)
+        over = _exceeded(profile, choices, instants) if profile is not None else []
+        if not over:
+            return Closing(dict(zip(variables, choices, strict=True)), lower_bound, status == cp_model.OPTIMAL)
+        if work <= 0:
+            return Closing(None, lower_bound, False)
+        for instant in over:
+            builder.limit(profile, instant)  # type: ignore[arg-type]
+        instants += over
+
+
+def _profile(graph: Graph, variables: list[int]) -> Profile | None:
+    if graph.usage_limit is None:
+        return None
+    sizes = np.array([graph.size(v) for v in variables], dtype=np.intp)
+    return Profile(graph, variables, np.cumsum(sizes) - sizes)
+
+
+def _first_instants(profile: Profile) -> list[int]:
+    """All times that could exceed the limit where they are few, or the one that could most."""
+    candidates = profile.candidates()
+    if len(candidates) <= _FEW_INSTANTS:
+        return candidates.tolist()
+    return [int(candidates[profile.extreme(most=True)[candidates].argmax()])]
+
+
+def _exceeded(profile: Profile, choices: list[int], known: list[int]) -> list[int]:
+    """The highest times over the limit, each at some distance from the others."""
+    used = profile.used(np.array(choices, dtype=np.intp))
+    found: list[int] = []
+    while len(found) < _INSTANTS_PER_ROUND and used.max() > profile.limit:
+        instant = int(used.argmax())
+        found.append(instant)
+        used[max(0, instant - _DISTANCE) : instant + _DISTANCE + 1] = 0.0
+    return [instant for instant in found if instant not in known]
 
 
 class _Builder:
@@ -71,8 +113,11 @@ class _Builder:
             for w, table in graph.neighbours[v].items():
                 if v < w:
                     self._add_edge(v, w, table)
-        self._add_usage(variables)
         self.unit, self.rounding = self._objective()
+        if graph.hint is not None:
+            for v in variables:
+                for k, literal in enumerate(self.literals[v]):
+                    self.model.add_hint(literal, k == graph.hint[v])
 
     def _add_variable(self, v: int) -> None:
         costs = self.graph.costs[v]
@@ -101,21 +146,24 @@ class _Builder:
         for j in range(len(right)):
             self.model.add(sum(row[j] for row in pairs if row[j] is not None) == right[j])
 
-    def _add_usage(self, variables: list[int]) -> None:
-        limit = self.graph.usage_limit
-        if limit is None:
-            return
-        for total, parts in critical_sums(self.graph, variables):
-            if not parts:
-                self.model.add_bool_or([])
-                continue
-            literals = [x for v, _ in parts for x in self.literals[v]]
-            amounts = np.concatenate([a for _, a in parts])
-            room = limit - total
-            scale = 1.0 if (amounts == np.round(amounts)).all() else 2.0**40 / max(1.0, float(amounts.max()))
-            # Rounding up the amounts keeps every solution valid.
-            weights = np.ceil(amounts * scale).astype(np.int64).tolist()
-            self.model.add(cp_model.LinearExpr.weighted_sum(literals, weights) <= math.floor(room * scale))
+    def limit(self, profile: Profile, instant: int) -> None:
+        """Keeps the usage at this instant within the limit."""
+        amounts = profile.at(instant)
+        room = profile.limit - float(profile.fixed[instant])
+        # Rounding up the amounts keeps every solution valid.
+        scale = 1.0 if (amounts == np.round(amounts)).all() else 2.0**40 / max(1.0, float(amounts.max()))
+        weights = np.ceil(amounts * scale).astype(np.int64)
+        literals = [x for several in self.literals.values() for x in several]
+        used = np.flatnonzero(weights).tolist()
+        terms = cp_model.LinearExpr.weighted_sum([literals[i] for i in used], weights[used].tolist())
+        self.model.add(terms <= math.floor(room * scale))
+
+    def choices(self, solver: cp_model.CpSolver) -> list[int]:
+        """The choices of the solver's solution, in the order of the variables."""
+        return [
+            next(k for k, literal in enumerate(several) if solver.boolean_value(literal))
+            for several in self.literals.values()
+        ]
 
     def _objective(self) -> tuple[float, float]:
         values = np.array([c for _, c in self.terms])
@@ -125,31 +173,3 @@ class _Builder:
         weights = np.round(values / unit).astype(np.int64).tolist()
         self.model.minimize(cp_model.LinearExpr.weighted_sum([x for x, _ in self.terms], weights))
         return unit, 0.0 if whole else 0.5 * (len(self.literals) + sum(map(len, self.graph.neighbours)) / 2)
-
-
-def critical_sums(graph: Graph, variables: list[int]) -> list[tuple[float, list[tuple[int, NDArray[np.float64]]]]]:
-    """Per time that could exceed the limit: the usage that is fixed, and the amounts per choice of each variable.
-
-    Times at which a subset of another time's usages is alive are left out.
-    """
-    limit = graph.usage_limit
-    assert limit is not None
-    spans = [(v, amounts, start, end) for v in variables for amounts, start, end in graph.spans[v]]
-    fixed = graph.fixed_spans
-    sums = []
-    seen: set[frozenset[int]] = set()
-    for time in sorted({start for _, _, start, _ in spans} | {start for _, start, _ in fixed}):
-        alive = [i for i, (_, _, start, end) in enumerate(spans) if start <= time < end]
-        total = sum(amount for amount, start, end in fixed if start <= time < end)
-        if total + sum(float(spans[i][1].max()) for i in alive) <= limit:
-            continue
-        key = frozenset(alive)
-        if key in seen and not fixed:
-            continue
-        seen.add(key)
-        joined: dict[int, NDArray[np.float64]] = {}
-        for i in alive:
-            v, amounts = spans[i][:2]
-            joined[v] = joined[v] + amounts if v in joined else amounts
-        sums.append((total, list(joined.items())))
-    return sums

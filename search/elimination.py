@@ -89,6 +89,7 @@ class Elimination:
 
     def __init__(self, graph: Graph, costs: dict[int, Array], keep: dict[int, Index]) -> None:
         self.keep = keep
+        self.tick = graph.tick
         self.constant = graph.constant
         self.costs = {v: costs[v][picked] for v, picked in keep.items()}
         self.factors: dict[int, list[Factor]] = {v: [] for v in keep}
@@ -108,7 +109,9 @@ class Elimination:
     def solve(self, order: Plan, hint: dict[int, int]) -> tuple[dict[int, int], float]:
         """Eliminates in this order; returns the assignment and its cost."""
         undo: list[tuple[int, tuple[int, ...], NDArray[np.integer] | int]] = []
-        for v in order.steps:
+        for number, v in enumerate(order.steps):
+            if number % 16 == 0:
+                self.tick()
             if v in order.fixed:
                 place = int(np.searchsorted(self.keep[v], hint[v]))
                 self._fix(v, place)

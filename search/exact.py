@@ -19,6 +19,7 @@ def exact(run: Run) -> None:
     """Solves the run's network; what is found goes to the run."""
     with run.stage("reduce"):
         graph = Graph.of(run.network)
+    graph.tick = run.check
 
     def report() -> None:
         run.bound(solver.lower)

@@ -8,6 +8,8 @@ equals the network's cost of the expanded one.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +67,8 @@ class Graph:
         self.fixed_spans: list[tuple[float, int, int]] = []
         """Usages that no longer depend on a choice."""
         self.constant = 0.0
+        self.tick: Callable[[], None] = lambda: None
+        """Called every now and then by what takes long; it may raise, after which only `expand` may be used."""
         self.undo: list[Best | Follow | Keep] = []
         self.hint: dict[int, int] | None = None
         """A valid assignment of the variables that are left, which every reduction carries along."""
@@ -171,7 +175,11 @@ class Graph:
                 queue.append(v)
         waiting = set(queue)
         queue.reverse()
-        while queue:
+        for count in itertools.count():
+            if not queue:
+                break
+            if count % 256 == 0:
+                self.tick()
             v = queue.pop()
             waiting.discard(v)
             mask = masks[v]

@@ -81,6 +81,7 @@ class LocalSearch:
         assert hint is not None
         inside = {v: i for i, v in enumerate(part)}
         small = Graph(len(part))
+        small.tick = graph.tick
         for v, i in inside.items():
             costs = graph.costs[v]
             for w, table in graph.neighbours[v].items():

@@ -99,6 +99,8 @@ def eliminate(graph: Graph) -> int:
         if costs[v] is None or spans[v] or not _eliminate_one(graph, v):
             continue
         count += 1
+        if count % 256 == 0:
+            graph.tick()
         for w, _ in graph.undo[-1].neighbours:  # type: ignore[union-attr]
             offer(w)
     if not np.isfinite(graph.constant):
@@ -212,7 +214,9 @@ def drop_dominated(graph: Graph) -> int:
     no usage above k's (Goldstein's criterion of dead-end elimination).
     """
     count = 0
-    for v in graph.live():
+    for number, v in enumerate(graph.live()):
+        if number % 64 == 0:
+            graph.tick()
         costs = graph.costs[v]
         assert costs is not None
         size = len(costs)

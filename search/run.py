@@ -16,6 +16,8 @@ from shardplan.search.solution import Progress, ProgressCallback, Solution, rela
 
 __all__ = ["Run", "Stop"]
 
+_SECONDS_BETWEEN_EXPANSIONS = 2.0
+
 
 class Stop(Exception):
     """The time is over, or the progress callback asked to end."""
@@ -41,6 +43,7 @@ class Run:
         self.interrupted = False
         self.proven_infeasible = False
         self._stage = "start"
+        self._settled_at = self.started
         self._pending: tuple[Graph, dict[int, int], int] | None = None
 
     @contextmanager
@@ -111,8 +114,12 @@ class Run:
         """Calls the progress callback."""
         if self.progress is None:
             return
+        now = time.monotonic()
+        if self._pending is not None and now - self._settled_at > _SECONDS_BETWEEN_EXPANSIONS:
+            self._settled_at = now
+            self.settle()
         peak = self.peak[0] if math.isfinite(self.peak[0]) else 0.0
-        seconds = time.monotonic() - self.started
+        seconds = now - self.started
         state = Progress(self._stage, seconds, self.cost, self.lower_bound, self.iterations, peak)
         if self.progress(state) is False:
             self.interrupted = True

@@ -209,7 +209,7 @@ class GraphSolver:
         entries = sum(t.size for v in live for w, t in graph.neighbours[v].items() if v < w)
         if entries > self.effort.closable:
             return
-        result = close(graph, live, self.effort.closing, self.watch.seconds_left(), graph.hint)
+        result = close(graph, self.effort.closing, self.watch.seconds_left())
         self.raise_lower(min(graph.constant + result.lower_bound, self.upper))
         if result.choices is not None:
             self.accept(result.choices, graph.cost(result.choices))

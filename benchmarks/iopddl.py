@@ -1,0 +1,88 @@
+"""Solves every problem of a folder, each in a process of its own, and prints a table.
+
+    python benchmarks/iopddl.py FOLDER [--seconds N] [--only A,B]
+
+Known limits and best published costs of the ASPLOS / EuroSys 2025 contest are used for the problems that have them:
+points are the best published cost over the cost found, so that 1.0 equals the best of the 20 teams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardplan.search import iopddl
+
+BEST_COSTS = {"A": 6548641531, "B": 532843, "G": 217039, "M": 49928460991, "S": 1534613444}
+SECONDS = {"A": 60, "B": 60, "G": 120, "M": 180, "S": 240}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one problem gave; cost is counted anew from the printed strategies, on the file's own data."""
+
+    name: str
+    variables: int
+    cost: float
+    bound: float
+    peak_share: float
+    seconds: float
+    memory_bytes: int
+    points: float | None
+
+    def __str__(self) -> str:
+        points = "" if self.points is None else f"{self.points:.4f}"
+        gap = (self.cost - self.bound) / self.cost if self.cost else 0.0
+        return (
+            f"| {self.name} | {self.variables} | {self.cost:.12g} | {points} | {self.bound:.12g} | {gap:.2%} "
+            f"| {self.peak_share:.3f} | {self.seconds:.1f} | {self.memory_bytes / 1e9:.2f} |"
+        )
+
+
+def measure(path: Path, seconds: float, best: float | None) -> Row:
+    """Solves a problem in a process of its own."""
+    begun = time.monotonic()
+    command = [sys.executable, "-m", "shardplan.search.iopddl", str(path), str(seconds)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    took = time.monotonic() - begun
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    choices = json.loads(output[-1])
+    bounds = [float(found.group(1)) for line in output if (found := re.search(r"bound (\S+)", line))]
+    network = iopddl.load(path)
+    cost, peak = network.cost(choices), network.peak(choices)[0]
+    share = peak / network.usage_limit if network.usage_limit else 0.0
+    if share > 1:
+        cost = float("inf")
+    return Row(path.name, len(network), cost, bounds[-1], share, took, memory, best / cost if best else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seconds", type=float, help="limit for each problem, instead of its own")
+    parser.add_argument("--only", help="letters of the problems, with commas")
+    options = parser.parse_args()
+    print("| problem | variables | cost | points | lower bound | gap | peak / limit | seconds | peak GB so far |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    points = []
+    for path in sorted(options.folder.glob("*.json*")):
+        letter = path.name.split(".")[0][-1]
+        if options.only and letter not in options.only.split(","):
+            continue
+        row = measure(path, options.seconds or SECONDS.get(letter, 60), BEST_COSTS.get(letter))
+        print(row, flush=True)
+        if row.points is not None:
+            points.append(row.points)
+    if points:
+        print(f"\nmean points {sum(points) / len(points):.4f}, least {min(points):.4f}")
+
+
+if __name__ == "__main__":
+    main()
