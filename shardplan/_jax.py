@@ -62,7 +62,7 @@ def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int
     """
     name, params = equation.primitive.name, equation.params
     if name == "scan":
-        bodies = [(params["jaxpr"], int(params["length"]))]
+        bodies: list[tuple[ClosedJaxpr, int | None]] = [(params["jaxpr"], int(params["length"]))]
     elif name == "while":
         bodies = [(params["cond_jaxpr"], None), (params["body_jaxpr"], None)]
     elif name == "cond":
@@ -114,7 +114,7 @@ def wanted_spec(equation: Equation) -> jax.sharding.PartitionSpec | None:
     spec = getattr(equation.params["sharding"], "spec", None)
     if spec is None:
         return None
-    rank = len(equation.outvars[0].aval.shape)
+    rank = len(equation.invars[0].aval.shape)  # type: ignore[attr-defined]
     entries = tuple(spec) + (None,) * (rank - len(spec))
     free = equation.params["unconstrained_dims"]
     open_dim = jax.sharding.PartitionSpec.UNCONSTRAINED

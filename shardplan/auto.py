@@ -204,9 +204,10 @@ class _Runner:
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> Any:
-    """A leaf where the plan has it; itself where it lies so already. What has a typed layout loses it: see `_jax.trace`."""
-    if isinstance(leaf, jax.Array) and leaf.committed and not _jax.has_typed_layout(leaf):
-        if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+    """A leaf where the plan has it; itself where it lies so already. A layout that is part of its type is taken off."""
+    if isinstance(leaf, jax.Array) and leaf.committed:
+        lies_so = leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        if lies_so and not _jax.has_typed_layout(leaf):
             return leaf
     return jax.device_put(leaf, sharding)
 

@@ -81,7 +81,7 @@ class _Builder:
         equation: _jax.Equation,
         bodies: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
-        avals = [var.aval for var in equation.outvars]
+        avals: list[Any] = [var.aval for var in equation.outvars]
         if primitive is _jax.optimization_barrier and equation.primitive is not primitive:
             avals = [self.values[o] if isinstance(o, int) else o.aval for o in operands]
         results = tuple(self.new_value(aval, None) for aval in avals)

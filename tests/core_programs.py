@@ -47,7 +47,7 @@ def run(plan: shardplan.Plan, mesh: Mesh, *args: Any) -> Any:
 
 def assert_equal_trees(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
     """Equal structures, types and, up to rounding relative to the largest element, values."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert jax.tree.map(lambda _: 0, found) == jax.tree.map(lambda _: 0, expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         one, other = np.asarray(one), np.asarray(other)
