@@ -24,7 +24,7 @@ CASES = [
 
 
 def make(name: str) -> Training:
-    return {"mlp": mlp, "gpt": gpt, "resnet": resnet}[name].training(MODELS[name])  # type: ignore[attr-defined]
+    return {"mlp": mlp, "gpt": gpt, "resnet": resnet}[name].training(MODELS[name])
 
 
 def run(step, training: Training):
