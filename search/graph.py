@@ -96,6 +96,16 @@ class Graph:
         graph.make_consistent()
         return graph
 
+    def copy(self) -> Graph:
+        """A graph that can be reduced without changing this one. Its `expand` gives this one's choices."""
+        other = Graph(len(self.costs))
+        other.costs = list(self.costs)
+        other.neighbours = [dict(around) for around in self.neighbours]
+        other.spans = [list(spans) for spans in self.spans]
+        other.fixed_spans = list(self.fixed_spans)
+        other.usage_limit, other.constant, other.tick = self.usage_limit, self.constant, self.tick
+        return other
+
     def live(self) -> list[int]:
         """Ids of the variables that are left, ascending."""
         return [v for v, costs in enumerate(self.costs) if costs is not None]

@@ -7,6 +7,8 @@ for an assignment (`used`) or, at one time, for every choice (`at`).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +28,7 @@ class Profile:
 
     def __init__(self, graph: Graph, variables: list[int], offsets: Index) -> None:
         """offsets: per variable, where its choices start among all choices."""
-        assert graph.usage_limit is not None
-        self.limit = float(graph.usage_limit)
+        self.limit = math.inf if graph.usage_limit is None else float(graph.usage_limit)
         self.size = sum(graph.size(v) for v in variables)
         owners, amounts, starts, ends, firsts = [], [], [], [], []
         total = 0

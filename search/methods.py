@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from shardplan.search.exact import exact
+from shardplan.search import tofu
+from shardplan.search.exact import auto, exact
 from shardplan.search.graph import Infeasible
 from shardplan.search.network import Network
 from shardplan.search.run import Run, Stop
 from shardplan.search.solution import ProgressCallback, Solution
 
-__all__ = ["METHODS", "solve"]
+__all__ = ["METHODS", "Method", "register", "solve"]
 
-METHODS: dict[str, Callable[[Run], None]] = {"auto": exact, "exact": exact}
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A search, and what it can do.
+
+    search: gets the run, and gives it assignments and bounds as it finds them.
+    proves: whether it gives lower bounds. limits: whether it keeps usage limits. annotated: whether every variable
+    must be annotated.
+    """
+
+    search: Callable[[Run], None]
+    proves: bool
+    limits: bool
+    annotated: bool
+
+
+METHODS: dict[str, Method] = {}
+
+
+def register(name: str, method: Method) -> None:
+    """Makes a method known to `solve`; names are given once."""
+    if name in METHODS:
+        raise ValueError(f"the method `{name}` is there already")
+    METHODS[name] = method
+
+
+register("auto", Method(auto, proves=True, limits=True, annotated=False))
+register("exact", Method(exact, proves=True, limits=True, annotated=False))
+for _search in (tofu.recursive, tofu.all_row_greedy, tofu.largest_first, tofu.equal_chop):
+    register(_search.__name__, Method(_search, proves=False, limits=False, annotated=True))
 
 
 def solve(
@@ -24,20 +56,25 @@ def solve(
 ) -> Solution:
     """Finds a choice for every variable with the least cost.
 
-    method: a name of `METHODS`.
-    time_limit: seconds after which the search ends with the best found.
+    method: a name of `METHODS`; the default decides by itself (see `shardplan.search.exact.auto`).
+    time_limit: seconds after which the search ends with the best found. Up to then the same network gives the same
+        solution, however fast the machine.
     gap: the search ends when the cost is proven to be within this share of the optimum.
-    progress: called now and then with a `Progress`; the search ends when it returns False.
+    progress: called now and then with a `Progress`; the search ends when it returns False. A `KeyboardInterrupt`
+        also ends it. Either way the best found so far is returned, with the status `interrupted`.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method `{method}`; there are {', '.join(sorted(METHODS))}")
+    if not (time_limit > 0 and gap >= 0):
+        raise ValueError(f"expected time_limit > 0 and gap >= 0, got {time_limit} and {gap}")
     run = Run(network, time_limit, gap, progress)
     try:
-        METHODS[method](run)
+        METHODS[method].search(run)
     except Stop:
         pass
     except Infeasible:
         run.proven_infeasible = True
+        run.bound(math.inf)
     except KeyboardInterrupt:
         run.interrupted = True
     return run.solution(method)

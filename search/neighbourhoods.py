@@ -20,7 +20,7 @@ __all__ = ["LocalSearch"]
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _SMALLEST, _LARGEST = 20, 400
-_EFFORT = Effort(sweeps=80, promising=3, table=3e4, entries=1e6, closing=0.3, closable=3000)
+_EFFORT = Effort(sweeps=80, promising=3, table=3e4, entries=1e6, closing=0.3, closable=3000, dives=False)
 
 
 class LocalSearch:
@@ -131,7 +131,7 @@ class LocalSearch:
         used = without + self._usage(spans)
         hint = dict(zip(self.live, self.choices.tolist(), strict=True))
         cost = self.graph.cost(hint)
-        if used.max() > self.profile.limit * (1 + 1e-12) or cost >= self.upper:
+        if used.max() > self.profile.limit or cost >= self.upper:
             self.choices = old
             return False
         self.used, self.upper, self.graph.hint = used, cost, hint

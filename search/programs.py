@@ -43,19 +43,29 @@ class Program:
     groups: list[object] = field(default_factory=list)
     einsums: list[tuple[str, tuple[int, ...], int, object]] = field(default_factory=list)
     ties: list[tuple[int, int]] = field(default_factory=list)
-    group: object = None
+    repeated: object = None
+    position: int = 0
+
+    def repeat(self, label: object) -> None:
+        """What follows, up to the next call, is one of several equal parts of this name (a timestep, say); tensors and
+        einsums at the same place of each are one group. `None` ends the repetition."""
+        self.repeated, self.position = label, 0
+
+    def _group(self) -> object:
+        self.position += 1
+        return None if self.repeated is None else (self.repeated, self.position)
 
     def tensor(self, indices: str, **sizes: int) -> int:
         """A tensor over these indices (one letter each); a letter has one size in the whole program."""
         self.sizes.update(sizes)
         self.tensors.append(indices)
-        self.groups.append(self.group)
+        self.groups.append(self._group())
         return len(self.tensors) - 1
 
     def einsum(self, expression: str, *operands: int) -> int:
         """The result of an einsum (an elementwise operation where all tensors have the same indices)."""
         result = self.tensor(expression.split("->")[1])
-        self.einsums.append((expression, operands, result, self.group))
+        self.einsums.append((expression, operands, result, self._group()))
         return result
 
     def elementwise(self, *operands: int, times: int = 1) -> int:
@@ -71,12 +81,12 @@ class Program:
         chain: elementwise operations per weight update.
         """
         gradients: dict[int, list[int]] = {}
-        self.group = ("loss",)
+        self.repeat(None)
         gradients[last] = [self.elementwise(last)]
         for expression, operands, result, group in list(self.einsums)[::-1]:
             if result not in gradients:
                 continue
-            self.group = group
+            self.repeat(None if group is None else ("gradients", group))
             found = gradients.pop(result)
             total = found[0] if len(found) == 1 else self.elementwise(*found)
             names = expression.split("->")[0].split(",")
@@ -85,7 +95,7 @@ class Program:
                 inputs = ",".join([self.tensors[total], *(names[i] for i in range(len(names)) if i != place)])
                 gradients.setdefault(operand, []).append(self.einsum(f"{inputs}->{names[place]}", total, *others))
         for weight in weights:
-            self.group = ("update", weight)
+            self.repeat(None)
             found = gradients.get(weight, [])
             if found:
                 total = found[0] if len(found) == 1 else self.elementwise(*found)
@@ -259,8 +269,7 @@ def gpt(layers: int, batch: int = 32, length: int = 1024, width: int = 1024, voc
     weights = [p.tensor("vd", **b)]
     tokens = p.tensor("blv")
     x = p.einsum("blv,vd->bld", tokens, weights[0])
-    for layer in range(layers):
-        p.group = (layer, "attention")
+    for _ in range(layers):
         w = {name: p.tensor(name) for name in ("dhk", "hkd", "df", "fd")}
         more = [p.tensor("dhk"), p.tensor("dhk")]
         scales = [p.tensor("d") for _ in range(4)]
@@ -273,11 +282,9 @@ def gpt(layers: int, batch: int = 32, length: int = 1024, width: int = 1024, voc
         scores = p.elementwise(scores, total, times=3)
         context = p.einsum("bhlm,bmhk->blhk", scores, v2)
         x = p.elementwise(x, p.elementwise(p.einsum("blhk,hkd->bld", context, w["hkd"]), times=2))
-        p.group = (layer, "mlp")
         y = _normalise(p, x, scales[2:])
         hidden = p.elementwise(p.einsum("bld,df->blf", y, w["df"]), times=6)
         x = p.elementwise(x, p.elementwise(p.einsum("blf,fd->bld", hidden, w["fd"]), times=2))
-    p.group = "head"
     logits = p.elementwise(p.einsum("bld,vd->blv", x, weights[0]), times=3)
     total = p.einsum("blv->bl", logits)
     p.backward(p.einsum("blv,bl->bl", logits, total), weights, chain=6)
@@ -299,9 +306,9 @@ def lstm(layers: int, steps: int, batch: int = 512, width: int = 4096) -> Progra
     gates = [[(p.tensor("de"), p.tensor("de")) for _ in range(4)] for _ in range(layers)]
     inputs = [p.tensor("bd") for _ in range(steps)]
     for layer in range(layers):
-        p.group = ("lstm", layer)
         state, cell, outputs = p.tensor("bd"), p.tensor("be"), []
         for x in inputs:
+            p.repeat(layer)
             parts = [
                 p.elementwise(p.elementwise(p.einsum("bd,de->be", x, a), p.einsum("bd,de->be", state, c)))
                 for a, c in gates[layer]
@@ -310,7 +317,7 @@ def lstm(layers: int, steps: int, batch: int = 512, width: int = 4096) -> Progra
             state = p.einsum("be->bd", p.elementwise(parts[3], p.elementwise(cell)))
             outputs.append(state)
         inputs = outputs
-    p.group = "loss"
+    p.repeat(None)
     p.backward(p.elementwise(inputs[-1]), [w for layer in gates for pair in layer for w in pair])
     return p
 
@@ -327,8 +334,7 @@ def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), widening: int = 4, batch: int
     for stage, count in enumerate(blocks):
         middle, outer = next(letters), next(letters)
         p.sizes.update({middle: 64 * widening * 2**stage, outer: 256 * widening * 2**stage})
-        for block in range(count):
-            p.group = (stage, block)
+        for _ in range(count):
             kernels = [p.tensor(f"{channels}{middle}"), p.tensor(f"{middle}{outer}")]
             y = p.elementwise(p.einsum(f"b{position}{channels},{channels}{middle}->b{position}{middle}", x, kernels[0]))
             y = p.einsum(f"b{position}{middle},{middle}{outer}->b{position}{outer}", y, kernels[1])

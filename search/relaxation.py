@@ -185,21 +185,24 @@ class Relaxation:
         room = upper - self.bound
         return float(np.mean(self.sweeper.beliefs > room)) if room < math.inf else 0.0
 
-    def prune(self, upper: float) -> int:
-        """Drops choices that no assignment below `upper` takes, from the graph; returns how many.
-
-        The relaxation describes the graph no more afterwards.
-        """
+    def prune(self, upper: float) -> None:
+        """Drops choices that no assignment below `upper` takes, from the graph, which this relaxation then describes
+        no more."""
         bound, above = self.reduced_costs()
-        fits = above <= upper - bound + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
+        self._keep(above <= upper - bound + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30), self.graph)
+
+    def narrowed(self, room: float) -> Graph:
+        """A copy of the graph with only the choices whose min-marginals are within `room` of the least."""
+        copy = self.graph.copy()
+        self._keep(self.sweeper.beliefs <= room, copy)
+        return copy
+
+    def _keep(self, fits: NDArray[np.bool_], graph: Graph) -> None:
         offsets = self.sweeper.offsets
-        count = 0
         for place, v in enumerate(self.order):
             keep = fits[offsets[place] : offsets[place + 1]]
             if keep.any() and not keep.all():
-                count += int((~keep).sum())
-                self.graph.restrict(v, keep)
-        return count
+                graph.restrict(v, keep)
 
     def reparametrise(self) -> None:
         """Moves the messages into the graph's costs and tables. Every assignment keeps its cost, and the bound of

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.closing import close
 from shardplan.search.elimination import Elimination, plan
-from shardplan.search.graph import Graph
+from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.solution import relative_gap
@@ -36,6 +36,7 @@ class Effort:
     sweeps: of messages, at most. seconds: that they may take, by estimate from the sizes of tables.
     promising: choices per variable that are tried together. table, entries: of dynamic programming, in one table and
     in all. closing: CP-SAT's deterministic time; closable: table entries up to which it is tried.
+    dives: whether to try the choices near the relaxation's best alone.
     """
 
     sweeps: int = 3000
@@ -45,6 +46,7 @@ class Effort:
     entries: float = 3e7
     closing: float = 30.0
     closable: int = 60_000
+    dives: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class GraphSolver:
                 return
             before = self._choices()
             relaxation = self._sweep_until_prunable()
+            if self._stalled and not self.closed:
+                self._dive(relaxation)
             if self.closed:
                 return
             relaxation.reparametrise()
@@ -186,6 +190,31 @@ class GraphSolver:
             if relaxation.choices is not None and relaxation.cost < self.upper:
                 self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)
                 return
+
+    def _dive(self, relaxation: Relaxation) -> None:
+        """Solves the graph on the choices near the least min-marginals, with noise on the costs.
+
+        Where many assignments are equally good by the relaxation, and most of them contradict themselves, noise makes
+        one of them stand out.
+        """
+        if not self.effort.dives:
+            return
+        room = 0.02 * min(self.upper - self.lower, abs(self.lower))
+        small = relaxation.narrowed(room)
+        rng = np.random.default_rng(self.sweeps)
+        for v in small.live():
+            small.costs[v] = small.costs[v] + rng.random(small.size(v)) * 0.2 * room  # type: ignore[operator]
+        effort = replace(self.effort, sweeps=200, closing=0.05 * self.effort.closing, dives=False)
+        solver = GraphSolver(small, math.inf, effort, 1e-4, Watch(small.tick, self.watch.seconds_left))
+        solver.prices = self.prices
+        try:
+            solver.solve()
+        except Infeasible:
+            return
+        if small.hint is not None:
+            full = small.expand(small.hint)
+            found = {v: int(full[v]) for v in relaxation.order}
+            self.accept(found, self.graph.cost(found))
 
     def _settled_by_elimination(self, entries: float, largest: float) -> bool:
         """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""
