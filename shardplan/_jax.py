@@ -236,6 +236,16 @@ def has_typed_layout(array: jax.Array) -> bool:
     return mesh is not None and any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
 
+def without_typed_layout(array: Any) -> Any:
+    """The same array, on a mesh of the same devices with axes of type Auto."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or not has_typed_layout(array):
+        return array
+    typed = array.sharding
+    types = (jax.sharding.AxisType.Auto,) * len(typed.mesh.axis_names)  # type: ignore[attr-defined]
+    mesh = jax.sharding.Mesh(typed.mesh.devices, typed.mesh.axis_names, axis_types=types)  # type: ignore[attr-defined]
+    return jax.device_put(array, jax.sharding.NamedSharding(mesh, typed.spec))  # type: ignore[attr-defined]
+
+
 def is_float(dtype: Any) -> bool:
     """Whether a dtype is a real floating-point type, the narrow ones included."""
     return bool(jax.dtypes.issubdtype(dtype, np.floating))

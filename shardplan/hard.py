@@ -127,7 +127,7 @@ def undivided(program: Program, mesh: MeshAxes) -> list[str]:
         shape = program.values[index].shape
         batch = shape[0] if shape else 0
         hopeless = state or not any(_divides(size, sizes) for size in shape)
-        if position in state or not hopeless or batch < 2 or prod(shape) < min(sizes) or _divides(batch, sizes):
+        if position in state or not hopeless or batch < 2 or prod(shape) < mesh.device_count or _divides(batch, sizes):
             continue
         better = " or ".join(str(_next(batch, n)) for n in sorted({min(sizes), mesh.device_count}))
         axes = ", ".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in mesh.splitting)

@@ -36,7 +36,7 @@ def trace_program(
     captured = {}
     for var, array in zip(jaxpr.constvars, traced.jaxpr.consts, strict=True):
         environment[var] = value = builder.new_value(var.aval, None)
-        captured[value] = array
+        captured[value] = _jax.without_typed_layout(array)
     outputs = builder.inline(jaxpr, environment, captured)
     ties = _find_ties(
         input_paths, [path for path, _ in output_paths], [builder.values[i] for i in inputs], outputs, builder
@@ -115,7 +115,7 @@ class _Builder:
                 inner_environment: dict[Any, int | Constant] = dict(zip(inner.invars, operands, strict=True))
                 for var, array in zip(inner.constvars, constants, strict=True):
                     inner_environment[var] = value = self.new_value(var.aval, None)
-                    captured[value] = array
+                    captured[value] = _jax.without_typed_layout(array)
                 results = self.inline(inner, inner_environment, captured)
             environment.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -135,7 +135,7 @@ class _Builder:
             environment: dict[Any, int | Constant] = dict(zip(jaxpr.invars, inputs, strict=True))
             for var, array in zip(jaxpr.constvars, constants, strict=True):
                 environment[var] = value = self.new_value(var.aval, None)
-                captured[value] = array
+                captured[value] = _jax.without_typed_layout(array)
             outside, times = self.region, self.regions[self.region].times * trips
             self.region = len(self.regions)
             bodies.append(self.region)

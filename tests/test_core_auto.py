@@ -256,6 +256,14 @@ def test_results_on_an_explicit_mesh_have_its_types() -> None:
     assert_equal_trees(step(result["matrix"], x), product(X @ X + 1, X))
 
 
+def test_closed_over_arrays_lie_anywhere() -> None:
+    explicit = mesh_of((2, 4), explicit=True)
+    places = [jax.devices()[3], NamedSharding(mesh_of((2, 4)), P("x")), NamedSharding(explicit, P("x", "y"))]
+    for place in places:
+        weight = jax.device_put(X, place)
+        assert_equal_trees(shardplan.auto(lambda x: x @ weight, explicit)(X), X @ X)  # noqa: B023
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_inside_of_set_mesh(explicit: bool) -> None:
     mesh = mesh_of((2, 4), explicit)
