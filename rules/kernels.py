@@ -66,7 +66,7 @@ def _block_read(operand: int, block: Any, grid: tuple[Affine, ...], shape: Shape
             sizes[name] = length
             inside.append(name)
             start = start + index(name)
-            padded |= extent % length != 0
+            padded |= extent % length != 0 or type(block.block_shape[dim]).__name__ == "Element"
         at.append(start)
     read = Read(operand, tuple(at), padded)
     return Reduce("all", tuple(inside), read) if inside else read

@@ -108,6 +108,16 @@ def test_pallas_kernel(name: str) -> None:
         assert all(verdict.holds for verdict in verify(function, *operands))
 
 
+def test_overlapping_windows_get_halos() -> None:
+    def kernel(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[:-2] + x_ref[1:-1] + x_ref[2:]
+
+    windows = pl.BlockSpec((pl.Element(6, (1, 1)),), lambda i: (4 * i,))
+    call = _call(kernel, (16,), grid=(4,), in_specs=[windows], out_specs=pl.BlockSpec((4,), lambda i: (i,)))
+    (split,) = rule_of(call, ones(16)).splits(2)
+    assert (split.operands[0].dim, split.operands[0].halo) == (0, (1, 1))
+
+
 def test_pallas_kernel_with_scratch_is_not_taken_apart() -> None:
     def kernel(x_ref: Any, out_ref: Any, memory: Any) -> None:
         out_ref[...] = x_ref[...]
