@@ -5,7 +5,6 @@ are compiled for H100 and read back.
 """
 
 import argparse
-import math
 import multiprocessing
 import os
 import sys
@@ -13,15 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 import jax.numpy as jnp
-from baselines import DATA_PARALLEL, Baseline, lower
+from baselines import Baseline, lower
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardplan
@@ -32,6 +32,7 @@ from shardplan.target import gpu_mesh
 
 DOCUMENTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 TARGET = "h100"
+Result = TypeVar("Result")
 MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}}
 
 
@@ -62,7 +63,7 @@ class Measured:
     """Bytes per device and step, and seconds. Reductions are by element type: at what precision they sum.
 
     Compiling includes lowering. Its `work` is in seconds of all cores together, which a busy machine does not distort;
-    `plain_work` is that of data parallelism by plain `jit`, NaN where it was not asked for.
+    `unconstrained` is what plain `jit` makes of the plan's input and output shardings alone.
     """
 
     case: str
@@ -75,11 +76,13 @@ class Measured:
     seconds_to_plan: float
     seconds_to_compile: float
     compile_work: float
-    plain_work: float
+    unconstrained_work: float
+    unconstrained_bytes: int
     reduced_bytes: dict[str, float]
     baseline_bytes: dict[str, int]
     baseline_peaks: dict[str, int]
     baseline_reduced: dict[str, dict[str, float]]
+    baseline_work: dict[str, float]
 
 
 def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Measured:
@@ -94,16 +97,17 @@ def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Me
     seconds_to_plan = time.perf_counter() - started
 
     _start_compiler(mesh)
-    started, before = time.perf_counter(), time.process_time()
-    checked = audit(plan, target=TARGET)
-    seconds_to_compile, compile_work = time.perf_counter() - started, time.process_time() - before
+    started = time.perf_counter()
+    checked, compile_work = _timed(lambda: audit(plan, target=TARGET))
+    seconds_to_compile = time.perf_counter() - started
+    shardings = {"in_shardings": plan.in_shardings, "out_shardings": plan.out_shardings}
+    plain = jax.jit(training.train_step, donate_argnums=0, **shardings)
+    unconstrained, unconstrained_work = _timed(lambda: measure(plain.lower(state, batch)))
 
-    reports, plain_work = {}, math.nan
+    reports, work = {}, {}
     for baseline in baselines:
-        before = time.process_time()
-        reports[baseline.name] = measure(lower(baseline, training.train_step, state, batch, mesh))
-        if baseline == DATA_PARALLEL:
-            plain_work = time.process_time() - before
+        compiling = partial(lower, baseline, training.train_step, state, batch, mesh)
+        reports[baseline.name], work[baseline.name] = _timed(lambda compiling=compiling: measure(compiling()))
     return Measured(
         case=name,
         mesh=mesh_name,
@@ -115,12 +119,21 @@ def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Me
         seconds_to_plan=seconds_to_plan,
         seconds_to_compile=seconds_to_compile,
         compile_work=compile_work,
-        plain_work=plain_work,
+        unconstrained_work=unconstrained_work,
+        unconstrained_bytes=unconstrained.communication_bytes,
         reduced_bytes=checked.compiled.reduced_bytes(),
         baseline_bytes={title: found.communication_bytes for title, found in reports.items()},
         baseline_peaks={title: found.memory.peak for title, found in reports.items()},
         baseline_reduced={title: found.reduced_bytes() for title, found in reports.items()},
+        baseline_work=work,
     )
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    """A result, and the seconds of all cores that it took."""
+    before = time.process_time()
+    result = work()
+    return result, time.process_time() - before
 
 
 def _start_compiler(mesh: Mesh) -> None:
