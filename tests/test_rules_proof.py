@@ -113,7 +113,7 @@ BLOCK, COLUMNS, WHOLE, SUM, MAX = Slot(0), Slot(1), Slot(), Slot(reducer="sum"),
             _rows,
             [X, IDS],
             ([BLOCK, WHOLE], SUM),
-            [([BLOCK, WHOLE], BLOCK), ([BLOCK, BLOCK], BLOCK), ([BLOCK, WHOLE], MAX)],
+            [([BLOCK, WHOLE], BLOCK), ([BLOCK, BLOCK], BLOCK), ([COLUMNS, WHOLE], BLOCK)],
         ),
     ],
 )
