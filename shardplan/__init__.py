@@ -9,6 +9,7 @@ from shardplan.auto import auto as auto
 from shardplan.auto import plan as plan
 from shardplan.compare import Comparison as Comparison
 from shardplan.compare import compare as compare
+from shardplan.control import trip_count as trip_count
 from shardplan.errors import ArgumentError as ArgumentError
 from shardplan.errors import CallError as CallError
 from shardplan.errors import InfeasibleError as InfeasibleError

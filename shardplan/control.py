@@ -7,10 +7,17 @@ scan runs over) leaves out the leading dimension.
 
 from __future__ import annotations
 
+import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from shardplan.errors import ArgumentError
 from shardplan.program import Constant, Operation, Program, Region
+
+_SCOPE = "shardplan_trips_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,29 @@ def _branch_links(operation: Operation, branches: list[Region], outside: int) ->
         for output, result in zip(branch.outputs, operation.results, strict=True)
     ]
     return Links(tuple(enter), tuple(inside), {})
+
+
+def trip_count(count: int) -> AbstractContextManager[Any]:
+    """A scope that says how often each while loop directly in it runs, about: what a plan multiplies its costs by.
+
+    Loops with a known number of iterations (``scan``, ``fori_loop`` over literal bounds) ignore it. It changes nothing
+    that is computed.
+
+    >>> def steps(x):
+    ...     with trip_count(100):
+    ...         return jax.lax.while_loop(lambda v: v.sum() > 1, lambda v: v / 2, x)
+
+    Raises ArgumentError for a count that is no integer above 0.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ArgumentError(f"a trip count is an integer above 0, got `{count!r}`")
+    return jax.named_scope(f"{_SCOPE}{count}")
+
+
+def stated_trip_count(scope: str) -> int | None:
+    """The innermost count that ``trip_count`` put into a path of scopes, None where there is none."""
+    found = re.findall(rf"\b{_SCOPE}(\d+)", scope)
+    return int(found[-1]) if found else None
 
 
 def while_trip_count(params: dict[str, Any], operands: tuple[int | Constant, ...]) -> int | None:

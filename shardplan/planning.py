@@ -179,5 +179,13 @@ def _warn(schedule: Schedule, ignored: Sequence[str]) -> None:
                 f"`{name}` ({len(operations)} times, first at {operations[0].source}) is not described: it is computed "
                 "whole on every device. Describe it with shardplan.describe(primitive, expression)."
             )
+    for operation in schedule.program.operations:
+        regions = [schedule.program.regions[body] for body in operation.bodies]
+        values = [value for region in regions if region.assumed for value in region.inputs]
+        if any(len(schedule.problem.domain(value)) > 1 for value in values):
+            warn(
+                f"the loop at {operation.source} runs as often as its data say: what it sends is counted once. State "
+                "how often it runs, about, by `with shardplan.trip_count(n):` around it."
+            )
     for message in (*undivided(schedule.program, schedule.space.mesh), *ignored):
         warn(message)

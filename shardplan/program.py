@@ -79,7 +79,7 @@ class Region:
     """The whole program (region 0), the body of a loop, or a branch: what runs ``times`` per step.
 
     ``operations`` are those that run directly in it, by index; those of inner regions stand before the operation that
-    holds these.
+    holds these. ``assumed`` tells that nobody knows how often it runs each time: once is what is counted.
     """
 
     index: int
@@ -87,6 +87,7 @@ class Region:
     outputs: tuple[int | Constant, ...]
     times: int
     operations: tuple[int, ...] = ()
+    assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,4 +131,5 @@ class Program:
             operands = [o if isinstance(o, int) else str(o.aval) for o in operation.operands]
             digest.update(f"{operation.primitive.name}{params}{operands}{operation.results};".encode())
         digest.update(repr((self.inputs, [o for o in self.outputs if isinstance(o, int)], self.ties)).encode())
+        digest.update(repr([region.times for region in self.regions]).encode())
         return digest.hexdigest()

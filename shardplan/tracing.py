@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from shardplan import _jax
-from shardplan.control import while_trip_count
+from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.program import Constant, Operation, Program, Region, Value
 
 
@@ -65,7 +66,7 @@ class _Builder:
         self.operations: list[Operation] = []
         self.regions: list[Region] = [Region(0, (), (), 1)]
         self.region = 0
-        self.unknown_loops: list[str] = []
+        self.stated_trips: int | None = None
 
     def new_value(self, aval: Any, name: str | None) -> int:
         shape = tuple(getattr(aval, "shape", ()))
@@ -116,7 +117,8 @@ class _Builder:
                 for var, array in zip(inner.constvars, constants, strict=True):
                     inner_environment[var] = value = self.new_value(var.aval, None)
                     captured[value] = _jax.without_typed_layout(array)
-                results = self.inline(inner, inner_environment, captured)
+                with self._stating(stated_trip_count(_jax.module_path(equation)) or self.stated_trips):
+                    results = self.inline(inner, inner_environment, captured)
             environment.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -127,23 +129,34 @@ class _Builder:
         bodies = []
         for jaxpr, constants, trips in _jax.control_bodies(equation):
             if trips is None:
-                trips = while_trip_count(equation.params, operands)
-                if trips is None:
-                    self.unknown_loops.append(_jax.source_line(equation))
-                    trips = 1
+                trips = self._trips_of_while(equation, operands)
             inputs = tuple(self.new_value(var.aval, None) for var in jaxpr.invars)
             environment: dict[Any, int | Constant] = dict(zip(jaxpr.invars, inputs, strict=True))
             for var, array in zip(jaxpr.constvars, constants, strict=True):
                 environment[var] = value = self.new_value(var.aval, None)
                 captured[value] = _jax.without_typed_layout(array)
-            outside, times = self.region, self.regions[self.region].times * trips
+            outside, times = self.region, self.regions[self.region].times * (1 if trips is None else trips)
             self.region = len(self.regions)
             bodies.append(self.region)
-            self.regions.append(Region(self.region, inputs, (), times))
-            outputs = self.inline(jaxpr, environment, captured)
+            self.regions.append(Region(self.region, inputs, (), times, assumed=trips is None))
+            with self._stating(None):
+                outputs = self.inline(jaxpr, environment, captured)
             self.regions[self.region] = replace(self.regions[self.region], outputs=tuple(outputs))
             self.region = outside
         return tuple(bodies)
+
+    def _trips_of_while(self, equation: _jax.Equation, operands: tuple[int | Constant, ...]) -> int | None:
+        """What its bounds say, or what the user says, or None."""
+        found = while_trip_count(equation.params, operands)
+        stated = stated_trip_count(_jax.module_path(equation)) or self.stated_trips
+        return stated if found is None else found
+
+    @contextmanager
+    def _stating(self, trips: int | None) -> Iterator[None]:
+        """Inlines a body whose own loops run as often as the user says around its call."""
+        outside, self.stated_trips = self.stated_trips, trips
+        yield
+        self.stated_trips = outside
 
     def _behind_barrier(self, operands: list[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
         mask = _jax.barrier_mask(equation)

@@ -20,7 +20,7 @@ from tests.core_programs import assert_equal_trees, inputs_of, mesh_of, random_s
 
 MESHES = ((8,), (2, 4), (2, 2, 2), (4, 1), (1,))
 
-pytestmark = pytest.mark.filterwarnings("ignore:no mesh axis")
+pytestmark = [pytest.mark.filterwarnings("ignore:no mesh axis"), pytest.mark.filterwarnings("ignore:the loop at")]
 
 
 def values(*shape: int, seed: int = 0) -> jax.Array:

@@ -1,0 +1,136 @@
+"""Loops and branches are planned inside, and compute what the unplanned function does."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
+from tests.loops_programs import FORMS
+
+WEIGHTS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64, 64)) * 0.15, jnp.float32)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.float32)
+
+PINS: dict[tuple[int, ...], dict[str, P]] = {
+    (8,): {"1": P("x")},
+    (2, 4): {"0": P(None, None, "y"), "1": P("x")},
+}
+"""Small programs are cheapest unsplit: pins make them split."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:the loop at")
+
+
+def assert_planned(name: str, sizes: tuple[int, ...]) -> shardplan.Plan:
+    planned = shardplan.auto(FORMS[name], mesh_of(sizes), pins=PINS[sizes], time_limit=10)
+    assert_equal_trees(planned(WEIGHTS, X), jax.jit(FORMS[name])(WEIGHTS, X))
+    plan = planned.plan(WEIGHTS, X)
+    assert plan.collectives
+    return plan
+
+
+QUICK = ("scan", "nested", "checkpoint, dots", "while", "cond", "accumulation", "custom rules")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_planned_equals_unplanned(name: str) -> None:
+    assert_planned(name, (2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", PINS, ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form(name: str, sizes: tuple[int, ...]) -> None:
+    assert_planned(name, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_in_drawn_layouts(name: str, seed: int) -> None:
+    mesh = mesh_of((2, 4))
+    plan = scrambled(shardplan.plan(FORMS[name], mesh, WEIGHTS, X), seed)
+    assert_equal_trees(run(plan, mesh, WEIGHTS, X), jax.jit(FORMS[name])(WEIGHTS, X))
+
+
+def test_callbacks_inside_bodies(capfd: pytest.CaptureFixture[str]) -> None:
+    def printing(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            h = jnp.tanh(h @ w)
+            jax.debug.print("norm {}", jnp.round(jnp.linalg.norm(h)))
+            return h, None
+
+        return jax.lax.scan(body, x, weights)[0]
+
+    planned = shardplan.auto(printing, mesh_of((2, 4)), pins=PINS[2, 4])
+    expected = jax.block_until_ready(jax.jit(printing)(WEIGHTS, X))
+    jax.effects_barrier()
+    unplanned = capfd.readouterr().out.splitlines()
+    assert_equal_trees(jax.block_until_ready(planned(WEIGHTS, X)), expected)
+    jax.effects_barrier()
+    assert set(capfd.readouterr().out.splitlines()) == set(unplanned)
+
+
+def test_pure_callback_inside_a_branch() -> None:
+    def calling(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def on_host(h: jax.Array) -> jax.Array:
+            return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(h.shape, h.dtype), h, vmap_method="expand_dims")
+
+        return jax.lax.cond(x.sum() > 1e9, lambda h: h @ weights[0], on_host, x)
+
+    planned = shardplan.auto(calling, mesh_of((8,)), pins=PINS[8,])
+    assert_equal_trees(planned(WEIGHTS, X), jax.jit(calling)(WEIGHTS, X))
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_shard_map_region_on_the_same_mesh(looped: bool) -> None:
+    mesh = mesh_of((2, 4))
+
+    def rows(h: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.psum(h @ w, "y")
+
+    region = jax.shard_map(rows, mesh=mesh, in_specs=(P("x", "y"), P("y", None)), out_specs=P("x", None))
+
+    def fn(weights: jax.Array, x: jax.Array) -> jax.Array:
+        if looped:
+            x = jax.lax.scan(lambda h, w: (jnp.tanh(region(h, w)), None), x, weights)[0]
+        return region(jnp.tanh(x), weights[0]).sum(0)
+
+    planned = shardplan.auto(fn, mesh)
+    assert_equal_trees(planned(WEIGHTS, X), jax.jit(fn)(WEIGHTS, X))
+
+
+def test_gradient_through_a_shard_map_region() -> None:
+    mesh = mesh_of((8,))
+    region = jax.shard_map(
+        lambda h, w: jax.lax.psum(h @ w, "x"), mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P()
+    )
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return weights - jax.grad(lambda v: (region(jnp.tanh(x @ v[0]), v[1]) ** 2).mean())(weights)
+
+    planned = shardplan.auto(step, mesh)
+    assert_equal_trees(planned(WEIGHTS, X), jax.jit(step)(WEIGHTS, X))
+
+
+def test_random_numbers_inside_a_loop() -> None:
+    def dropping(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def body(carry: tuple[jax.Array, jax.Array], w: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            h, key = carry
+            key, used = jax.random.split(key)
+            kept = jax.random.bernoulli(used, 0.5, h.shape)
+            return (jnp.where(kept, jnp.tanh(h @ w), 0), key), None
+
+        return jax.lax.scan(body, (x, jax.random.key(3)), weights)[0][0]
+
+    planned = shardplan.auto(dropping, mesh_of((2, 4)), pins=PINS[2, 4])
+    assert_equal_trees(planned(WEIGHTS, X), jax.jit(dropping)(WEIGHTS, X))
+
+
+def test_mesh_of_one_device() -> None:
+    planned = shardplan.auto(FORMS["checkpoint"], mesh_of((1,)))
+    assert_equal_trees(planned(WEIGHTS, X), jax.jit(FORMS["checkpoint"])(WEIGHTS, X))
+    assert planned.plan(WEIGHTS, X).communication_bytes == 0
