@@ -244,6 +244,8 @@ def _read_slot(read: Read, shape: tuple[int, ...], sizes: Mapping[str, int], nam
         step, low, high = interval(position, name, block, sizes, n)
         if step == 0:
             continue
+        if not _ends_are_met(position, name):
+            raise Refusal("it occurs in one position in ways that pull apart, so that the ends are not known exactly")
         extent = shape[dim]
         if step * n != extent:
             raise Refusal(f"dimension {dim} of size {extent} is read in steps of {step}, not in {n} equal blocks")
@@ -254,6 +256,13 @@ def _read_slot(read: Read, shape: tuple[int, ...], sizes: Mapping[str, int], nam
             raise Refusal("two dimensions of one operand are read along it")
         slot = Slot(dim, halo)
     return slot
+
+
+def _ends_are_met(position: Affine, name: str) -> bool:
+    """Whether all parts of a position that depend on the index reach their ends together: they grow with it."""
+    parts = [(c, atom) for c, atom in position.terms if atom == name or name in Affine(((1, atom),)).indices()]
+    grows = all(c > 0 and (isinstance(atom, str) or atom.kind == "//") for c, atom in parts)
+    return len(parts) < 2 or grows
 
 
 def _result_slot(expression: Expression, facts: Facts, number: int, name: str, block: int, n: int) -> Slot:

@@ -48,6 +48,10 @@ SPLITS: list[tuple[str, list[Any], list[Any], int, dict[str, tuple[Slots, Slots]
     ("out[d] = Sum(i) x[i + d]? * t[i]", [(8,), (8,)], [(3,)], 2, {"i": ([(0, 0, 2), 0], ["sum"])}),
     ("out[i] = x[7 - i]", [(8,)], [(8,)], 2, {}),
     ("out[i] = x[i + 1]", [(9,)], [(8,)], 2, {}),
+    # An index twice in one position: only where both parts grow with it are the ends known.
+    ("out[i] = x[i + i // 2]?", [(12,)], [(8,)], 2, {"i": ([0], [0])}),
+    ("out[i] = x[i - i // 2]?", [(4,)], [(8,)], 2, {}),
+    ("out[i] = x[i + i % 2]?", [(12,)], [(12,)], 4, {}),
     # Lookups
     (
         "out[b, d] = Sum(v) (ids[b] == v) * table[v, d]",
