@@ -242,4 +242,12 @@ def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
 
 def _trace(call: Call) -> Program:
     args, kwargs = call.shapes()
-    return trace_program(call.fn, args, kwargs)
+    try:
+        return trace_program(call.fn, args, kwargs)
+    except ValueError as error:
+        if "of type Auto" in str(error):
+            error.add_note(
+                f"`{name_of(call.fn)}` is planned, so its arrays have no layouts while it is traced: use "
+                "jax.lax.with_sharding_constraint where it has reshard or out_sharding."
+            )
+        raise

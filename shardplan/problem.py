@@ -142,6 +142,7 @@ class Problem:
         for operation in self.program.operations:
             choices = self.choices.get(operation.index)
             free = all(isinstance(o, Constant) or o in generated for o in operation.operands)
+            free = free and not self._fixed.keys() & operation.results
             if free and choices is not None and choices.follows_result and not operation.equation.effects:
                 generated.update(operation.results)
         return frozenset(generated)

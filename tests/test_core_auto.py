@@ -341,6 +341,21 @@ def test_constraints_leave_open_dimensions_open_and_take_the_mesh_in_use() -> No
     assert_equal_trees(total, ((X @ X) ** 2).sum())
 
 
+def test_constraints_of_what_is_made_inside_are_kept() -> None:
+    mesh = mesh_of((2, 4))
+    made = shardplan.auto(
+        lambda: jax.lax.with_sharding_constraint(jnp.zeros((8, 8)), NamedSharding(mesh, P("y"))), mesh
+    )
+    assert made().sharding.spec == P("y")
+
+
+def test_layouts_of_explicit_programs_are_refused_with_a_hint() -> None:
+    mesh = mesh_of((2, 4), explicit=True)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="of type Auto") as caught:
+        shardplan.auto(lambda x: jax.sharding.reshard(x, P("x")), mesh)(X)
+    assert "with_sharding_constraint" in "".join(caught.value.__notes__)
+
+
 def test_constraints_that_no_plan_can_keep_are_left_out_with_a_warning() -> None:
     mesh = mesh_of((8,))
 
