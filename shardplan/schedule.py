@@ -126,8 +126,11 @@ class Schedule:
         if not reducing:
             return travelling  # the result stays partial, which only an island can say
         followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
-        scatters = reducing[0].kind == "reduce-scatter"
-        needed = len(reducing) > 1 or (scatters and (followed_by_slice or len(reducing[0].axes) > 1))
+        needed = len(reducing) > 1
+        if reducing[0].kind == "reduce-scatter":
+            # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
+            in_order = reducing[0].axes == strategy.pending[0] and _splits_one(strategy, reducing[0].axes)
+            needed = needed or followed_by_slice or (len(reducing[0].axes) > 1 and not in_order)
         return travelling if needed or travelling != dtype else None
 
     def collectives(self) -> list[Sent]:
@@ -173,3 +176,9 @@ class Schedule:
             if isinstance(output, int) and output not in self.assignment.generated:
                 read(output, self.assignment.values[target], None)
         return found
+
+
+def _splits_one(strategy: Strategy, axes: tuple[int, ...]) -> bool:
+    """Whether ``axes`` together split one dimension of every operand that they split."""
+    touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]
+    return all(axes in layout for layout in touching)

@@ -284,7 +284,8 @@ class Reductions:
 
     def _groups(self, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
         subsets = [group for size in range(len(axes), 0, -1) for group in combinations(sorted(axes), size)]
-        return [order for group in subsets for order in self._transitions.space.orders(group)]
+        orders = [order for group in subsets for order in self._transitions.space.orders(group)]
+        return sorted(orders, key=lambda order: order != axes)  # among equals, the order that needs no island
 
     def _steps(self, own: Layout, group: tuple[int, ...]) -> Iterator[Step]:
         local = 1.0 / self._mesh.degree([axis for axes in own for axis in axes])
