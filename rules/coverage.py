@@ -35,8 +35,17 @@ result is the sum over all k of the products. Besides:
 | `All(r) x[2*g + r]` | all these elements together |
 | `Last(b) ...`, `overwrite(x, new)` | the last element that there is; the new element where there is one |
 
-Everything below is built in. Operations of your own are described in the same language, with
-`shardplan.describe(primitive, "i k, k j -> i j")`, see `help(shardplan.describe)`."""
+Everything below is built in. Operations of your own are described in one of three ways:
+
+```python
+shardplan.describe(primitive, "b i, i j -> b j")                 # like einsum; `:` for a dimension needed as a whole
+shardplan.describe(primitive, "out[i] = x[i - 1]? + x[i]")       # the language above
+shardplan.describe(primitive, lambda x, w: lambda i: Sum(lambda k: x[i, k] * w[k]))  # Sum is in shardplan.rules
+normalised = shardplan.describe(normalise, "b : -> b :")         # a function, which from now on is one operation
+```
+
+With `check=True` a description is run in all the ways that it allows, and refused if one differs. Functions with
+`custom_partitioning` bring their own rule, and Pallas kernels are read off their grid and block index maps."""
 
 
 @dataclass(frozen=True, slots=True)
