@@ -261,7 +261,8 @@ class Plan:
         chosen = self.mesh if mesh is None else mesh
         if not isinstance(chosen, Mesh):
             raise PlanMismatchError(
-                f"the plan's mesh {self.mesh_axes} has no devices: pass a mesh of devices of the same axes, such as "
+                f"the plan's mesh {self.mesh_axes} has no devices of its own, and of the {self.device_count} that it "
+                f"takes {len(jax.devices())} are here: pass a mesh of devices of the same axes, such as "
                 "jax.make_mesh(sizes, names) or shardplan.target.gpu_mesh('h100', sizes, names)"
             )
         if mesh_axes(chosen) != mesh_axes(self.mesh):
