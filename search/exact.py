@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 
-from shardplan.search.graph import Graph
+import numpy as np
+
+from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.neighbourhoods import LocalSearch, excess
+from shardplan.search.network import EXCLUDED, Network
+from shardplan.search.reductions import reduce_graph
+from shardplan.search.relaxation import Relaxation
 from shardplan.search.run import Run
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
-__all__ = ["auto", "exact"]
+__all__ = ["auto", "exact", "lowest_peak"]
 
 
 def exact(run: Run) -> None:
@@ -37,7 +42,7 @@ def auto(run: Run) -> None:
 def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     """sweeping, closing: the shares of the time that these may take."""
     with run.stage("reduce"):
-        graph = Graph.of(run.network)
+        graph = Graph.of(run.network, run.choices if run.cost < math.inf else None)
     graph.tick = run.check
 
     def report() -> None:
@@ -48,12 +53,18 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         run.check()
 
     effort = Effort(seconds=sweeping * run.time_limit, closing=closing * run.time_limit)
-    solver = GraphSolver(graph, math.inf, effort, run.gap, Watch(report, run.seconds_left))
+    upper = graph.cost(graph.hint) if graph.hint is not None else math.inf
+    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left))
     with run.stage("search"):
         solver.solve()
     report()
     if solver.lower == math.inf:
-        run.proven_infeasible = True
+        raise Infeasible("nothing satisfies the exclusions and the usage limit")
+    if graph.hint is None and graph.usage_limit is not None and run.cost == math.inf:
+        with run.stage("fit"):
+            lowest_peak(run)
+        if run.cost < math.inf:
+            return _minimise(run, sweeping, closing)
     return solver
 
 
@@ -67,3 +78,45 @@ def _improve(run: Run, solver: GraphSolver) -> None:
         if local.step(Watch(run.check, run.seconds_left)):
             run.offer_reduced(graph, graph.hint, local.upper)
         run.check()
+
+
+def lowest_peak(run: Run, sweeps: int = 300) -> None:
+    """Looks for an assignment within the usage limit, or else of a low peak, and bounds the peak from below.
+
+    Without costs, prices that sum to 1 say: no assignment has a peak below the least sum of its priced usages. So the
+    Lagrangian relaxation of the limit bounds the least peak, and what it decodes has low peaks.
+    """
+    if run.network.usage_limit is None:
+        return
+    graph = Graph.of(_without_costs(run.network))
+    graph.tick = run.check
+    reduce_graph(graph, dominance=False)
+    if not graph.live():
+        run.offer(graph.expand({}))
+        run.peak_bound(run.peak[0])
+        return
+    relaxation = Relaxation(graph)
+    for _ in range(sweeps):
+        relaxation.improve(math.inf)
+        run.iterations += 1
+        total = float(relaxation.best_prices.sum())
+        if relaxation.bound > 0 and total > 0:
+            run.peak_bound(graph.usage_limit + relaxation.bound / total)  # type: ignore[operator]
+        if relaxation.choices is not None:
+            break
+        if relaxation.leanest is not None and relaxation.sweeps % 20 == 0:
+            run.offer(graph.expand(relaxation.by_variable(relaxation.leanest)))
+            run.check()
+    found = relaxation.choices if relaxation.choices is not None else relaxation.leanest
+    if found is not None:
+        run.offer(graph.expand(relaxation.by_variable(found)))
+
+
+def _without_costs(network: Network) -> Network:
+    """The same exclusions and usages, and no costs."""
+    bare = Network(network.usage_limit)
+    bare.costs = [np.where(costs >= EXCLUDED, np.inf, 0.0) for costs in network.costs]
+    bare.tables = [np.where(table >= EXCLUDED, np.inf, 0.0) for table in network.tables]
+    bare.names, bare.multiplicities = network.names, network.multiplicities
+    bare.edges, bare.ties, bare.usages = network.edges, network.ties, network.usages
+    return bare

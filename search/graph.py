@@ -9,7 +9,7 @@ equals the network's cost of the expanded one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,8 +74,11 @@ class Graph:
         """A valid assignment of the variables that are left, which every reduction carries along."""
 
     @classmethod
-    def of(cls, network: Network) -> Graph:
-        """The network with ties merged, exclusions dropped and edges added up; raises `Infeasible`."""
+    def of(cls, network: Network, hint: Sequence[int] | NDArray[np.int64] | None = None) -> Graph:
+        """The network with ties merged, exclusions dropped and edges added up; raises `Infeasible`.
+
+        hint: a valid assignment of the network, to be carried along.
+        """
         graph = cls(len(network))
         leaders = _merge_ties(network)
         tables = graph.tables
@@ -93,6 +96,8 @@ class Graph:
         followers = [(v, u) for v, u in enumerate(leaders) if v != u]
         for v, u in followers:
             graph.undo.append(Follow(v, u, np.arange(network.costs[v].size)))
+        if hint is not None:
+            graph.hint = {v: int(hint[v]) for v in graph.live()}
         graph.make_consistent()
         return graph
 

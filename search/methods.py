@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardplan.search import tofu
-from shardplan.search.exact import auto, exact
+from shardplan.search.exact import auto, exact, lowest_peak
 from shardplan.search.graph import Infeasible
 from shardplan.search.network import Network
 from shardplan.search.run import Run, Stop
@@ -43,8 +44,8 @@ def register(name: str, method: Method) -> None:
 
 register("auto", Method(auto, proves=True, limits=True, annotated=False))
 register("exact", Method(exact, proves=True, limits=True, annotated=False))
-for _search in (tofu.recursive, tofu.all_row_greedy, tofu.largest_first, tofu.equal_chop):
-    register(_search.__name__, Method(_search, proves=False, limits=False, annotated=True))
+for _rival in (tofu.recursive, tofu.all_row_greedy, tofu.largest_first, tofu.equal_chop):
+    register(_rival.__name__, Method(_rival, proves=False, limits=False, annotated=True))
 
 
 def solve(
@@ -69,12 +70,20 @@ def solve(
         raise ValueError(f"expected time_limit > 0 and gap >= 0, got {time_limit} and {gap}")
     run = Run(network, time_limit, gap, progress)
     try:
-        METHODS[method].search(run)
+        _search(run, METHODS[method])
     except Stop:
         pass
-    except Infeasible:
-        run.proven_infeasible = True
-        run.bound(math.inf)
     except KeyboardInterrupt:
         run.interrupted = True
     return run.solution(method)
+
+
+def _search(run: Run, method: Method) -> None:
+    try:
+        method.search(run)
+    except Infeasible:
+        run.proven_infeasible = True
+        run.bound(math.inf)
+        # What is the least that would do? Unless the exclusions alone leave nothing.
+        with contextlib.suppress(Infeasible), run.stage("fit"):
+            lowest_peak(run)

@@ -106,6 +106,12 @@ class Run:
         if lower_bound > self.lower_bound:
             self.lower_bound = lower_bound
 
+    def peak_bound(self, least_peak: float) -> None:
+        """Takes a lower bound of the peak into account; above the limit, it proves that nothing satisfies it."""
+        self.least_peak_bound = max(self.least_peak_bound, least_peak)
+        if self.least_peak_bound > (1 + 1e-9) * (self.network.usage_limit or math.inf):
+            self.proven_infeasible = True
+
     def closed(self) -> bool:
         """Whether the asked gap is reached."""
         return relative_gap(self.cost, self.lower_bound) <= self.gap
@@ -142,7 +148,7 @@ class Run:
             seconds=dict(self.seconds),
             peak_usage=peak[0],
             peak_time=peak[1],
-            least_peak_bound=self.least_peak_bound,
+            least_peak_bound=min(self.least_peak_bound, peak[0]),
         )
 
     def _status(self, lower_bound: float) -> str:

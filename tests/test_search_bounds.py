@@ -1,0 +1,102 @@
+"""Lower bounds hold at every moment; pruning and reparametrisation keep what they must."""
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, testing
+from shardplan.search.elimination import Elimination, plan
+from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.relaxation import Relaxation
+
+
+def graphs(memory: bool, count: int) -> list[tuple[Network, Graph, float]]:
+    """Graphs, not reduced, with their optimum."""
+    found = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        net = testing.random_memory_bound(rng, 7, rng.random()) if memory else testing.random_grid(rng, 3, 3, 3, 0.1)
+        _, optimum = testing.brute_force(net)
+        try:
+            graph = Graph.of(net)
+        except Infeasible:
+            continue
+        if np.isfinite(optimum):
+            found.append((net, graph, optimum))
+    return found
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_bounds_never_exceed_the_optimum(memory: bool) -> None:
+    tight = 0
+    cases = graphs(memory, 60)
+    for net, graph, optimum in cases:
+        relaxation = Relaxation(graph)
+        for _ in range(60):
+            relaxation.improve(relaxation.cost)
+            assert relaxation.bound <= optimum + 1e-9
+            if relaxation.choices is not None:
+                full = graph.expand(relaxation.by_variable(relaxation.choices))
+                assert net.cost(full) == pytest.approx(relaxation.cost, abs=1e-9)
+                assert net.usage_limit is None or net.peak(full)[0] <= net.usage_limit
+        tight += relaxation.bound >= optimum - 1e-6
+    # With a limit there often is a duality gap, on networks as small as these.
+    assert tight > len(cases) / (6 if memory else 3)
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_pruning_with_the_optimum_keeps_it(memory: bool) -> None:
+    pruned = 0
+    for net, graph, optimum in graphs(memory, 60):
+        relaxation = Relaxation(graph)
+        for _ in range(25):
+            relaxation.improve(optimum)
+        before = sum(graph.size(v) for v in graph.live())
+        relaxation.reparametrise()
+        relaxation.prune(optimum)
+        pruned += before - sum(graph.size(v) for v in graph.live())
+        assert _best(net, graph) == optimum
+    assert pruned > 100
+
+
+def test_reparametrised_costs_are_equal_for_every_assignment() -> None:
+    for _, graph, _ in graphs(False, 20):
+        rng = np.random.default_rng(0)
+        live = graph.live()
+        picks = [{v: int(rng.integers(graph.size(v))) for v in live} for _ in range(20)]
+        before = [graph.cost(pick) for pick in picks]
+        relaxation = Relaxation(graph)
+        for _ in range(5):
+            relaxation.improve(np.inf)
+        bound = relaxation.bound
+        relaxation.reparametrise()
+        np.testing.assert_allclose([graph.cost(pick) for pick in picks], before, rtol=1e-12)
+        again = Relaxation(graph)
+        again.improve(np.inf)
+        assert again.bound >= bound - 1e-9
+
+
+def test_elimination_is_exact_and_within_its_limits() -> None:
+    for net, graph, optimum in graphs(False, 40):
+        live = graph.live()
+        sizes = {v: graph.size(v) for v in live}
+        order = plan(sizes, {v: set(graph.neighbours[v]) for v in live}, 1e6)
+        assert order is not None and not order.fixed
+        keep = {v: np.arange(size) for v, size in sizes.items()}
+        found, cost = Elimination(graph, {v: graph.costs[v] for v in live}, keep).solve(order, {})
+        assert cost == optimum == net.cost(graph.expand(found))
+        # With tables this small, variables are fixed, and the hint bounds what comes out.
+        narrow = plan(sizes, {v: set(graph.neighbours[v]) for v in live}, 5)
+        found, cost = Elimination(graph, {v: graph.costs[v] for v in live}, keep).solve(narrow, found)
+        assert cost == optimum
+    assert plan({0: 3, 1: 3}, {0: {1}, 1: {0}}, 1e6, most=2) is None
+
+
+def _best(net: Network, graph: Graph) -> float:
+    """The least cost of what a graph still allows, counted on the network."""
+    best = np.inf
+    live = graph.live()
+    for index in np.ndindex(*[graph.size(v) for v in live]):
+        full = graph.expand(dict(zip(live, index, strict=True)))
+        if net.usage_limit is None or net.peak(full)[0] <= net.usage_limit:
+            best = min(best, net.cost(full))
+    return best

@@ -1,0 +1,90 @@
+"""Each reduction keeps the optimum, and its inverse gives an assignment of the cost that the graph says."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, testing
+from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.reductions import drop_dominated, eliminate, follow, reduce_graph, shrink
+
+
+def best_of(graph: Graph) -> tuple[dict[int, int], float]:
+    """The best assignment of what is left of a graph, by brute force."""
+    live = graph.live()
+    net = Network()
+    index = {v: net.add_variable(graph.costs[v]) for v in live}
+    for v in live:
+        for w, table in graph.neighbours[v].items():
+            if v < w:
+                net.add_edge(index[v], index[w], table)
+    if not live:
+        return {}, graph.constant
+    choices, cost = testing.brute_force(net)
+    assert choices is not None
+    return {v: int(choices[index[v]]) for v in live}, graph.constant + cost
+
+
+def networks(count: int, excluded: float, sharp: bool) -> list[Network]:
+    """Random networks; sharp ones have tables with one finite entry per row here and there."""
+    found = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        pairs = [(int(rng.integers(0, v)), v) for v in range(1, 7)]
+        pairs += [(int(rng.integers(0, 7)), int(rng.integers(0, 7))) for _ in range(3)]
+        net = testing.random_graph(rng, [pair for pair in pairs if pair[0] != pair[1]], 4, excluded)
+        if sharp:
+            for u, v in [(0, 1), (2, 3), (1, 4)]:
+                table = np.full((net.costs[u].size, net.costs[v].size), np.inf)
+                table[np.arange(len(table)), rng.integers(0, table.shape[1], len(table))] = rng.integers(0, 9)
+                net.add_edge(u, v, table)
+        found.append(net)
+    return found
+
+
+@pytest.mark.parametrize("reduction", [eliminate, follow, drop_dominated, reduce_graph])
+@pytest.mark.parametrize(("excluded", "sharp"), [(0.0, False), (0.2, False), (0.0, True)])
+def test_optimum_and_inverse(reduction: Callable[[Graph], object], excluded: float, sharp: bool) -> None:
+    did_something = 0
+    for net in networks(60, excluded, sharp):
+        _, optimum = testing.brute_force(net)
+        try:
+            graph = Graph.of(net)
+            before = len(graph.undo)
+            reduction(graph)
+            graph.make_consistent()
+        except Infeasible:
+            assert optimum == np.inf
+            continue
+        did_something += len(graph.undo) > before
+        choices, cost = best_of(graph)
+        assert cost == optimum
+        assert net.cost(graph.expand(choices)) == optimum
+    assert did_something > 10
+
+
+def test_a_hint_is_carried_through_all_reductions_and_never_gets_worse() -> None:
+    for seed in range(80):
+        net = testing.random_memory_bound(np.random.default_rng(seed), 7, 0.5)
+        hint, optimum = testing.brute_force(net)
+        assert hint is not None
+        graph = Graph.of(net, hint)
+        shrink(graph)
+        assert graph.hint is not None
+        full = graph.expand(graph.hint)
+        assert net.cost(full) == optimum == graph.cost(graph.hint)
+        assert net.peak(full)[0] <= net.usage_limit
+
+
+def test_follow_takes_usage_along() -> None:
+    net = Network(usage_limit=100)
+    a, b = net.add_variable([0.0, 0.0]), net.add_variable([0.0, 0.0])
+    net.add_edge(a, b, np.array([[np.inf, 0.0], [0.0, np.inf]]))
+    net.add_usage(a, [1, 2], 0, 2)
+    net.add_usage(b, [10, 20], 1, 3)
+    graph = Graph.of(net)
+    assert follow(graph) == 1
+    (left,) = graph.live()
+    total = sum(amounts for amounts, _, _ in graph.spans[left])
+    assert sorted(total.tolist()) == [12.0, 21.0]
