@@ -122,27 +122,32 @@ def _quotient_interval(quotient: Quotient, split: str, block: int, sizes: Mappin
 class Facts:
     """What the analysis collects from an expression once, for all indices and block counts.
 
-    ``reads``: per operand, every read of it. ``mentions``: per result, the indices in its value.
+    ``reads``: per operand, every read of it. ``read_by``: per operand, the indices in these reads. ``mentions``: per
+    result, the indices in its value.
     ``placed``: per result, the dimension that each index takes part in. ``reducers``: per result, for each index that
     its value reduces over, the reducer that combines partial results, or ``None`` where they can not be combined.
-    ``hidden``: indices that pick an element out of what an opaque function gives.
+    ``involved``: per result, all indices that it has to do with. ``hidden``: indices that pick an element out of what
+    an opaque function gives.
     """
 
     reads: list[list[Read]]
+    read_by: list[set[str]]
     mentions: list[set[str]] = field(default_factory=list)
     placed: list[dict[str, int]] = field(default_factory=list)
     reducers: list[dict[str, str | None]] = field(default_factory=list)
     hidden: dict[str, str] = field(default_factory=dict)
+    involved: list[set[str]] = field(default_factory=list)
 
 
 def collect(expression: Expression) -> Facts:
     """One pass over the expression."""
-    facts = Facts(reads=[[] for _ in expression.operands])
+    facts = Facts(reads=[[] for _ in expression.operands], read_by=[set() for _ in expression.operands])
     for result in expression.results:
         facts.mentions.append(set())
         facts.reducers.append({})
         facts.placed.append({name: dim for dim, at in enumerate(result.at) for name in at.indices()})
         _visit(result.body, REDUCERS, facts)
+        facts.involved.append(facts.mentions[-1] | set(facts.placed[-1]) | set(facts.reducers[-1]))
     return facts
 
 
@@ -166,7 +171,9 @@ def _visit(term: Term, outer: frozenset[str], facts: Facts) -> None:
             facts.reads[operand].append(term)
             for position in at:
                 if position is not None:
-                    mentions.update(position.indices())
+                    names = set(position.indices())
+                    mentions.update(names)
+                    facts.read_by[operand].update(names)
         case Reduce(reducer, indices, body):
             free = outer & {reducer}
             for name in indices:
@@ -205,10 +212,13 @@ def split(expression: Expression, facts: Facts, name: str, n: int) -> Split:
     block = size // n
     operands = tuple(
         _operand_slot(expression, operand, facts.reads[operand], name, block, n)
+        if name in facts.read_by[operand]
+        else WHOLE
         for operand in range(len(expression.operands))
     )
     results = tuple(
-        _result_slot(expression, facts, number, name, block, n) for number in range(len(expression.results))
+        _result_slot(expression, facts, number, name, block, n) if name in facts.involved[number] else WHOLE
+        for number in range(len(expression.results))
     )
     partial = any(slot.reducer for slot in results)
     if partial and not any(slot.dim is not None and slot.halo == (0, 0) for slot in operands):

@@ -74,7 +74,7 @@ class Rule:
             found = split(self.expression, self._facts, name, n)
         except Refusal as refusal:
             return str(refusal)
-        if all(slot == WHOLE for slot in found.operands + found.results):
+        if all(slot is WHOLE for slot in found.operands + found.results):
             return "nothing depends on it"
         return found
 
