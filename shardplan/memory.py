@@ -1,9 +1,9 @@
 """Memory: which tensors a device holds, when, and how many bytes that is.
 
-Operations run in the order of the program. What XLA fuses never exists in memory: a value is *held* where the operation
-that makes it cannot be fused into its readers (contractions, convolutions, gathers, sorts), where a reader needs it in
-memory (an operand of a contraction), and where it enters or leaves the step. The readers of a fused value read what it
-is computed from instead, so these live longer.
+Operations run in the order of `shardplan.order`. What XLA fuses never exists in memory: a value is *held* where the
+operation that makes it cannot be fused into its readers (contractions, convolutions, gathers, sorts), where a reader
+needs it in memory (an operand of a contraction), and where it enters or leaves the step. The readers of a fused value
+read what it is computed from instead, so these live longer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.layout import Layout
+from shardplan.order import execution_order
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
-# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose operands
-# it computes on the way; and updates, which it writes into their first operand where nobody needs that any more.
+# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose
+# operands it computes on the way; and updates, which it writes into their first operand where nobody reads that again.
 _MOVES = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
     | {"gather", "dynamic_slice", "concatenate", "copy", "copy_p", "stop_gradient"}
@@ -29,10 +30,13 @@ _READS_ON_THE_WAY = frozenset(
 )
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
+WORKSPACE_BYTES = 4 * 2**20
+"""What XLA:GPU gives cuBLAS to work in while a matrix product runs, whatever its size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """When a value is in memory: from the operation that makes it up to its last reader, in operation numbers."""
+    """When a value is in memory: from the operation that makes it up to its last reader, as places in the order."""
 
     start: int
     end: int
@@ -44,41 +48,49 @@ class Lifetimes:
     def __init__(self, problem: Problem) -> None:
         program = problem.program
         self._problem = problem
+        self.order = [program.operations[index] for index in execution_order(program)]
+        self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
         readers: dict[int, list[Operation]] = {}
-        for operation in program.operations:
+        for operation in self.order:
             for operand in operation.operands:
                 if isinstance(operand, int):
                     readers.setdefault(operand, []).append(operation)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
-        for operation in program.operations:
+        for operation in self.order:
+            place = self.place[operation.index]
             for body in operation.bodies:
                 leaving = {o for o in program.regions[body].outputs if isinstance(o, int)}
                 outputs |= leaving
-                last_read |= dict.fromkeys(leaving, operation.index)
-        for operation in reversed(program.operations):
-            start = self._start(operation)
+                last_read |= dict.fromkeys(leaving, place)
+        for operation in reversed(self.order):
+            start, place = self._start(operation), self.place[operation.index]
             for result in operation.results:
                 needed = result in outputs or any(not self._fuses_operands(r) for r in readers.get(result, ()))
                 if (needed or not self._fusible(operation)) and result not in problem.generated:
-                    self.held[result] = Lifetime(start, last_read.get(result, operation.index))
-            until = max((last_read.get(r, operation.index) for r in operation.results if r not in self.held), default=0)
+                    self.held[result] = Lifetime(start, last_read.get(result, place))
+            until = max((last_read.get(r, place) for r in operation.results if r not in self.held), default=0)
             for operand in operation.operands:
                 if isinstance(operand, int):
-                    last_read[operand] = max(last_read.get(operand, 0), operation.index, until)
+                    last_read[operand] = max(last_read.get(operand, 0), place, until)
         for link in (link for links in problem.links.values() for link in links.enter if link.stacked):
             if link.target in readers:  # one slice of a stack; other operands are the outer ones, or a carry's result
-                self.held[link.target] = Lifetime(readers[link.target][0].index, last_read[link.target])
+                first = self.place[readers[link.target][0].index]
+                self.held[link.target] = Lifetime(first, last_read[link.target])
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
         self._share_in_place(last_read)
-        self.reads = {v: (found[0].index, max(last_read[v], found[0].index)) for v, found in readers.items()}
+        # what links alone read (a body's result that is carry and stack) is read where the loop ends
+        self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
+        for value, found in readers.items():
+            first = self.place[found[0].index]
+            self.reads[value] = (first, max(last_read[value], first))
 
     def _share_in_place(self, last_read: dict[int, int]) -> None:
         """Lets a result take the memory of an operand of its size that is read for the last time."""
-        for operation in self._problem.program.operations:
+        for operation in self.order:
             updates = operation.primitive.name in _UPDATES
             if (
                 not operation.results
@@ -87,19 +99,20 @@ class Lifetimes:
             ):
                 continue
             size = self._problem.program.values[operation.results[0]].total_bytes
+            place = self.place[operation.index]
             for operand in operation.operands[:1] if updates else operation.operands:
                 lifetime = self.held.get(operand) if isinstance(operand, int) else None
-                if lifetime is None or lifetime.end != operation.index or lifetime.start == operation.index:
+                if lifetime is None or lifetime.end != place or lifetime.start == place:
                     continue
                 if self._problem.program.values[operand].total_bytes == size:
-                    self.held[operand] = Lifetime(lifetime.start, operation.index - 1)
+                    self.held[operand] = Lifetime(lifetime.start, place - 1)
                     break
 
     def _start(self, operation: Operation) -> int:
         """When the results of an operation take memory: a loop's carries and stacks before its first iteration."""
         regions = self._problem.program.regions
-        first = [regions[body].operations[0] for body in operation.bodies if regions[body].operations]
-        return min(first, default=operation.index)
+        inside = [self.place[index] for body in operation.bodies for index in regions[body].operations]
+        return min(inside, default=self.place[operation.index])
 
     def _fusible(self, operation: Operation) -> bool:
         if operation.primitive is _jax.optimization_barrier:
@@ -141,7 +154,7 @@ class Lifetimes:
 
 
 def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> np.ndarray:
-    """float [operations + 1]: bytes that one device holds while each operation runs, and at the end of the step.
+    """float [operations + 1]: bytes that one device holds while each operation runs, in their order, and at the end.
 
     ``donated`` are the positions of the inputs whose memory the outputs tied to them take.
     """
@@ -171,15 +184,19 @@ def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[
     for value in schedule.assignment.copies:
         if schedule.copy(value) != schedule.assignment.values[value]:
             hold(value, schedule.copy(value), *lifetimes.reads[value])
-    for operation in program.operations:
+    for place, operation in enumerate(lifetimes.order):
+        if operation.primitive.name == "dot_general":
+            ends[place] += WORKSPACE_BYTES
+            ends[place + 1] -= WORKSPACE_BYTES
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is None:
             continue
         for operand, wanted in zip(operation.operands, strategy.operands, strict=True):
-            if isinstance(operand, int) and wanted is not None and operand in schedule.assignment.values:
-                if wanted not in (schedule.assignment.values[operand], schedule.copy(operand)):
-                    hold(operand, wanted, operation.index, operation.index)
+            if not isinstance(operand, int) or wanted is None or operand not in schedule.assignment.values:
+                continue
+            if wanted not in (schedule.assignment.values[operand], schedule.copy(operand)):
+                hold(operand, wanted, place, place)
         for result, own in zip(operation.results, strategy.results, strict=True):
             if own != schedule.assignment.values[result]:
-                hold(result, own, operation.index, operation.index)
+                hold(result, own, place, place)
     return np.cumsum(ends)[:-1]

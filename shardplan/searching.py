@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardplan.errors import InfeasibleError
-from shardplan.memory import Lifetimes, memory_profile
+from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
 from shardplan.search import Solution, solve
@@ -20,8 +20,8 @@ from shardplan.search import Solution, solve
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5
 
-# The network counts memory as a sum over variables, the schedule exactly. Where the exact peak is above the limit though
-# the sum was not, the limit of the sum is lowered by the excess, this often at most.
+# The network counts memory as a sum over variables, the schedule exactly. Where the exact peak is above the limit
+# though the sum was not, the limit of the sum is lowered by the excess, this often at most.
 _MOST_CORRECTIONS = 4
 
 
@@ -63,7 +63,7 @@ def search_within(problem: Problem, search: Search) -> Found:
     least = found
     allowed = limit_bytes
     for _ in range(_MOST_CORRECTIONS):
-        problem.network.usage_limit = allowed
+        problem.network.usage_limit = allowed - WORKSPACE_BYTES
         found = _search(problem, lifetimes, search, max(1.0, deadline - time.perf_counter()))
         if found.solution.status == "infeasible":
             break

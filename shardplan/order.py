@@ -1,0 +1,65 @@
+"""The order in which a device runs the operations, as far as memory is concerned.
+
+XLA does not keep the order of the program. Its scheduler works from the results backwards, and runs an operation late:
+shortly before the first one that reads it. A weight's gradient, which nothing but its update reads, so keeps an
+activation in memory that the order of the program would have freed.
+
+>>> import jax
+>>> from shardplan.tracing import trace_program
+>>> def step(x, w):
+...     late = x.T @ x
+...     return (x @ w) @ w, late
+>>> square = jax.ShapeDtypeStruct((8, 8), "float32")
+>>> program = trace_program(step, (square, square), {})
+>>> [operation.primitive.name for operation in program.operations]
+['transpose', 'dot_general', 'dot_general', 'dot_general']
+>>> execution_order(program)
+[2, 3, 0, 1]
+"""
+
+from __future__ import annotations
+
+from shardplan.program import Operation, Program
+
+
+def execution_order(program: Program) -> list[int]:
+    """The indices of all operations in the order in which they run; a loop's body stands before the loop."""
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    order: list[int] = []
+    _append_region(program, 0, makers, order)
+    return order
+
+
+def _append_region(program: Program, region: int, makers: dict[int, Operation], order: list[int]) -> None:
+    """Appends a region's operations, each after those that make its operands, and none before it is needed."""
+    here = program.regions[region]
+    done: set[int] = set()
+    others = [o for index in here.operations for o in program.operations[index].results]
+    for wanted in (*here.outputs, *others):
+        if not isinstance(wanted, int):
+            continue
+        stack = [wanted]
+        while stack:
+            maker = makers.get(stack[-1])
+            if maker is None or maker.region != region or maker.index in done:
+                stack.pop()
+                continue
+            missing = [o for o in maker.operands if isinstance(o, int) and _is_missing(o, makers, region, done)]
+            if missing:
+                stack.append(missing[0])
+                continue
+            stack.pop()
+            done.add(maker.index)
+            for body in maker.bodies:
+                _append_region(program, body, makers, order)
+            order.append(maker.index)
+    for index in here.operations:
+        if index not in done:  # it has an effect and no result
+            for body in program.operations[index].bodies:
+                _append_region(program, body, makers, order)
+            order.append(index)
+
+
+def _is_missing(value: int, makers: dict[int, Operation], region: int, done: set[int]) -> bool:
+    maker = makers.get(value)
+    return maker is not None and maker.region == region and maker.index not in done
