@@ -62,8 +62,8 @@ CASES = {
 class Measured:
     """Bytes per device and step, and seconds. Reductions are by element type: at what precision they sum.
 
-    Compiling includes lowering. Its `work` is in seconds of all cores together, which a busy machine does not distort;
-    `unconstrained` is what plain `jit` makes of the plan's input and output shardings alone.
+    Planning includes tracing, and compiling includes lowering. Their `work` is in seconds of all cores together, which
+    a busy machine distorts less; `unconstrained` is what plain `jit` makes of the plan's input and output shardings.
     """
 
     case: str
@@ -74,6 +74,7 @@ class Measured:
     compiled_peak: int
     gap: float
     seconds_to_plan: float
+    plan_work: float
     seconds_to_compile: float
     compile_work: float
     unconstrained_work: float
@@ -93,7 +94,8 @@ def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Me
     mesh = gpu_mesh(TARGET, tuple(mesh_axes.values()), tuple(mesh_axes))
 
     started = time.perf_counter()
-    plan = shardplan.plan(training.train_step, mesh, state, batch, donate_argnums=(0,), **case.options)
+    planning = partial(shardplan.plan, training.train_step, mesh, state, batch, donate_argnums=(0,), **case.options)
+    plan, plan_work = _timed(planning)
     seconds_to_plan = time.perf_counter() - started
 
     _start_compiler(mesh)
@@ -117,6 +119,7 @@ def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Me
         compiled_peak=checked.compiled.memory.peak,
         gap=plan.gap,
         seconds_to_plan=seconds_to_plan,
+        plan_work=plan_work,
         seconds_to_compile=seconds_to_compile,
         compile_work=compile_work,
         unconstrained_work=unconstrained_work,

@@ -7,9 +7,9 @@ from shardplan.tables import megabytes
 
 INTRODUCTION = (
     "Predicted beside compiled bytes sent per device and step, peak memory, the gap to the lower bound, and seconds: "
-    "to plan (tracing included), and to lower and compile the planned step. The work of compiling, on all cores, is "
-    "also given as a multiple of that of plain `jit` with the plan's input and output shardings and no constraints "
-    "(with the bytes that this sends), and of data parallelism."
+    "to plan (tracing included), and to lower and compile the planned step; in brackets the work of it, in seconds of "
+    "all cores together. The work of compiling is also a multiple of that of plain `jit` with the plan's input and "
+    "output shardings and no constraints (with the bytes that this sends), and of data parallelism."
 )
 
 
@@ -24,8 +24,8 @@ COLUMNS = {
     "gap": lambda m: f"{100 * m.gap:.4f} %",
     "predicted peak GB": lambda m: f"{m.predicted_peak / 1e9:.2f}",
     "compiled peak GB": lambda m: f"{m.compiled_peak / 1e9:.2f}",
-    "s to plan": lambda m: f"{m.seconds_to_plan:.2f}",
-    "s to compile": lambda m: f"{m.seconds_to_compile:.1f}",
+    "s to plan": lambda m: f"{m.seconds_to_plan:.2f} ({m.plan_work:.2f})",
+    "s to compile": lambda m: f"{m.seconds_to_compile:.1f} ({m.compile_work:.1f})",
     "x plain jit": lambda m: f"{m.compile_work / m.unconstrained_work:.2f}",
     "plain jit MB": lambda m: megabytes(m.unconstrained_bytes),
     "x data parallel": lambda m: f"{m.compile_work / m.baseline_work[DATA_PARALLEL.name]:.2f}",
