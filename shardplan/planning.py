@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,8 +27,8 @@ from shardplan.searching import Search, search_within
 DEFAULT_HARDWARE = "h100"
 
 RESERVED_MEMORY = 0.08
-"""The part of a device's memory that is kept free where no limit is given: for the runtime, its communication buffers and
-fragmentation."""
+"""The part of a device's memory that is kept free where no limit is given: for the runtime, its communication buffers
+and fragmentation."""
 
 
 def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> Plan:
@@ -67,6 +66,7 @@ def plan_program(
     problem = build_problem(program, mesh, options)
     if prepare is not None:
         prepare(problem)
+    assert problem.network is not None  # built here, for the times
     built = time.perf_counter()
     donated = _donated(options)
     limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
@@ -78,7 +78,7 @@ def plan_program(
     statistics = {
         "operations": len(program.operations),
         "values": len(program.values),
-        "variables": len(problem.network),
+        "variables": len(problem.variables.names),
         "status": solution.status,
         "seconds": {"trace": traced_seconds, "build": built - started, "search": solved - built},
     }
@@ -90,7 +90,7 @@ def plan_program(
         collectives=collectives,
         statistics=statistics,
         arguments=_arguments(schedule),
-        recipe=Recipe(options, tuple(map(int, solution.choices)), _digest(problem)),
+        recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest()),
         built=schedule,
         donated=donated,
     )
@@ -103,7 +103,7 @@ def rebuild(plan: Plan, program: Program) -> Plan:
     """
     plan.check_program(program)
     problem = build_problem(program, plan.mesh, plan.recipe.options)
-    if _digest(problem) == plan.recipe.network:
+    if problem.variables.digest() == plan.recipe.network:
         schedule = Schedule(problem, problem.decode(np.array(plan.recipe.choices)))
         collectives = _planned_collectives(schedule)
         nowhere = [replace(c, source="") for c in plan.collectives]  # source lines may have moved
@@ -112,12 +112,6 @@ def rebuild(plan: Plan, program: Program) -> Plan:
     raise PlanMismatchError(
         "the plan was made by another version of shardplan, which numbers or prices layouts in another way: plan anew"
     )
-
-
-def _digest(problem: Problem) -> str:
-    """A digest of the network's variables: choices are positions, which hold for no other network."""
-    sizes = [costs.size for costs in problem.network.costs]
-    return hashlib.sha256(repr((problem.network.names, sizes)).encode()).hexdigest()
 
 
 def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:

@@ -6,8 +6,9 @@ strategies; a value with several readers has one more variable, the layout of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island, passing_on, reduction_dtype
 from shardplan.transition import Partial, Priced, Step, Transitions, halo_step
+from shardplan.variables import Numbering
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,6 @@ class Assignment:
     strategies: dict[int, Strategy]
     generated: frozenset[int]
     """Values that are made from nothing (iota, broadcast literals): made anew in every layout that is read."""
-
-
-@dataclass(slots=True)
-class _Variables:
-    values: dict[int, int] = field(default_factory=dict)
-    copies: dict[int, int] = field(default_factory=dict)
-    operations: dict[int, int] = field(default_factory=dict)
 
 
 class Problem:
@@ -61,7 +56,6 @@ class Problem:
         self.prices = prices
         self.transitions = Transitions(space, prices)
         self.reductions = self.transitions.reductions
-        self.network = Network()
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
@@ -69,19 +63,25 @@ class Problem:
         self._fixed = fixed
         self._barriers: set[int] = set()
         self._maker = StrategyMaker(space)
-        self._variables = _Variables()
         self._tables: dict[Any, np.ndarray] = {}
         self._derive_choices()
         self.generated = self._find_generated()
         self.deferred = DeferredSums(program, self.choices, self.links, fixed)
         self._pass_on_deferred()
-        self._stacks = {l.target for links in self.links.values() for l in links.inside if l.stacked == "target"}
+        self._stacks = {
+            link.target for links in self.links.values() for link in links.inside if link.stacked == "target"
+        }
         self._leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
         self._value_times = self._times_of_values()
-        self._own_costs = self._costs_of_following()
-        self._add_values()
-        self._add_operations()
-        self._add_outputs()
+        self.variables = Numbering(program, self.choices, self.links, self.generated, self.domain).variables()
+
+    @cached_property
+    def network(self) -> Network:
+        """The cost network, built when it is first asked for: a plan that is known already does without."""
+        network = Network()
+        for add in (self._add_values, self._add_copies, self._add_work, self._add_operations, self._add_outputs):
+            add(network)
+        return network
 
     # ---- what every operation may do
 
@@ -185,23 +185,18 @@ class Problem:
 
     # ---- variables
 
-    def _add_values(self) -> None:
-        same = {value: other for links in self.links.values() for value, other in links.same.items()}
-        produced = [r for operation in self.program.operations for r in operation.results if r not in self.generated]
-        entering = [value for region in self.program.regions for value in region.inputs]
-        for index in (*entering, *self.program.captured, *produced):
-            if index not in same:
-                self._add_value(self.program.values[index])
-        for value, other in same.items():
-            self._variables.values[value] = self._variables.values[other]
-        for index, count in self._reader_counts().items():
-            if count > 1 and len(self.domain(index)) > 1:
-                self._add_copy(self.program.values[index])
+    def _add_values(self, network: Network) -> None:
+        own_costs = self._costs_of_following()
+        shared = {value for links in self.links.values() for value in links.same}
+        for index in self.variables.values:
+            if index not in shared:
+                costs = self._costs_of_value(self.program.values[index], own_costs.get(index))
+                network.add_variable(costs, name=self.variables.names[len(network)])
 
-    def _add_value(self, value: Value) -> None:
+    def _costs_of_value(self, value: Value, own: np.ndarray | None) -> np.ndarray:
+        """What each layout of a value costs: to be stored, and with the work of the operation that follows it."""
         domain = self.domain(value.index)
         costs = value.total_bytes / domain.degrees * self.prices.per_byte_stored()
-        own = self._own_costs.get(value.index)
         if own is not None:
             costs = costs + own
         if value.index in self.program.captured:
@@ -215,42 +210,18 @@ class Problem:
         if fixed is not None:
             allowed = [_agrees(layout, fixed) for layout in domain.layouts]
             costs = np.where(allowed, costs, np.inf)
-        self._variables.values[value.index] = self.network.add_variable(
-            costs, name=value.name or f"value {value.index}"
-        )
+        return costs
 
-    def _add_copy(self, value: Value) -> None:
-        domain = self.domain(value.index)
-        copy = self.network.add_variable(np.zeros(len(domain)), name=f"copy of {value.name or value.index}")
-        self._variables.copies[value.index] = copy
-        table = self._transition_table(value, domain.layouts, self._value_times[value.index])
-        self.network.add_edge(self._variables.values[value.index], copy, table)
+    def _add_copies(self, network: Network) -> None:
+        for index, copy in self.variables.copies.items():
+            value, domain = self.program.values[index], self.domain(index)
+            network.add_variable(np.zeros(len(domain)), name=self.variables.names[copy])
+            table = self._transition_table(value, domain.layouts, self._value_times[index])
+            network.add_edge(self.variables.values[index], copy, table)
 
-    def _reader_counts(self) -> dict[int, int]:
-        readers: dict[int, set[Any]] = {}
-        for operation in self.program.operations:
-            if operation.results and operation.results[0] in self.generated:
-                continue
-            for operand in operation.operands if not operation.bodies else ():
-                if isinstance(operand, int) and operand not in self.generated:
-                    readers.setdefault(operand, set()).add(operation.index)
-        for reader, source in self._linked():
-            readers.setdefault(source, set()).add(reader)
-        return {index: len(found) for index, found in readers.items()}
-
-    def _linked(self) -> Iterator[tuple[Any, int]]:
-        """Values that are read without an operation, each with its reader: by links, and by outputs that are fed back."""
-        for number, position in self.program.ties.items():
-            output = self.program.outputs[number]
-            if isinstance(output, int) and output not in self.generated:
-                yield ("output", position), output
-        for links in self.links.values():
-            for link in (*links.enter, *links.inside):
-                if isinstance(link.source, int) and link.source not in self.generated:
-                    yield ("link", link.target, link.source), link.source
-
-    def _read_variable(self, value: int) -> int:
-        return self._variables.copies.get(value, self._variables.values[value])
+    def _add_work(self, network: Network) -> None:
+        for index, variable in self.variables.operations.items():
+            network.add_variable(self._work(self.program.operations[index]), name=self.variables.names[variable])
 
     # ---- tables
 
@@ -261,27 +232,25 @@ class Problem:
             self._tables[key] = times * self.transitions.table(domain, targets, value.total_bytes)
         return self._tables[key]
 
-    def _add_operations(self) -> None:
+    def _add_operations(self, network: Network) -> None:
         for operation in self.program.operations:
             if operation.results and operation.results[0] in self.generated:
                 continue
             if operation.bodies:
-                self._add_links(self.links[operation.index])
+                self._add_links(network, self.links[operation.index])
                 continue
             if operation.index in self._barriers:
-                self._add_barrier(operation)
+                self._add_barrier(network, operation)
                 continue
             choices = self.choices[operation.index]
             if choices.follows_result:
-                variable = self._variables.values[operation.results[0]]
+                variable = self.variables.values[operation.results[0]]
             else:
-                name = f"{operation.scope} {operation.primitive.name}"
-                variable = self.network.add_variable(self._work(operation), name=name)
-                self._variables.operations[operation.index] = variable
-                self._add_results(operation, choices, variable)
-            self._add_operands(operation, choices, variable)
+                variable = self.variables.operations[operation.index]
+                self._add_results(network, operation, variable)
+            self._add_operands(network, operation, variable)
 
-    def _add_links(self, links: Links) -> None:
+    def _add_links(self, network: Network, links: Links) -> None:
         for link in (*links.enter, *links.inside):
             if not isinstance(link.source, int) or link.source in self.generated:
                 continue
@@ -293,18 +262,18 @@ class Problem:
                 # a stack whose leading dimension is split is excluded by its own costs
                 targets = tuple(layout[1:] if not layout[0] else replicated(len(layout) - 1) for layout in targets)
             table = self._transition_table(source, targets, link.times)
-            self.network.add_edge(self._read_variable(link.source), self._variables.values[target.index], table)
+            network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
-    def _add_barrier(self, operation: Operation) -> None:
+    def _add_barrier(self, network: Network, operation: Operation) -> None:
         """Each result has the layout of its own operand, whatever the others have."""
         for operand, result in zip(operation.operands, operation.results, strict=True):
             if isinstance(operand, int) and operand not in self.generated:
                 value = self.program.values[operand]
                 table = self._transition_table(value, self.domain(result).layouts, self.times(operation))
-                self.network.add_edge(self._read_variable(operand), self._variables.values[result], table)
+                network.add_edge(self.variables.read(operand), self.variables.values[result], table)
 
-    def _add_operands(self, operation: Operation, choices: Choices, variable: int) -> None:
-        seen = set()
+    def _add_operands(self, network: Network, operation: Operation, variable: int) -> None:
+        choices, seen = self.choices[operation.index], set()
         for position, operand in enumerate(operation.operands):
             if not isinstance(operand, int) or operand in self.generated or len(self.domain(operand)) == 1:
                 continue
@@ -319,9 +288,10 @@ class Problem:
             table = self._tables[key]
             if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
                 seen.add((operand, id(table)))
-                self.network.add_edge(self._read_variable(operand), variable, table)
+                network.add_edge(self.variables.read(operand), variable, table)
 
-    def _add_results(self, operation: Operation, choices: Choices, variable: int) -> None:
+    def _add_results(self, network: Network, operation: Operation, variable: int) -> None:
+        choices = self.choices[operation.index]
         for position, result in enumerate(operation.results):
             value = self.program.values[result]
             times = self.times(operation)
@@ -330,7 +300,7 @@ class Problem:
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
                 self._tables[key] = times * np.array([row.of(value.total_bytes) for row in rows])
-            self.network.add_edge(variable, self._variables.values[result], self._tables[key])
+            network.add_edge(variable, self.variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
         """float [layouts of the domain]: the price until the result has each layout."""
@@ -353,7 +323,7 @@ class Problem:
         width = _jax.item_bytes(travelling) / _jax.item_bytes(dtype)
         return Partial(strategy.results[position], strategy.pending[position], island, width)
 
-    def _add_outputs(self) -> None:
+    def _add_outputs(self, network: Network) -> None:
         for number, position in self.program.ties.items():
             output, target = self.program.outputs[number], self.program.inputs[position]
             if not isinstance(output, int) or output in self.generated or output == target:
@@ -361,21 +331,21 @@ class Problem:
             value = self.program.values[output]
             if len(self.domain(output)) > 1:
                 table = self._transition_table(value, self.domain(target).layouts, 1)
-                self.network.add_edge(self._read_variable(output), self._variables.values[target], table)
+                network.add_edge(self.variables.read(output), self.variables.values[target], table)
 
     def variables_of(self, value: int) -> tuple[int | None, int | None]:
         """The variables of a value and of its shared copy in the network, None where it has none."""
-        return self._variables.values.get(value), self._variables.copies.get(value)
+        return self.variables.values.get(value), self.variables.copies.get(value)
 
     def variable_of_operation(self, operation: int) -> int | None:
         """The variable of an operation in the network, None where its result's layout decides how it is split."""
-        return self._variables.operations.get(operation)
+        return self.variables.operations.get(operation)
 
     # ---- the way back
 
     def decode(self, choices: np.ndarray) -> Assignment:
         """The layouts and strategies that a solution of the network stands for."""
-        variables = self._variables
+        variables = self.variables
         values = {v: self.domain(v).layouts[choices[i]] for v, i in variables.values.items()}
         copies = {v: self.domain(v).layouts[choices[i]] for v, i in variables.copies.items()}
         strategies = {}

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardplan import _jax
@@ -40,7 +40,7 @@ class Value:
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole tensor, before it is split."""
-        return int(np.prod(self.shape, dtype=np.int64)) * _jax.item_bytes(self.dtype)
+        return prod(self.shape) * _jax.item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
