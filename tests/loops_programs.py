@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 Step = Callable[[Any, Any], Any]
 
@@ -64,7 +65,7 @@ def named_loss(weights: Any, x: Any) -> Any:
     """A policy by names."""
 
     def body(h: Any, w: Any) -> Any:
-        h = jax.ad_checkpoint.checkpoint_name(layer(h, w), "kept")
+        h = checkpoint_name(layer(h, w), "kept")
         return layer(h, w.T), None
 
     policy = jax.checkpoint_policies.save_only_these_names("kept")

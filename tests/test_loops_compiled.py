@@ -1,0 +1,33 @@
+"""What plans of loops and branches predict is what XLA compiles for the GPU target: bytes within 3 %."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.audit import measure
+from shardplan.target import gpu_mesh
+from tests.loops_programs import FORMS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`"),
+    pytest.mark.filterwarnings("ignore:the loop at"),
+]
+
+WEIGHTS = jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)
+X = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_bytes(name: str, sizes: tuple[int, ...]) -> None:
+    mesh = gpu_mesh("h100", sizes, ("x", "y")[: len(sizes)])
+    plan = shardplan.plan(FORMS[name], mesh, WEIGHTS, X)
+    assert any(plan.layouts.values())
+    compiled = measure(plan.lower(mesh), mesh_axes=plan.mesh_axes).communication_bytes
+    assert compiled == pytest.approx(plan.communication_bytes, rel=0.03, abs=1000)
