@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from shardplan.search.branching import Branching
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
@@ -14,12 +15,21 @@ from shardplan.search.relaxation import Relaxation
 from shardplan.search.run import Run
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
+_BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
+_BRANCHABLE = 10_000
+_SECONDS_PER_PART = 0.1
+
 __all__ = ["auto", "exact", "lowest_peak"]
 
 
 def exact(run: Run) -> None:
-    """Reductions, bounds and closing, for as long as it takes (within the time limit)."""
-    _minimise(run, sweeping=1.0, closing=1.0)
+    """Reductions, bounds, closing and branching, for as long as it takes (within the time limit)."""
+    solver = _minimise(run, sweeping=1.0, closing=0.5)
+    with run.stage("branch"):
+        branching = Branching(solver, _BRANCH)
+        while not solver.closed and branching.step():
+            _report(run, solver)
+    _report(run, solver)
 
 
 def auto(run: Run) -> None:
@@ -29,7 +39,8 @@ def auto(run: Run) -> None:
     |---|---|---|
     | none, or never reached | dynamic programming fits | proven |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
-    | any | more (or sweeping has taken three tenths of the time) | local search until the time is over |
+    | any | ten thousand choices are left | branching and local search by turns, until the time is over |
+    | any | more are left (or sweeping has taken three tenths of the time) | local search until the time is over |
 
     The tenths are of estimated work, so that the clock decides nothing but the end.
     """
@@ -46,11 +57,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     graph.tick = run.check
 
     def report() -> None:
-        run.bound(solver.lower)
-        run.iterations = solver.sweeps
-        if graph.hint is not None:
-            run.offer_reduced(graph, graph.hint, solver.upper)
-        run.check()
+        _report(run, solver)
 
     effort = Effort(seconds=sweeping * run.time_limit, closing=closing * run.time_limit)
     upper = graph.cost(graph.hint) if graph.hint is not None else math.inf
@@ -68,16 +75,34 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     return solver
 
 
+def _report(run: Run, solver: GraphSolver) -> None:
+    run.bound(solver.lower)
+    run.iterations = solver.sweeps
+    if solver.graph.hint is not None:
+        run.offer_reduced(solver.graph, solver.graph.hint, solver.upper)
+    run.check()
+
+
 def _improve(run: Run, solver: GraphSolver) -> None:
-    """Local search until the time is over."""
+    """Local search and branching, by turns of about equal work, until the time is over or the gap is closed."""
     graph = solver.graph
     assert graph.hint is not None
     relaxation = solver.relax_again()
+    watch = Watch(run.check, run.seconds_left)
     local = LocalSearch(graph, solver.upper, solver.prices, excess(relaxation, graph.hint))
-    while not run.closed():
-        if local.step(Watch(run.check, run.seconds_left)):
-            run.offer_reduced(graph, graph.hint, local.upper)
-        run.check()
+    small = sum(graph.size(v) for v in graph.live()) <= _BRANCHABLE
+    branching = Branching(solver, _BRANCH) if small else None
+    turn = 1 + int(2 * _BRANCH.sweeps * relaxation.seconds_per_sweep / _SECONDS_PER_PART)
+    while not solver.closed:
+        for _ in range(turn):
+            if local.step(watch):
+                solver.accept(graph.hint, local.upper)
+        if branching is not None:
+            if not branching.step():
+                branching = None
+            if solver.upper < local.upper:
+                local.restart(solver.upper)
+        _report(run, solver)
 
 
 def lowest_peak(run: Run, sweeps: int = 300) -> None:

@@ -101,14 +101,19 @@ class Graph:
         graph.make_consistent()
         return graph
 
-    def copy(self) -> Graph:
-        """A graph that can be reduced without changing this one. Its `expand` gives this one's choices."""
+    def copy(self, sibling: bool = False) -> Graph:
+        """A graph that can be reduced without changing this one.
+
+        Its `expand` gives this one's choices, or, for a sibling, whatever this one's gives.
+        """
         other = Graph(len(self.costs))
         other.costs = list(self.costs)
         other.neighbours = [dict(around) for around in self.neighbours]
         other.spans = [list(spans) for spans in self.spans]
         other.fixed_spans = list(self.fixed_spans)
         other.usage_limit, other.constant, other.tick = self.usage_limit, self.constant, self.tick
+        if sibling:
+            other.undo = list(self.undo)
         return other
 
     def live(self) -> list[int]:

@@ -29,7 +29,7 @@ class LocalSearch:
     def __init__(self, graph: Graph, upper: float, prices: dict[int, float], above: dict[int, float]) -> None:
         """above: per variable, by how much its choice's least cost is above the variable's least (see `excess`)."""
         assert graph.hint is not None
-        self.graph, self.upper, self.prices = graph, upper, prices
+        self.graph, self.prices = graph, prices
         self.live = graph.live()
         self.rng = np.random.default_rng(1)
         self.size = 60.0
@@ -39,10 +39,17 @@ class LocalSearch:
         self.place = {v: i for i, v in enumerate(self.live)}
         owners = self.profile.owners
         self.span_bounds = np.searchsorted(owners, np.arange(len(self.live) + 1))
-        self.choices = np.array([graph.hint[v] for v in self.live], dtype=np.intp)
-        self.used = self.profile.used(self.choices)
+        self.restart(upper)
         weights = np.array([above[v] for v in self.live])
         self.weights = weights + 0.1 * max(float(weights.mean()), 1e-30)
+
+    def restart(self, upper: float) -> None:
+        """Begins anew from the graph's hint, which somebody else has improved."""
+        hint = self.graph.hint
+        assert hint is not None
+        self.upper = upper
+        self.choices = np.array([hint[v] for v in self.live], dtype=np.intp)
+        self.used = self.profile.used(self.choices)
 
     def step(self, watch: Watch) -> bool:
         """Solves one part again; True where that improved the assignment."""
