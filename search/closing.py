@@ -135,16 +135,16 @@ class _Builder:
         left, right = self.literals[v], self.literals[w]
         if table.max() == least:
             return
-        pairs = [[None] * len(right) for _ in left]
+        rows: list[list[cp_model.IntVar]] = [[] for _ in left]
+        columns: list[list[cp_model.IntVar]] = [[] for _ in right]
         for i, j in np.argwhere(np.isfinite(table)).tolist():
             literal = self.model.new_bool_var("")
-            pairs[i][j] = literal  # type: ignore[call-overload]
+            rows[i].append(literal)
+            columns[j].append(literal)
             if table[i, j] > least:
                 self.terms.append((literal, float(table[i, j]) - least))
-        for i, row in enumerate(pairs):
-            self.model.add(sum(x for x in row if x is not None) == left[i])
-        for j in range(len(right)):
-            self.model.add(sum(row[j] for row in pairs if row[j] is not None) == right[j])
+        for literal, pairs in zip([*left, *right], [*rows, *columns], strict=True):
+            self.model.add(cp_model.LinearExpr.sum(pairs) == literal)
 
     def limit(self, profile: Profile, instant: int) -> None:
         """Keeps the usage at this instant within the limit."""

@@ -120,14 +120,14 @@ class Elimination:
                 undo.append((v, *self._eliminate(v)))
         found: dict[int, int] = {}
         for v, scope, best in reversed(undo):
-            found[v] = int(best[tuple(found[w] for w in scope)]) if scope else int(best)  # type: ignore[index]
+            found[v] = int(best[tuple(found[w] for w in scope)]) if scope else int(best)
         return {v: int(self.keep[v][place]) for v, place in found.items()}, self.constant
 
     def _fix(self, v: int, place: int) -> None:
         self.constant += float(self.costs[v][place])
         for scope, table in self._take(v):
             axis = scope.index(v)
-            self._put(scope[:axis] + scope[axis + 1 :], table.take(place, axis=axis))
+            self._put(scope[:axis] + scope[axis + 1 :], np.asarray(table.take(place, axis=axis)))
 
     def _eliminate(self, v: int) -> tuple[tuple[int, ...], NDArray[np.integer]]:
         factors = self._take(v)

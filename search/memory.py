@@ -80,7 +80,8 @@ class Profile:
         """Per choice of each variable, what it uses at this instant."""
         alive = (self.starts <= instant) & (instant < self.ends)
         entries = np.flatnonzero(alive[self.entry_span])
-        return np.bincount(self.entry_choice[entries], weights=self.amounts[entries], minlength=self.size)
+        used = np.bincount(self.entry_choice[entries], weights=self.amounts[entries], minlength=self.size)
+        return used.astype(np.float64, copy=False)
 
     def candidates(self) -> Index:
         """Instants that could exceed the limit, without those at which no more is alive than at the next or last."""

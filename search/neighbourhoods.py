@@ -91,6 +91,7 @@ class LocalSearch:
         small.tick = graph.tick
         for v, i in inside.items():
             costs = graph.costs[v]
+            assert costs is not None
             for w, table in graph.neighbours[v].items():
                 if w not in inside:
                     costs = costs + table[:, hint[w]]

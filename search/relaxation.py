@@ -47,7 +47,8 @@ class Relaxation:
         self.amounts = np.zeros((0, len(self.base)))
         self.prices = np.zeros(0)
         self.best_prices = self.prices
-        self.peak, self.leanest = math.inf, self.choices
+        self.peak = math.inf
+        self.leanest: Index | None = None
         """The lowest peak of an assignment decoded so far, and the assignment."""
         self._length, self._since = 1.0, 0
         if graph.usage_limit is not None:
@@ -211,7 +212,7 @@ class Relaxation:
         added = sweeper.message_sums()
         offsets = sweeper.offsets
         for place, v in enumerate(self.order):
-            graph.costs[v] = graph.costs[v] + added[offsets[place] : offsets[place + 1]]  # type: ignore[operator]
+            graph.costs[v] = graph.costs[v] + added[offsets[place] : offsets[place + 1]]
         for low, high, to_low, to_high in sweeper.message_pairs():
             v, w = self.order[low], self.order[high]
             graph.set_edge(v, w, graph.neighbours[v][w] - to_low[:, None] - to_high[None, :])

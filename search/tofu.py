@@ -209,7 +209,7 @@ class _Greedy:
         total = self.left[leader]
         for w, table in self.graph.neighbours[leader].items():
             if w not in self.chosen:
-                total = total + (table + self.left[w][None, :]).min(axis=1)  # type: ignore[operator, index]
+                total = total + (table + self.left[w][None, :]).min(axis=1)  # type: ignore[index]
         full = np.full(len(self.costs[v]), np.inf)
         full[self.kept[leader]] = total
         return full
@@ -218,7 +218,7 @@ class _Greedy:
         self.chosen[v] = picked
         for w, table in self.graph.neighbours[v].items():
             if w not in self.chosen:
-                self.left[w] = self.left[w] + table[picked]  # type: ignore[operator]
+                self.left[w] = self.left[w] + table[picked]
 
     def finish(self) -> NDArray[np.int64]:
         """Gives the rest, operations mostly, what is cheapest."""
