@@ -6,6 +6,8 @@ predicted is what is asked for.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +33,14 @@ class Route:
 @dataclass(frozen=True, slots=True)
 class Sent:
     """One collective: its step, the tensor that it moves, the operation that makes or reads it (None: an output), what
-    one device sends each time, and how often per step."""
+    one device sends each time, how often per step, and the region that it runs in."""
 
     step: Step
     tensor: Value
     operation: Operation | None
     bytes: float
     times: int
+    region: int
 
 
 class Schedule:
@@ -77,11 +80,6 @@ class Schedule:
         if output in self.assignment.generated:
             return replicated(len(self.program.values[output].shape))
         return self.assignment.values[output]
-
-    def links(self, operation: Operation) -> tuple[Link, ...]:
-        """What becomes what around the bodies of an operation, none for an operation without."""
-        links = self.problem.links.get(operation.index)
-        return (*links.enter, *links.inside) if links else ()
 
     def link_layout(self, link: Link) -> Layout:
         """The layout that the source of a link must have."""
@@ -134,48 +132,81 @@ class Schedule:
         return travelling if needed or travelling != dtype else None
 
     def collectives(self) -> list[Sent]:
-        """Every collective of the step, in the order of the program."""
+        """Every collective of the step, in the order of the program; of branches, those of the one that sends most."""
         found: list[Sent] = []
         done: set[tuple[int, Layout]] = set()
 
-        def read(value: int, target: Layout, reader: Operation | None) -> None:
+        def read(value: int, target: Layout, reader: Operation | None, region: int) -> None:
             route = self.route(value, target)
             if route.steps and route.source != self.assignment.values[value]:
-                read(value, route.source, reader)
+                read(value, route.source, reader, region)
             for step in route.steps:
                 if step.fraction > 0 and (value, step.layout) not in done:
                     tensor = self.program.values[value]
                     width = self.problem.domain(value).width if step.kind in REDUCTIONS else 1.0
                     size = step.fraction * tensor.total_bytes * width
-                    found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value)))
+                    found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value), region))
                 done.add((value, step.layout))
 
         for operation in self.program.operations:
-            for link in self.links(operation):
+            for link, region in self._links_with_regions(operation):
                 if isinstance(link.source, int) and link.source not in self.assignment.generated:
-                    read(link.source, self.link_layout(link), operation)
+                    read(link.source, self.link_layout(link), operation, region)
             strategy = self.assignment.strategies.get(operation.index)
             if strategy is None:
                 continue
             for operand, layout in zip(operation.operands, strategy.operands, strict=True):
                 if isinstance(operand, int) and operand not in self.assignment.generated and layout is not None:
-                    read(operand, layout, operation)
-            for step, tensor in self.problem.halos(operation, strategy):
-                found.append(
-                    Sent(step, tensor, operation, step.fraction * tensor.total_bytes, self.problem.times(operation))
-                )
-            for position, result in enumerate(operation.results):
-                tensor = self.program.values[result]
-                width = self.problem.partial(operation, strategy, position).width
-                for step in self.result_steps(operation, position):
-                    if step.fraction > 0:
-                        size = step.fraction * tensor.total_bytes * (width if step.kind in REDUCTIONS else 1.0)
-                        found.append(Sent(step, tensor, operation, size, self.problem.times(operation)))
+                    read(operand, layout, operation, operation.region)
+            found += self._sent_by(operation, strategy)
         for number, position in self.program.ties.items():
             output, target = self.program.outputs[number], self.program.inputs[position]
             if isinstance(output, int) and output not in self.assignment.generated:
-                read(output, self.assignment.values[target], None)
-        return found
+                read(output, self.assignment.values[target], None, 0)
+        skipped = self._skipped_regions(found)
+        return [sent for sent in found if sent.region not in skipped]
+
+    def _sent_by(self, operation: Operation, strategy: Strategy) -> Iterator[Sent]:
+        """The collectives of an operation itself: exchanges with neighbours, and those of its results."""
+        times, region = self.problem.times(operation), operation.region
+        for step, tensor in self.problem.halos(operation, strategy):
+            yield Sent(step, tensor, operation, step.fraction * tensor.total_bytes, times, region)
+        for position, result in enumerate(operation.results):
+            tensor = self.program.values[result]
+            width = self.problem.partial(operation, strategy, position).width
+            for step in self.result_steps(operation, position):
+                if step.fraction > 0:
+                    size = step.fraction * tensor.total_bytes * (width if step.kind in REDUCTIONS else 1.0)
+                    yield Sent(step, tensor, operation, size, times, region)
+
+    def _links_with_regions(self, operation: Operation) -> Iterator[tuple[Link, int]]:
+        """The links of an operation with bodies, each with the region in which its source is brought to its layout."""
+        links = self.problem.links.get(operation.index)
+        if links is None:
+            return
+        yield from ((link, operation.region) for link in links.enter)
+        ends = len(operation.results) if operation.primitive.name == "cond" else len(links.inside)
+        for number, link in enumerate(links.inside):
+            # of branches, one after another; of loops, the last region is what goes round
+            yield link, operation.bodies[number // ends] if operation.primitive.name == "cond" else operation.bodies[-1]
+
+    def _skipped_regions(self, found: list[Sent]) -> set[int]:
+        """The branches, with all inside, of which others send more: one of them runs."""
+        sent = Counter[int]()
+        for one in found:
+            sent[one.region] += one.bytes * one.times  # type: ignore[assignment]
+        skipped: set[int] = set()
+        holders = [operation for operation in self.program.operations if operation.bodies]
+        for operation in holders:  # inner ones come first
+            running = operation.bodies
+            if operation.primitive.name == "cond":
+                running = (max(running, key=lambda body: sent[body]),)
+            skipped |= {*operation.bodies} - {*running}
+            sent[operation.region] += sum(sent[body] for body in running)
+        for operation in reversed(holders):
+            if operation.region in skipped:
+                skipped |= {*operation.bodies}
+        return skipped
 
 
 def _splits_one(strategy: Strategy, axes: tuple[int, ...]) -> bool:

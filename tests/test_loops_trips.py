@@ -136,3 +136,16 @@ def test_accumulated_gradients_are_reduced_once() -> None:
     plan = shardplan.plan(FORMS["accumulation"], MESH, weights, x, pins={"1": P("x")})
     reducing = [c for c in plan.collectives if "reduce" in c.kind and c.bytes > 1e5]
     assert reducing and all(c.times == 1 for c in reducing)
+
+
+def test_of_branches_the_one_that_sends_most_counts() -> None:
+    def branching(x: Any, w: Any) -> Any:
+        return jax.lax.cond(
+            x[0, 0] > 0, lambda a: jnp.tanh(a @ w) @ w, lambda a: jnp.sin(a).sum(1, keepdims=True) + a, x
+        )
+
+    pins = {"0": P(None, "x"), "1": P("x")}
+    plan = shardplan.plan(branching, MESH, X, S((64, 64), jnp.float32), pins=pins)
+    regions = {operation.scope: operation.region for operation in plan.program.operations}
+    inside = {regions[c.operation.split()[0]] for c in plan.collectives} - {0}
+    assert len(inside) == 1
