@@ -7,7 +7,7 @@ network, and solved again; so programs that fit, most of them, do not pay for th
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,12 @@ from shardplan.search import Solution, solve
 
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5
+
+# Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
+# search ends with the best plan by then, after so many times the seconds of the search without a limit.
+_PRECISION_WITHIN_LIMIT = 1e-3
+_TIMES_SLOWER_WITHIN_LIMIT = 3
+_LEAST_SECONDS = 0.5
 
 # The network counts memory as a sum over variables, the schedule exactly. Where the exact peak is above the limit
 # though the sum was not, the limit of the sum is lowered by the excess, this often at most.
@@ -60,29 +66,53 @@ def search_within(problem: Problem, search: Search) -> Found:
     if found.peak_bytes <= limit_bytes:
         return found
     lifetimes.add_usages(search.donated)
-    least = found
-    allowed = limit_bytes
+    return _search_again(problem, lifetimes, search, found, deadline)
+
+
+def _search_again(problem: Problem, lifetimes: Lifetimes, search: Search, first: Found, deadline: float) -> Found:
+    """The best schedule within the limit, where ``first``, the best one without, is not."""
+    least, bound, allowed = first, 0.0, search.limit_bytes
+    patience = max(_LEAST_SECONDS, _TIMES_SLOWER_WITHIN_LIMIT * sum(first.solution.seconds.values()))
     for _ in range(_MOST_CORRECTIONS):
+        left = max(_LEAST_SECONDS, deadline - time.perf_counter())
         problem.network.usage_limit = allowed - WORKSPACE_BYTES
-        found = _search(problem, lifetimes, search, max(1.0, deadline - time.perf_counter()))
-        if found.solution.status == "infeasible":
-            break
-        if found.peak_bytes <= limit_bytes:
-            return found
+        found = _search(problem, lifetimes, search, min(patience, left), _PRECISION_WITHIN_LIMIT)
+        if not np.isfinite(found.solution.cost) and found.solution.status != "infeasible" and patience < left:
+            found = _search(problem, lifetimes, search, left - patience, _PRECISION_WITHIN_LIMIT)
+        bound = max(bound, found.solution.least_peak_bound)
         least = min(least, found, key=lambda f: f.peak_bytes)
-        allowed *= 0.995 * limit_bytes / found.peak_bytes
+        if found.peak_bytes <= search.limit_bytes:
+            valid = _as_valid(problem, found, first)
+            if valid is not None:
+                return valid
+        if not np.isfinite(found.solution.cost):
+            break
+        allowed *= 0.995 * search.limit_bytes / found.peak_bytes
         if time.perf_counter() > deadline:
             break
-    raise InfeasibleError(_does_not_fit(problem, lifetimes, least, search))
+    raise InfeasibleError(_does_not_fit(problem, lifetimes, least, bound, search))
 
 
-def _search(problem: Problem, lifetimes: Lifetimes, search: Search, seconds: float) -> Found:
-    solution = solve(problem.network, method=search.method, gap=_PRECISION, time_limit=seconds)
+def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:
+    """A schedule that fits, though the search may call it infeasible: the sum over variables can count too much."""
+    if np.isfinite(found.solution.cost):
+        return found
+    cost = problem.network.cost(found.solution.choices)
+    if not np.isfinite(cost):
+        return None
+    solution = replace(found.solution, cost=cost, lower_bound=first.solution.lower_bound, status="feasible")
+    return replace(found, solution=solution)
+
+
+def _search(
+    problem: Problem, lifetimes: Lifetimes, search: Search, seconds: float, precision: float = _PRECISION
+) -> Found:
+    solution = solve(problem.network, method=search.method, gap=precision, time_limit=seconds)
     schedule = Schedule(problem, problem.decode(solution.choices))
     return Found(schedule, solution, float(memory_profile(lifetimes, schedule, search.donated).max()))
 
 
-def _does_not_fit(problem: Problem, lifetimes: Lifetimes, least: Found, search: Search) -> str:
+def _does_not_fit(problem: Problem, lifetimes: Lifetimes, least: Found, bound: float, search: Search) -> str:
     profile = memory_profile(lifetimes, least.schedule, search.donated)
     moment = int(np.argmax(profile))
     program = problem.program
@@ -98,8 +128,14 @@ def _does_not_fit(problem: Problem, lifetimes: Lifetimes, least: Found, search: 
             alive.append((tensor.total_bytes / degree, f"{tensor.dtype}{list(tensor.shape)} of `{where}`"))
     largest = sorted(alive, key=lambda entry: -entry[0])[:5]
     lines = "\n".join(f"  {size / 1e6:10.1f} MB  {what}" for size, what in largest)
+    proven = f", and it is proven that none is below {_size(bound + WORKSPACE_BYTES)}" if bound else ""
+    helps = "more devices, a smaller batch, jax.checkpoint around layers"
     return (
-        f"no layout was found that keeps within {search.limit_bytes / 1e9:.2f} GB per device; the least peak found is "
-        f"{least.peak_bytes / 1e9:.2f} GB. The largest tensors there, per device:\n{lines}\n"
-        "What helps: more devices, a smaller batch, jax.checkpoint around layers, donate_argnums for the state."
+        f"no layout was found that keeps within {_size(search.limit_bytes)} per device; the least peak found is "
+        f"{_size(least.peak_bytes)}{proven}. The largest tensors there, per device:\n{lines}\n"
+        f"What helps: {helps}{'' if search.donated else ', donate_argnums for the state'}."
     )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
