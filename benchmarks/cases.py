@@ -21,6 +21,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 import jax.numpy as jnp
+from baselines import DATA_PARALLEL as DATA_PARALLEL
+from baselines import FSDP as FSDP
 from baselines import Baseline, lower
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 

@@ -1,7 +1,6 @@
 """How near predictions come to the compiled programs, and what planning costs: `python benchmarks/fidelity.py`."""
 
-from baselines import DATA_PARALLEL
-from cases import report
+from cases import DATA_PARALLEL, report
 
 from shardplan.tables import megabytes
 

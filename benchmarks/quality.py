@@ -1,7 +1,6 @@
 """How much plans send beside the usual ways to split the same steps: `python benchmarks/quality.py`."""
 
-from baselines import DATA_PARALLEL, FSDP
-from cases import Measured, report
+from cases import DATA_PARALLEL, FSDP, Measured, report
 
 from shardplan.tables import megabytes
 
