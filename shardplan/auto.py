@@ -14,12 +14,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax, arguments, program
 from shardplan.arguments import Call, Calls, name_of
+from shardplan.choosing import make_plan
 from shardplan.errors import ArgumentError, warn
 from shardplan.hardware import HardwareProfile
 from shardplan.mesh import GivenMesh, check_mesh
 from shardplan.options import Options
 from shardplan.plan import Plan
-from shardplan.planning import make_plan, rebuild
+from shardplan.planning import rebuild
 from shardplan.program import Program
 from shardplan.tracing import trace_program
 
@@ -46,7 +47,7 @@ def auto(
     Args:
         fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``.
         mesh: a ``jax.sharding.Mesh`` with axes of any type, an ``AbstractMesh`` (plans, but cannot run), or a number of
-            devices (the best mesh of the first so many devices is used).
+            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used).
         memory_limit: bytes that one device may hold.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
         hardware: a profile or its name; ``"h100"`` where none is given.

@@ -77,12 +77,16 @@ def _as_step(found: Any) -> Step | None:
 
 
 def parse_mesh(text: str) -> GivenMesh:
-    """A mesh from ``data=2,model=4``, or the number of devices."""
+    """A mesh from ``data=2,model=4``, or the number of devices, or ``2x8`` hosts by devices."""
     if text.isdigit():
         return int(text)
+    if re.fullmatch(r"\d+x\d+", text):
+        return text
     parts = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and size.strip().isdigit() and int(size) > 0 for name, _, size in parts):
-        raise ArgumentError(f"a mesh is written `data=2,model=4`, or as a number of devices, got `{text}`")
+        raise ArgumentError(
+            f"a mesh is written `data=2,model=4`, as a number of devices, or as `2x8` (hosts by devices), got `{text}`"
+        )
     names, sizes = [name.strip() for name, _, _ in parts], [int(size) for _, _, size in parts]
     if len(set(names)) < len(names):
         raise ArgumentError(f"the mesh `{text}` uses an axis name twice: give every axis its own name")

@@ -23,13 +23,14 @@ from jax.sharding import AbstractMesh, Mesh
 from shardplan.annotate import annotate
 from shardplan.auto import options_from, trace_call
 from shardplan.baselines import BASELINES
+from shardplan.choosing import make_plan
 from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import load
 from shardplan.mesh import GivenMesh, check_mesh, mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.plan_report import mesh_text, objective_text
-from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, make_plan, plan_program
+from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, plan_program
 from shardplan.program import Program
 from shardplan.search import METHODS
 from shardplan.tables import html_table, megabytes, text_table
@@ -149,7 +150,7 @@ def compare(
         named = ", ".join(f"`{method}`" for method in unknown) or "that is none"
         raise ArgumentError(f"there is no method {named}; there are {listed}")
     program = trace_call(fn, args, {}, chosen)
-    concrete = make_plan(program, mesh, chosen).mesh if isinstance(mesh, int) else with_auto_axes(mesh)
+    concrete = make_plan(program, mesh, chosen).mesh if isinstance(mesh, (int, str)) else with_auto_axes(mesh)
     rows = [_compared(program, concrete, chosen, method) for method in methods]
     bound = max((row.lower_bound for row in rows), default=-math.inf)
     axes = mesh_axes(concrete)

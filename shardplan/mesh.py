@@ -1,7 +1,8 @@
-"""Meshes as users give them: of devices, without devices, or just a number of devices."""
+"""Meshes as users give them: of devices, without devices, or just a number of devices, or of hosts and devices."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -9,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardplan.errors import ArgumentError
 from shardplan.layout import MeshAxes
 
-GivenMesh = Mesh | AbstractMesh | int
+GivenMesh = Mesh | AbstractMesh | int | str
 
 
 def check_mesh(mesh: Any) -> None:
@@ -19,6 +20,9 @@ def check_mesh(mesh: Any) -> None:
             f"a mesh was expected, got `{mesh!r}` of type `{type(mesh).__name__}`: pass jax.make_mesh(sizes, names), "
             "a jax.sharding.AbstractMesh, or the number of devices"
         )
+    if isinstance(mesh, str):
+        hosts_by_devices(mesh)
+        return
     if isinstance(mesh, int):
         if mesh < 1:
             raise ArgumentError(f"a mesh needs at least one device, got the count `{mesh}`")
@@ -48,17 +52,33 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return AbstractMesh(tuple(mesh.axis_sizes), tuple(mesh.axis_names), axis_types=types)
 
 
-def shapes_of(device_count: int) -> list[AbstractMesh]:
-    """The meshes of up to two axes that a number of devices makes, the flat one first.
+def hosts_by_devices(text: str) -> tuple[int, int]:
+    """``"2x8"``: the number of hosts and of devices on each. Raises ArgumentError for other texts."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None or not all(map(int, found.groups())):
+        raise ArgumentError(f"hosts by devices are written as in `2x8`, got `{text}`")
+    return int(found[1]), int(found[2])
 
-    A mesh of two axes has all layouts of the flat one and more; both factors are tried in ascending order alone, since
-    without a hardware profile per axis the order of the axes changes nothing.
+
+def shapes_of(devices: int | str, ordered: bool = False) -> list[AbstractMesh]:
+    """The meshes that a number of devices makes, of up to two axes, or hosts by devices, with the hosts in front.
+
+    A mesh of two axes has all layouts of the flat one and more, which comes first. The factors of two axes are tried in
+    ascending order alone, unless they are ``ordered``: where links differ, the order of the axes does too.
+
+    >>> [mesh.axis_sizes for mesh in shapes_of(16)]
+    [(16,), (2, 8), (4, 4)]
+    >>> [mesh.axis_sizes for mesh in shapes_of("2x8")]
+    [(2, 8), (2, 2, 4)]
     """
-    meshes = [AbstractMesh((device_count,), ("devices",), axis_types=(AxisType.Auto,))]
-    factor = 2
-    while factor * factor <= device_count:
-        if device_count % factor == 0:
-            sizes = (factor, device_count // factor)
-            meshes.append(AbstractMesh(sizes, ("outer", "inner"), axis_types=(AxisType.Auto,) * 2))
-        factor += 1
-    return meshes
+    hosts, per_host = hosts_by_devices(devices) if isinstance(devices, str) else (1, devices)
+    inside: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((per_host,), ("devices",))]
+    if per_host == 1 and hosts > 1:
+        inside = [((), ())]
+    for factor in range(2, per_host):
+        other, rest = divmod(per_host, factor)
+        if rest == 0 and (factor <= other or ordered):
+            inside.append(((factor, other), ("outer", "inner")))
+    if hosts > 1:
+        inside = [((hosts, *sizes), ("hosts", *names)) for sizes, names in inside]
+    return [AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes)) for sizes, names in inside]

@@ -36,7 +36,7 @@ _FORMAT_VERSION = 1
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """Writes a plan as JSON: into a file beside the wanted one, which then takes its place."""
     content = _content(plan)
-    document = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": _checksum(content), **content}
+    document = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -100,14 +100,14 @@ def _content(plan: Plan) -> dict[str, Any]:
             "communication_bytes": plan.communication_bytes,
             "peak_bytes": float(plan.peak_bytes),
         },
-        "options": _options_entries(plan.recipe.options),
+        "options": options_entries(plan.recipe.options),
         "donated": list(plan.donated),
         "arguments": [
             {f.name: getattr(argument, f.name) for f in fields(argument)} | {"spec": _spec_entries(argument.spec)}
             for argument in plan.arguments
         ],
         "collectives": [asdict(collective) for collective in plan.collectives],
-        "statistics": _plain(plan.statistics),
+        "statistics": plain(plan.statistics),
         "network": plan.recipe.network,
         "choices": " ".join(map(str, plan.recipe.choices)),
     }
@@ -129,12 +129,13 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     if made_by != library_version():
         raise PlanMismatchError(f"`{path}` was made by shardplan {made_by}, this is {library_version()}: plan anew")
     content = {name: entry for name, entry in document.items() if name not in ("format", "format_version", "checksum")}
-    if _checksum(content) != document.get("checksum"):
+    if checksum(content) != document.get("checksum"):
         raise PlanMismatchError(f"`{path}` was changed since it was written: its checksum is wrong; plan anew")
     return content
 
 
-def _checksum(content: Mapping[str, Any]) -> str:
+def checksum(content: Mapping[str, Any]) -> str:
+    """A digest of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -150,13 +151,14 @@ def _spec(entries: list[Any]) -> PartitionSpec:
     return PartitionSpec(*[tuple(entry) if isinstance(entry, list) else entry for entry in entries])
 
 
-def _options_entries(options: Options) -> dict[str, Any]:
+def options_entries(options: Options) -> dict[str, Any]:
+    """Options as plain data; a profile of the user's own with its numbers."""
     entries = {f.name: getattr(options, f.name) for f in fields(options)}
     entries["pins"] = {path: _spec_entries(spec) for path, spec in (options.pins or {}).items()}
     entries["reduce_dtype"] = None if options.reduce_dtype is None else np.dtype(options.reduce_dtype).name
     if options.hardware is not None and options.hardware not in profiles():
         entries["hardware"] = asdict(load(options.hardware))
-    return {name: _plain(entry) for name, entry in entries.items()}
+    return {name: plain(entry) for name, entry in entries.items()}
 
 
 def _options(entries: dict[str, Any]) -> Options:
@@ -175,14 +177,14 @@ def _positions(entry: Any) -> Any:
     return tuple(entry) if isinstance(entry, list) else entry
 
 
-def _plain(entry: Any) -> Any:
+def plain(entry: Any) -> Any:
     """Numbers, texts, lists and dictionaries, as JSON has them."""
     if entry is None or isinstance(entry, (bool, str)):
         return entry
     if isinstance(entry, Mapping):
-        return {str(name): _plain(inner) for name, inner in entry.items()}
+        return {str(name): plain(inner) for name, inner in entry.items()}
     if isinstance(entry, (tuple, list)):
-        return [_plain(inner) for inner in entry]
+        return [plain(inner) for inner in entry]
     if isinstance(entry, (int, np.integer)):
         return int(entry)
     return float(entry) if isinstance(entry, (float, np.floating)) else str(entry)

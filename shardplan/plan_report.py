@@ -190,6 +190,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
 
 
 _TRAFFIC_HEADER = ("collective", "mesh axes", "times", "MB sent")
+_MESH_HEADER = ("mesh", "MB sent", "objective", "at least")
 _LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "also in")
 
 
@@ -199,6 +200,11 @@ def plan_text(plan: Plan) -> str:
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
         f"  {evidence(plan)}",
         f"  {memory_text(plan)}",
+        *(
+            []
+            if "meshes" not in plan.statistics
+            else ["", text_table(_MESH_HEADER, _mesh_rows(plan), numbers=(1, 2, 3))]
+        ),
         "",
         text_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3)),
         "",
@@ -228,6 +234,23 @@ def _traffic_rows(plan: Plan) -> list[tuple[str, ...]]:
     traffic = planned_traffic(plan)
     rows = [(kind, ", ".join(axes), str(times), megabytes(sent)) for (kind, axes), (times, sent) in traffic.items()]
     return [*rows, ("total", "", str(sum(t for t, _ in traffic.values())), megabytes(plan.communication_bytes))]
+
+
+def _mesh_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The meshes that were compared; of those that cannot be the best, the bound alone."""
+
+    def text(amount: float | None) -> str:
+        return "" if amount is None else objective_text(plan, amount) if math.isfinite(amount) else "does not fit"
+
+    return [
+        (
+            mesh_text(row["mesh"]),
+            megabytes(row["sent"]) if row.get("sent") is not None else "",
+            text(row["objective"]),
+            text(row["lower_bound"]),
+        )
+        for row in plan.statistics["meshes"]
+    ]
 
 
 def _layout_rows(groups: list[LayoutGroup]) -> list[tuple[str, ...]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from shardplan.errors import PlanMismatchError, warn
 from shardplan.hard import hard_layouts, undivided
 from shardplan.hardware import load
 from shardplan.layout import LayoutSpace, to_spec
-from shardplan.mesh import GivenMesh, mesh_axes, shapes_of, with_auto_axes
+from shardplan.mesh import mesh_axes
 from shardplan.options import Options, as_positions
 from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
@@ -29,15 +30,6 @@ DEFAULT_HARDWARE = "h100"
 RESERVED_MEMORY = 0.08
 """The part of a device's memory that is kept free where no limit is given: for the runtime, its communication buffers
 and fragmentation."""
-
-
-def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> Plan:
-    """Plans a traced program over a checked mesh; of a device count, over the best of the meshes that it makes."""
-    candidates = shapes_of(mesh) if isinstance(mesh, int) else [with_auto_axes(mesh)]
-    plans = [plan_program(program, candidate, options, traced_seconds) for candidate in candidates]
-    best = min(plans, key=lambda plan: plan.objective)
-    _warn(best.schedule, hard_layouts(program, best.schedule.space, options.pins).ignored)
-    return best
 
 
 def build_problem(
@@ -57,7 +49,6 @@ def plan_program(
     program: Program,
     mesh: Mesh | AbstractMesh,
     options: Options,
-    traced_seconds: float = 0.0,
     prepare: Callable[[Problem], None] | None = None,
     method: str = "auto",
 ) -> Plan:
@@ -66,7 +57,15 @@ def plan_program(
     problem = build_problem(program, mesh, options)
     if prepare is not None:
         prepare(problem)
-    assert problem.network is not None  # built here, for the times
+    return plan_problem(problem, mesh, options, time.perf_counter() - started, method)
+
+
+def plan_problem(
+    problem: Problem, mesh: Mesh | AbstractMesh, options: Options, spent_seconds: float = 0.0, method: str = "auto"
+) -> Plan:
+    """Plans a problem over its mesh; ``spent_seconds`` were spent on it before."""
+    started = time.perf_counter()
+    program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
     donated = _donated(options)
     limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
@@ -74,25 +73,50 @@ def plan_program(
     found = search_within(problem, search)
     solution, schedule = found.solution, found.schedule
     solved = time.perf_counter()
-    collectives = _planned_collectives(schedule)
     statistics = {
         "operations": len(program.operations),
         "values": len(program.values),
-        "variables": len(problem.variables.names),
+        "variables": variables,
         "status": solution.status,
-        "seconds": {"trace": traced_seconds, "build": built - started, "search": solved - built},
+        "cached": False,
+        "seconds": {"build": spent_seconds + built - started, "search": solved - built},
     }
     return Plan(
         mesh=mesh,
         objective=float(solution.cost),
         lower_bound=float(min(solution.lower_bound, solution.cost)),
         peak_bytes=found.peak_bytes,
-        collectives=collectives,
+        collectives=_planned_collectives(schedule),
         statistics=statistics,
         arguments=_arguments(schedule),
         recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest()),
         built=schedule,
         donated=donated,
+    )
+
+
+def restore(problem: Problem, mesh: Mesh | AbstractMesh, options: Options, entry: Mapping[str, Any]) -> Plan | None:
+    """The plan that was found for an equal problem before, without a search; None where the variables are others.
+
+    ``entry`` has the choices, the digest of the variables that they are for, and the figures of the search.
+    """
+    digest = problem.variables.digest()
+    if digest != entry["network"]:
+        return None
+    choices = tuple(map(int, entry["choices"].split()))
+    schedule = Schedule(problem, problem.decode(np.array(choices)))
+    bound = entry["lower_bound"]
+    return Plan(
+        mesh=mesh,
+        objective=entry["objective"],
+        lower_bound=-np.inf if bound is None else bound,
+        peak_bytes=entry["peak_bytes"],
+        collectives=_planned_collectives(schedule),
+        statistics=entry["statistics"],
+        arguments=_arguments(schedule),
+        recipe=Recipe(options, choices, digest),
+        built=schedule,
+        donated=_donated(options),
     )
 
 
@@ -165,7 +189,7 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
     return tuple(found)
 
 
-def _warn(schedule: Schedule, ignored: Sequence[str]) -> None:
+def say(schedule: Schedule, ignored: Sequence[str]) -> None:
     """Says what runs, but not as well as it could."""
     for name, operations in schedule.problem.unknown.items():
         if name not in _jax.HOST_CALLS:

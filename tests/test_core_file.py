@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import Plan, PlanMismatchError
-from shardplan.plan_file import _checksum
+from shardplan.plan_file import checksum
 from shardplan.tracing import trace_program
 
 AXES = {"data": 2, "model": 4}
@@ -71,7 +71,7 @@ def changed(file: Path, repair: bool = True, **entries) -> Path:
     document = json.loads(file.read_text()) | entries
     if repair:
         content = {k: v for k, v in document.items() if k not in ("format", "format_version", "checksum")}
-        document["checksum"] = _checksum(content)
+        document["checksum"] = checksum(content)
     file.write_text(json.dumps(document))
     return file
 
