@@ -19,6 +19,7 @@ from shardplan.options import Options
 from shardplan.plan_report import planned_traffic
 from shardplan.planning import build_problem
 from shardplan.search import METHODS
+from shardplan.search.methods import Method
 from shardplan.search.run import Run
 from shardplan.tracing import trace_program
 
@@ -233,7 +234,8 @@ def test_a_search_without_a_bound(monkeypatch: pytest.MonkeyPatch):
         seen.append(len(search.network.annotations) == len(search.network))
         search.offer(np.array([int(costs.argmin()) for costs in search.network.costs]))
 
-    monkeypatch.setitem(METHODS, "cheapest_alone", cheapest_alone)
+    method = Method(cheapest_alone, proves=False, limits=False, annotated=True)
+    monkeypatch.setitem(METHODS, "cheapest_alone", method)
     found = shardplan.compare(*STEP, methods=("cheapest_alone", "exact"))
     row = found["cheapest_alone"]
     assert seen[0]
