@@ -40,11 +40,12 @@ def auto(run: Run) -> None:
     | none, or never reached | dynamic programming fits | proven |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
     | any | ten thousand choices are left | branching and local search by turns, until the time is over |
-    | any | more are left (or sweeping has taken three tenths of the time) | local search until the time is over |
+    | any | more are left | local search until the time is over |
 
-    The tenths are of estimated work, so that the clock decides nothing but the end.
+    Sweeping may take three tenths of the time where there is a limit, eight where there is none. All tenths are of estimated work, so that the clock decides nothing but the end.
     """
-    solver = _minimise(run, sweeping=0.3, closing=0.1)
+    limited = run.network.usage_limit is not None
+    solver = _minimise(run, sweeping=0.3 if limited else 0.8, closing=0.1)
     if not solver.closed and solver.graph.hint is not None:
         with run.stage("improve"):
             _improve(run, solver)

@@ -12,7 +12,7 @@ together, whatever their numbers of choices, as ragged rows of flat arrays. `Swe
 - messages: one number per (edge, end, choice of that end), stored so that those into one choice of one variable lie
   side by side;
 - tables: per direction, all edges one after another, each `[choice of the far end, choice of the near end]`, so that
-  one `minimum.reduceat` gives the messages.
+  one `minimum.reduceat` gives the messages. Large tables are not copied: their edges are handled one by one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = ["Model", "Sweeper"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
+_LARGE = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,24 @@ class Model:
     costs: list[Array]
     edges: list[tuple[int, int]]
     tables: list[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class _Large:
+    """An edge with a large table, in one direction."""
+
+    near: int
+    """Place of the near end."""
+    choices: slice
+    """Of the near end."""
+    share: float
+    opposite: slice
+    """Where the message into the near end is stored."""
+    targets: slice
+    """Where the message into the far end is stored."""
+    table: Array
+    axis: int
+    """The near end's, in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,7 @@ class _Level:
     """Per (edge, choice of the far end): where the message is stored."""
     edge_starts: Index
     edge_of: Index
+    large: list[_Large]
 
 
 class Sweeper:
@@ -95,6 +115,7 @@ class Sweeper:
         model, place, sizes = self.model, self.place, self.sizes
         ends = place[np.array(model.edges, dtype=np.intp).reshape(-1, 2)]
         turned = ends[:, 0] > ends[:, 1]
+        self._turned = turned
         low, high = ends.min(axis=1), ends.max(axis=1)
         count = len(sizes)
         ups, downs = np.bincount(low, minlength=count), np.bincount(high, minlength=count)
@@ -112,34 +133,61 @@ class Sweeper:
         self._end_slots = (rank_within[: len(low)], rank_within[len(low) :])
         level_of = np.array([levels[v] for v in self.order], dtype=np.intp)
         bounds = np.searchsorted(level_of, np.arange((int(level_of[-1]) if count else -1) + 2))
+        self._is_large = np.array([t.size > _LARGE for t in model.tables], dtype=bool)
         tables = [t.T if turn else t for t, turn in zip(model.tables, turned, strict=True)]
         self._up_tables, self._up = self._direction(tables, 0, bounds)
         self._down_tables, self._down = self._direction(tables, 1, bounds)
         # Where each edge's table starts among those of the upward direction, in the order of `_pairs`.
         edges = np.lexsort((high, low))
+        edges = edges[~self._is_large[edges]]
         self._pairs = (low[edges], high[edges])
         entries = sizes[low[edges]] * sizes[high[edges]]
         self._pair_starts = (np.cumsum(entries) - entries).astype(np.intp)
-        finite = self._up_tables[np.isfinite(self._up_tables)]
-        spread = float(finite.max() - finite.min()) if finite.size else 0.0
+        spread = max([_spread(table) for table in (self._up_tables, *self._large_tables())], default=0.0)
         self.penalty = 4.0 * (spread + float(np.ptp(self.costs)) if count else 0.0) + 1.0
         """What decoding takes an excluded pair to cost."""
 
     def _direction(self, tables: list[Array], near: int, bounds: Index) -> tuple[Array, list[_Level]]:
         """Levels with the messages that leave them, upwards (near end low) or downwards (near end high)."""
         sources, targets = self._ends[near], self._ends[1 - near]
-        edges = np.lexsort((targets, sources))
+        every = np.lexsort((targets, sources))
+        edges, large = every[~self._is_large[every]], every[self._is_large[every]]
         flat = [np.ravel(tables[e].T if near == 0 else tables[e]) for e in edges]
         table = np.concatenate(flat) if flat else np.zeros(0)
         near_sizes, far_sizes = self.sizes[sources[edges]], self.sizes[targets[edges]]
         entry_offsets = np.concatenate([[0], np.cumsum(near_sizes * far_sizes)])
         splits = np.searchsorted(sources[edges], bounds)
+        large_splits = np.searchsorted(sources[large], bounds)
         levels = []
-        for first, last, lo, hi in zip(bounds[:-1], bounds[1:], splits[:-1], splits[1:], strict=True):
-            picked = edges[lo:hi]
+        for i, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
+            lo, hi = splits[i], splits[i + 1]
             span = slice(int(entry_offsets[lo]), int(entry_offsets[hi]))
-            levels.append(self._level(int(first), int(last), picked, near, span))
+            level = self._level(first, last, edges[lo:hi], near, span)
+            for e in large[large_splits[i] : large_splits[i + 1]].tolist():
+                level.large.append(self._large_edge(e, tables[e], near))
+            levels.append(level)
         return table, levels
+
+    def _large_edge(self, edge: int, table: Array, near: int) -> _Large:
+        source, target = int(self._ends[near][edge]), int(self._ends[1 - near][edge])
+        near_slot, far_slot = int(self._end_slots[near][edge]), int(self._end_slots[1 - near][edge])
+        return _Large(
+            near=source,
+            choices=slice(int(self.offsets[source]), int(self.offsets[source + 1])),
+            share=float(self.shares[source]),
+            opposite=self._slots(source, near_slot),
+            targets=self._slots(target, far_slot),
+            table=table,
+            axis=near,
+        )
+
+    def _slots(self, place: int, slot: int) -> slice:
+        """Where the messages of one edge into one variable are stored."""
+        start, stop = int(self._slot_offsets[place]), int(self._slot_offsets[place + 1])
+        return slice(start + slot, stop, int(self._degrees[place]))
+
+    def _large_tables(self) -> list[Array]:
+        return list({id(t): t for t in self.model.tables if t.size > _LARGE}.values())
 
     def _level(self, first: int, last: int, edges: Index, near: int, table: slice) -> _Level:
         offsets, slot_offsets, degrees, sizes = self.offsets, self._slot_offsets, self._degrees, self.sizes
@@ -173,12 +221,13 @@ class Sweeper:
             targets=slot_offsets[far_var] + far_choice * degrees[far_var] + far_slots[far_edge],
             edge_starts=np.concatenate([[0], np.cumsum(sizes[targets])])[:-1].astype(np.intp),
             edge_of=far_edge,
+            large=[],
         )
 
     @property
     def entries(self) -> int:
         """Number of table entries, each of which a sweep reads twice."""
-        return len(self._up_tables)
+        return len(self._up_tables) + sum(edge.table.size for level in self._up for edge in level.large)
 
     @property
     def levels(self) -> int:
@@ -211,8 +260,11 @@ class Sweeper:
 
     def _send(self, level: _Level, tables: Array) -> float:
         """Sends the level's messages, each with its least entry taken off; returns the sum of those."""
+        bound = 0.0
+        for edge in level.large:
+            bound += self._send_large(edge)
         if not len(level.targets):
-            return 0.0
+            return bound
         outgoing = self.beliefs[level.sources]
         outgoing *= level.shares
         outgoing -= self.messages[level.opposite]
@@ -222,7 +274,16 @@ class Sweeper:
         least = np.minimum.reduceat(message, level.edge_starts)
         message -= least[level.edge_of]
         self.messages[level.targets] = message
-        return float(least.sum())
+        return bound + float(least.sum())
+
+    def _send_large(self, edge: _Large) -> float:
+        outgoing = self.beliefs[edge.choices] * edge.share - self.messages[edge.opposite]
+        entries = edge.table + (outgoing[:, None] if edge.axis == 0 else outgoing)
+        message = entries.min(axis=edge.axis)
+        least = message.min()
+        message -= least
+        self.messages[edge.targets] = message
+        return float(least)
 
     def message_sums(self) -> Array:
         """Per choice, the sum of the messages into it."""
@@ -235,11 +296,8 @@ class Sweeper:
         lows, highs = self._ends
         low_slots, high_slots = self._end_slots
         for low, high, low_slot, high_slot in zip(lows, highs, low_slots, high_slots, strict=True):
-            yield int(low), int(high), self._into(low, low_slot), self._into(high, high_slot)
-
-    def _into(self, place: int, slot: int) -> Array:
-        block = self.messages[self._slot_offsets[place] : self._slot_offsets[place + 1]]
-        return block[slot :: self._degrees[place]]
+            into_low, into_high = self._slots(low, low_slot), self._slots(high, high_slot)
+            yield int(low), int(high), self.messages[into_low], self.messages[into_high]
 
     def decode(self, rounds: int = 2) -> Index:
         """An assignment, by place: choices are fixed in ascending order, each the best for those fixed before it and
@@ -271,6 +329,9 @@ class Sweeper:
 
     def _tell(self, level: _Level, tables: Array, messages: Array, choices: Index) -> None:
         """Replaces the messages of the level by the tables' columns of its variables' choices."""
+        for edge in level.large:
+            column = edge.table.take(int(choices[edge.near]), axis=edge.axis)
+            messages[edge.targets] = np.minimum(column, self.penalty)
         if len(level.targets):
             picked = choices[level.far_sources]
             column = tables[level.table][level.far_starts + picked]
@@ -280,7 +341,17 @@ class Sweeper:
         """The cost of an assignment (by place)."""
         low, high = self._pairs
         entries = self._pair_starts + choices[high] * self.sizes[low] + choices[low]
-        return float(self.costs[self.offsets[:-1] + choices].sum() + self._up_tables[entries].sum())
+        total = float(self.costs[self.offsets[:-1] + choices].sum() + self._up_tables[entries].sum())
+        lows, highs = self._ends
+        for e in np.flatnonzero(self._is_large).tolist():
+            k, j = int(choices[lows[e]]), int(choices[highs[e]])
+            total += float(self.model.tables[e][(j, k) if self._turned[e] else (k, j)])
+        return total
+
+
+def _spread(table: Array) -> float:
+    finite = table[np.isfinite(table)]
+    return float(finite.max() - finite.min()) if finite.size else 0.0
 
 
 def _ragged(lengths: Index) -> tuple[Index, Index]:
