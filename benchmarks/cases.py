@@ -160,25 +160,36 @@ def measure_all(names: Sequence[str], meshes: Sequence[str], baselines: Sequence
     return found
 
 
-def report(
-    document: str, introduction: str, columns: dict[str, Callable[[Measured], str]], baselines: Sequence[Baseline]
-) -> None:
-    """The command line of a benchmark: measures, prints a table, and writes it to `docs/benchmarks/`.
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A table under `docs/benchmarks/`: `columns` maps a heading to the text of a cell."""
 
-    `columns` maps a heading to the text of a cell. With `--only` the table is printed and not written.
+    name: str
+    introduction: str
+    columns: dict[str, Callable[[Measured], str]]
+    baselines: tuple[Baseline, ...]
+
+    def print_and_write(self, measured: Sequence[Measured], write: bool) -> None:
+        header = ["step", "mesh", *self.columns]
+        rows = [[CASES[m.case].title, m.mesh, *(cell(m) for cell in self.columns.values())] for m in measured]
+        print(text_table(header, rows, numbers=range(2, len(header))))
+        if write:
+            how = f"`python benchmarks/{self.name}.py`, JAX {jax.__version__}, compiled for H100 without one"
+            parts = (f"# {self.name.capitalize()}", self.introduction, how + ".", markdown_table(header, rows))
+            DOCUMENTS.mkdir(parents=True, exist_ok=True)
+            (DOCUMENTS / f"{self.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def report(*documents: Document) -> None:
+    """The command line of a benchmark: measures, prints its tables, and writes them.
+
+    With `--only` or `--mesh` the tables are printed and not written.
     """
-    parser = argparse.ArgumentParser(description=introduction)
-    parser.add_argument("--only", nargs="+", choices=CASES, help="these cases; the document is left as it is")
-    parser.add_argument("--mesh", nargs="+", choices=MESHES, help="these meshes; the document is left as it is")
+    parser = argparse.ArgumentParser(description=" ".join(document.introduction for document in documents))
+    parser.add_argument("--only", nargs="+", choices=CASES, help="these cases; documents are left as they are")
+    parser.add_argument("--mesh", nargs="+", choices=MESHES, help="these meshes; documents are left as they are")
     options = parser.parse_args()
+    baselines = tuple(dict.fromkeys(baseline for document in documents for baseline in document.baselines))
     measured = measure_all(options.only or list(CASES), options.mesh or list(MESHES), baselines)
-    header = ["step", "mesh", *columns]
-    rows = [[CASES[m.case].title, m.mesh, *(cell(m) for cell in columns.values())] for m in measured]
-    print(text_table(header, rows, numbers=range(2, len(header))))
-    if options.only or options.mesh:
-        return
-    DOCUMENTS.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/{document}.py"
-    place = f"JAX {jax.__version__}, compiled for H100 without one, on {os.cpu_count()} cores"
-    text = f"# {document.capitalize()}\n\n{introduction}\n\n`{command}`, {place}.\n\n{markdown_table(header, rows)}\n"
-    (DOCUMENTS / f"{document}.md").write_text(text, encoding="utf-8")
+    for document in documents:
+        document.print_and_write(measured, write=not (options.only or options.mesh))

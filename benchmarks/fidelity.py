@@ -1,6 +1,6 @@
 """How near predictions come to the compiled programs, and what planning costs: `python benchmarks/fidelity.py`."""
 
-from cases import DATA_PARALLEL, report
+from cases import DATA_PARALLEL, Document, report
 
 from shardplan.tables import megabytes
 
@@ -30,5 +30,7 @@ COLUMNS = {
     "x data parallel": lambda m: f"{m.compile_work / m.baseline_work[DATA_PARALLEL.name]:.2f}",
 }
 
+FIDELITY = Document("fidelity", INTRODUCTION, COLUMNS, (DATA_PARALLEL,))
+
 if __name__ == "__main__":
-    report("fidelity", INTRODUCTION, COLUMNS, (DATA_PARALLEL,))
+    report(FIDELITY)

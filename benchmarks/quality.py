@@ -1,6 +1,6 @@
 """How much plans send beside the usual ways to split the same steps: `python benchmarks/quality.py`."""
 
-from cases import DATA_PARALLEL, FSDP, Measured, report
+from cases import DATA_PARALLEL, FSDP, Document, Measured, report
 
 from shardplan.tables import megabytes
 
@@ -38,5 +38,7 @@ COLUMNS = {
     "reduced in bf16 (the same)": _reduced_in_bf16,
 }
 
+QUALITY = Document("quality", INTRODUCTION, COLUMNS, (DATA_PARALLEL, FSDP))
+
 if __name__ == "__main__":
-    report("quality", INTRODUCTION, COLUMNS, (DATA_PARALLEL, FSDP))
+    report(QUALITY)
