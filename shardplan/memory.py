@@ -28,6 +28,7 @@ _MOVES = frozenset(
 _READS_ON_THE_WAY = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
 WORKSPACE_BYTES = 4 * 2**20
@@ -120,7 +121,8 @@ class Lifetimes:
         return not operation.bodies and self._computes_on_the_way(operation)
 
     def _computes_on_the_way(self, operation: Operation) -> bool:
-        return self._problem.choices[operation.index].pointwise or operation.primitive.name in _MOVES
+        name = operation.primitive.name
+        return name not in _PRODUCTS and (self._problem.choices[operation.index].pointwise or name in _MOVES)
 
     def _fuses_operands(self, operation: Operation) -> bool:
         if operation.primitive is _jax.optimization_barrier or operation.bodies:
@@ -184,6 +186,7 @@ def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[
     for value in schedule.assignment.copies:
         if schedule.copy(value) != schedule.assignment.values[value]:
             hold(value, schedule.copy(value), *lifetimes.reads[value])
+    shared: dict[tuple[int, Layout], tuple[int, int]] = {}  # reshards that XLA merges and keeps for the last reader
     for place, operation in enumerate(lifetimes.order):
         if operation.primitive.name == "dot_general":
             ends[place] += WORKSPACE_BYTES
@@ -194,9 +197,15 @@ def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[
         for operand, wanted in zip(operation.operands, strategy.operands, strict=True):
             if not isinstance(operand, int) or wanted is None or operand not in schedule.assignment.values:
                 continue
-            if wanted not in (schedule.assignment.values[operand], schedule.copy(operand)):
+            if wanted in (schedule.assignment.values[operand], schedule.copy(operand)):
+                continue
+            if schedule.gathered_anew(operand, wanted):
                 hold(operand, wanted, place, place)
+            else:
+                shared[operand, wanted] = (shared.get((operand, wanted), (place,))[0], place)
         for result, own in zip(operation.results, strategy.results, strict=True):
             if own != schedule.assignment.values[result]:
                 hold(result, own, place, place)
+    for (operand, wanted), (first, last) in shared.items():
+        hold(operand, wanted, first, last)
     return np.cumsum(ends)[:-1]

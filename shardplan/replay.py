@@ -150,7 +150,7 @@ class Replay:
 
     def _run(self, operation: Operation) -> None:
         strategy = self._schedule.assignment.strategies[operation.index]
-        operands = [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+        operands = self._read_operands(operation, strategy)
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation)
         if travelling is not None:
@@ -166,6 +166,17 @@ class Replay:
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._constrain(held, step.layout)
             self._held[index, self._schedule.assignment.values[index]] = held
+
+    def _read_operands(self, operation: Operation, strategy: Strategy) -> list[Any]:
+        for operand, layout in zip(operation.operands, strategy.operands, strict=True):
+            if isinstance(operand, int) and layout is not None and operand not in self._schedule.assignment.generated:
+                stored = self._schedule.assignment.values[operand]
+                if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
+                    # XLA merges equal reshards, and would keep the first one; behind a barrier they are not equal
+                    self._held[operand, stored] = jax.lax.optimization_barrier(self._held[operand, stored])
+                    for step in self._schedule.route(operand, layout).steps:
+                        self._held.pop((operand, step.layout), None)
+        return [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
         return _jax.bind_again(operation.equation, operation.primitive, operation.params, operands)

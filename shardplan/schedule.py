@@ -70,6 +70,16 @@ class Schedule:
             self._routes[key] = Route(source, self.problem.transitions.path(domain, source, target))
         return self._routes[key]
 
+    def gathered_anew(self, value: int, target: Layout) -> bool:
+        """Whether each operation that needs ``target`` brings the value there for itself, and none keeps it.
+
+        That is what having no shared copy stands for: a search within a memory limit so pays twice for less memory.
+        """
+        stored = self.assignment.values[value]
+        if self.copy(value) != stored or self.is_partial(value, stored):
+            return False
+        return any(step.fraction > 0 for step in self.route(value, target).steps)
+
     def layout_of_output(self, number: int) -> Layout:
         """The layout in which a result reaches the caller: that of the input which it replaces, or its own."""
         output, tied = self.program.outputs[number], self.program.ties.get(number)
@@ -134,19 +144,20 @@ class Schedule:
     def collectives(self) -> list[Sent]:
         """Every collective of the step, in the order of the program; of branches, those of the one that sends most."""
         found: list[Sent] = []
-        done: set[tuple[int, Layout]] = set()
+        done: set[tuple[int, Layout, int | None]] = set()
 
         def read(value: int, target: Layout, reader: Operation | None, region: int) -> None:
             route = self.route(value, target)
+            by = reader.index if reader and not reader.bodies and self.gathered_anew(value, target) else None
             if route.steps and route.source != self.assignment.values[value]:
                 read(value, route.source, reader, region)
             for step in route.steps:
-                if step.fraction > 0 and (value, step.layout) not in done:
+                if step.fraction > 0 and (value, step.layout, by) not in done:
                     tensor = self.program.values[value]
                     width = self.problem.domain(value).width if step.kind in REDUCTIONS else 1.0
                     size = step.fraction * tensor.total_bytes * width
                     found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value), region))
-                done.add((value, step.layout))
+                done.add((value, step.layout, by))
 
         for operation in self.program.operations:
             for link, region in self._links_with_regions(operation):

@@ -1,0 +1,98 @@
+"""Memory: the order of operations, lifetimes, limits that are kept, and what is said where nothing fits."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import shardplan
+from shardplan.errors import InfeasibleError
+from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
+from shardplan.order import execution_order
+from shardplan.tracing import trace_program
+
+MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _square(size):
+    return jax.ShapeDtypeStruct((size, size), jnp.float32)
+
+
+def test_an_operation_runs_after_what_it_reads_and_every_operation_runs_once():
+    def step(x, w):
+        def body(carry, row):
+            return jnp.tanh(carry @ w), carry.sum() + row
+
+        carry, rows = jax.lax.scan(body, x, jnp.arange(4.0))
+        return jnp.where(rows.sum() > 0, carry, x), carry.T @ x
+
+    program = trace_program(step, (_square(8), _square(8)), {})
+    order = execution_order(program)
+    assert sorted(order) == list(range(len(program.operations)))
+    made = set()
+    for index in order:
+        operation = program.operations[index]
+        makers = {r for o in program.operations for r in o.results if o.region == operation.region}
+        assert {o for o in operation.operands if isinstance(o, int) and o in makers} <= made
+        made |= set(operation.results)
+
+
+def test_a_gradient_that_only_its_update_reads_is_computed_late():
+    def step(x, w):
+        early = x.T @ x  # read by nothing but the result
+        return jnp.sum((x @ w) @ w), early
+
+    program = trace_program(step, (_square(8), _square(8)), {})
+    assert program.operations[execution_order(program)[-1]].primitive.name == "dot_general"
+    assert program.operations[execution_order(program)[-2]].primitive.name == "transpose"
+
+
+def test_the_peak_of_a_chain_of_products_by_hand():
+    n = 1024
+
+    def step(x, w):
+        return jnp.sum(((x @ w) @ w) @ w)
+
+    plan = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), _square(n), _square(n))
+    # both arguments, an operand and a result of the product that runs, and its workspace
+    assert plan.peak_bytes == pytest.approx(4 * 4 * n * n + WORKSPACE_BYTES, rel=1e-3)
+
+
+def _training(width=512, layers=4, batch=2048):
+    optimizer = optax.adam(1e-3)
+
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(x**2)
+
+    def step(state, x):
+        params, moments = state
+        gradients = jax.grad(loss)(params, x)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    params = [_square(width)] * layers
+    return step, (params, jax.eval_shape(optimizer.init, params)), jax.ShapeDtypeStruct((batch, width), jnp.float32)
+
+
+def test_a_limit_is_kept_and_costs_communication():
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    limit = 0.93 * free.peak_bytes
+    bound = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
+    assert bound.peak_bytes <= limit
+    assert bound.objective >= free.objective
+    donated = frozenset(range(len(jax.tree.leaves(state))))
+    lifetimes = Lifetimes(bound.schedule.problem)
+    assert memory_profile(lifetimes, bound.schedule, donated).max() == pytest.approx(bound.peak_bytes)
+
+
+def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
+    step, state, batch = _training()
+    with pytest.raises(InfeasibleError) as caught:
+        shardplan.plan(step, MESH, state, batch, memory_limit=1e6)
+    message = str(caught.value)
+    assert "within 1.0 MB per device" in message
+    assert "it is proven that none is below" in message
+    assert "float32[2048, 512]" in message and "donate_argnums" in message
