@@ -120,6 +120,11 @@ class Audit:
             key: compiled.get(key, nothing).bytes_sent - self.predicted.get(key, nothing).bytes_sent for key in keys
         }
 
+    @property
+    def unexplained_bytes(self) -> float:
+        """Compiled bytes beyond those that the plan has for the operation they lead back to, or that lead to none."""
+        return sum(max(traffic.difference, 0) for traffic in self.operations)
+
     def details(self, limit: int = 10) -> str:
         """The operations whose compiled bytes differ most from the planned ones, as a table."""
         rows = [
@@ -143,16 +148,18 @@ class Audit:
         rows.append(("peak memory", "", "", "", *_pair(self.predicted_peak_bytes, peak)))
         return rows
 
+    def _verdict(self) -> str:
+        unexplained = f"{megabytes(self.unexplained_bytes)} MB that no planned collective explains"
+        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}"
+
     def __str__(self) -> str:
         place = f" for {self.target}" if self.target else ""
         mesh = ", ".join(f"{name}={size}" for name, size in self.compiled.mesh_axes.items())
         title = f"Audit{place}, mesh ({mesh}); per device and step, compiled in {self.compiled.compile_seconds:.1f} s"
-        verdict = f"compiled / predicted bytes: {self.ratio:.4f}"
-        return "\n".join((title, text_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 7)), verdict))
+        return "\n".join((title, text_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 7)), self._verdict()))
 
     def _repr_html_(self) -> str:
-        caption = f"compiled / predicted bytes: {self.ratio:.4f}"
-        return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 7), caption=caption)
+        return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 7), caption=self._verdict())
 
 
 _AUDIT_HEADER = ("collective", "mesh axes", "planned", "compiled", "predicted MB", "compiled MB", "difference")

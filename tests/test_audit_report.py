@@ -70,7 +70,7 @@ def test_a_plan_that_is_compiled_as_planned():
     assert (operation.operation, operation.predicted_bytes, operation.compiled_bytes) == (7, SENT, SENT)
     lines = str(checked).splitlines()
     assert lines[0].startswith("Audit for h100, mesh (data=2, model=4)")
-    assert lines[-1] == "compiled / predicted bytes: 1.0000"
+    assert lines[-1] == "compiled / predicted bytes: 1.0000; 0.0 MB that no planned collective explains"
     assert len({len(line) for line in lines[2:3]}) == 1
     assert "op7 dot_general" in checked.details()
     assert checked._repr_html_().count("<tr>") == 4
@@ -88,6 +88,7 @@ def test_a_plan_that_is_compiled_otherwise():
     assert checked.differences() == {("all-gather", ("data",)): -1000, ("all-reduce", ("model",)): SENT / 2}
     assert [o.operation for o in checked.operations] == [7, 3]
     assert [o.difference for o in checked.operations] == [SENT / 2, -1000]
+    assert checked.unexplained_bytes == SENT / 2
 
 
 @compiles_for_gpus
