@@ -38,13 +38,13 @@ def growth() -> None:
 
 
 def memory() -> None:
-    """The same with half of the memory that the best plan would use without a limit."""
+    """The same with 65 % of the memory that the best plan would use without a limit."""
     print("| layers | mesh | gap | seconds | cost over the unlimited one |\n|---|---|---|---|---|")
     for layers in (2, 8, 24):
         for mesh in MESHES:
             network = gpt(layers).network(mesh, memory=True)
             free, _ = timed(network, 1e-4)
-            network.usage_limit = network.peak(free.choices)[0] / 2
+            network.usage_limit = 0.65 * network.peak(free.choices)[0]
             solution, seconds = timed(network, 1e-3)
             ratio = solution.cost / free.cost
             print(f"| {layers} | {mesh} | {solution.gap:.1e} | {seconds:.1f} | {ratio:.3f} |", flush=True)

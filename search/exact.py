@@ -42,7 +42,8 @@ def auto(run: Run) -> None:
     | any | ten thousand choices are left | branching and local search by turns, until the time is over |
     | any | more are left | local search until the time is over |
 
-    Sweeping may take three tenths of the time where there is a limit, eight where there is none. All tenths are of estimated work, so that the clock decides nothing but the end.
+    Sweeping may take three tenths of the time where there is a limit, eight where there is none. All tenths are of
+    estimated work, so that the clock decides nothing but the end.
     """
     limited = run.network.usage_limit is not None
     solver = _minimise(run, sweeping=0.3 if limited else 0.8, closing=0.1)
