@@ -22,6 +22,9 @@ from shardplan.errors import ArgumentError
 from shardplan.layout import LayoutSpace, MeshAxes, from_spec
 from shardplan.program import Program, Value
 
+# State is often small or oddly shaped; of dimensions from here on it is worth a word that nothing divides them.
+_LONG = 1024
+
 HardLayout = tuple[tuple[int, ...] | None, ...]
 """Per dimension the mesh axes that split it, None where the dimension is free."""
 
@@ -116,13 +119,14 @@ def undivided(program: Program, mesh: MeshAxes) -> list[str]:
     """A sentence for each argument with data whose first dimension no mesh axis divides, with the sizes that would do.
 
     Data is what no result replaces in the next step. Of a function without a state, arguments count that cannot be
-    split on any dimension.
+    split on any dimension. Of a state, long dimensions count: a vocabulary.
     """
     if not mesh.splitting:
         return []
     sizes = sorted({mesh.sizes[axis] for axis in mesh.splitting})
+    axes = ", ".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in mesh.splitting)
     state = set(program.ties.values())
-    found = []
+    found = _undivided_state([program.values[program.inputs[position]] for position in sorted(state)], sizes, axes)
     for position, index in enumerate(program.inputs):
         shape = program.values[index].shape
         batch = shape[0] if shape else 0
@@ -130,12 +134,25 @@ def undivided(program: Program, mesh: MeshAxes) -> list[str]:
         if position in state or not hopeless or batch < 2 or prod(shape) < mesh.device_count or _divides(batch, sizes):
             continue
         better = " or ".join(str(_next(batch, n)) for n in sorted({min(sizes), mesh.device_count}))
-        axes = ", ".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in mesh.splitting)
         found.append(
             f"no mesh axis ({axes}) divides dimension 0 of `{program.values[index].name}` {list(shape)}: its {batch} "
             f"rows are not split. {better} rows would be."
         )
     return found
+
+
+def _undivided_state(state: Iterable[Value], sizes: list[int], axes: str) -> list[str]:
+    """A sentence for each long size of the state that no axis divides, with the first tensor that has it."""
+    of_size: dict[int, list[str]] = {}
+    for value in state:
+        for dim, size in enumerate(value.shape):
+            if size >= _LONG and not _divides(size, sizes):
+                of_size.setdefault(size, []).append(f"dimension {dim} of `{value.name}` {list(value.shape)}")
+    return [
+        f"no mesh axis ({axes}) divides {size}, {where[0]}{f' and {len(where) - 1} more' if where[1:] else ''}: it is "
+        f"not split, which can cost much. {_next(size, max(sizes))} would be."
+        for size, where in of_size.items()
+    ]
 
 
 def _divides(size: int, blocks: Iterable[int]) -> bool:

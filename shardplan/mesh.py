@@ -15,13 +15,12 @@ GivenMesh = Mesh | AbstractMesh | int | str
 
 def check_mesh(mesh: Any) -> None:
     """Raises ArgumentError for what is no mesh, with what would be one."""
-    if isinstance(mesh, bool) or not isinstance(mesh, GivenMesh):
+    if isinstance(mesh, bool) or not isinstance(mesh, GivenMesh) or (isinstance(mesh, str) and not _parsed(mesh)):
         raise ArgumentError(
             f"a mesh was expected, got `{mesh!r}` of type `{type(mesh).__name__}`: pass jax.make_mesh(sizes, names), "
-            "a jax.sharding.AbstractMesh, or the number of devices"
+            "a jax.sharding.AbstractMesh, the number of devices, or hosts by devices as in `2x8`"
         )
     if isinstance(mesh, str):
-        hosts_by_devices(mesh)
         return
     if isinstance(mesh, int):
         if mesh < 1:
@@ -54,10 +53,15 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 def hosts_by_devices(text: str) -> tuple[int, int]:
     """``"2x8"``: the number of hosts and of devices on each. Raises ArgumentError for other texts."""
-    found = re.fullmatch(r"(\d+)x(\d+)", text)
-    if found is None or not all(map(int, found.groups())):
+    found = _parsed(text)
+    if found is None:
         raise ArgumentError(f"hosts by devices are written as in `2x8`, got `{text}`")
-    return int(found[1]), int(found[2])
+    return found
+
+
+def _parsed(text: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def shapes_of(devices: int | str, ordered: bool = False) -> list[AbstractMesh]:
