@@ -25,7 +25,8 @@ from shardplan.strategy import Choices
 class DeferredSums:
     """Which values of a program may stay partial, and by which operands each operation passes partial results on.
 
-    ``values`` are those that may; ``operands`` maps an operation to the positions of operands that are partial together.
+    ``values`` are those that may; ``operands`` maps an operation to the positions of operands that are partial
+    together.
     """
 
     def __init__(

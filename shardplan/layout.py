@@ -131,7 +131,7 @@ class LayoutSpace:
         axes = self.mesh.splitting
         # dimension `rank` stands for "splits nothing"; counting down from it puts the replicated layout first
         for places in product(range(rank, -1, -1), repeat=len(axes)):
-            members = [tuple(axis for axis, place in zip(axes, places) if place == d) for d in range(rank)]
+            members = [tuple(axis for axis, place in zip(axes, places, strict=True) if place == d) for d in range(rank)]
             yield from product(*(self.orders(group) for group in members))
 
 

@@ -184,7 +184,7 @@ class Replay:
     def _run_island(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
     ) -> tuple[tuple[Any, ...], int]:
-        """Runs an operation block by block with explicit reductions; returns its results and how many steps are done."""
+        """Runs an operation block by block with explicit reductions; returns its results and the number of steps done."""
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
         island = self._island(tuple(sorted(strategy.pending[0])), steps, travelling)
         result = run_on_blocks(
@@ -270,6 +270,6 @@ def _ends(steps: Sequence[Step]) -> list[Step]:
     """The steps at whose end a constraint stands: each collective, and the last of free slices in a row."""
     return [
         step
-        for step, after in zip(steps, (*steps[1:], None))
+        for step, after in zip(steps, (*steps[1:], None), strict=True)
         if step.fraction > 0 or after is None or after.fraction > 0
     ]

@@ -15,12 +15,13 @@ from typing import Any
 
 from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, from_spec, replicated
+from shardplan.partitioner import usable_splits
 from shardplan.program import Constant, Operation, Program
 
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """Rows that each block of an operand gets from one neighbour: ``rows`` of dimension ``dim``, split over ``axes``."""
+    """Rows that each block of an operand gets from one neighbour: ``rows`` of ``dim``, which is split over ``axes``."""
 
     operand: int
     dim: int
@@ -34,7 +35,8 @@ class Strategy:
 
     ``operands`` holds the layout that each operand must have (None for literals), ``results`` the layout in which
     each result comes out, ``pending`` per result the axes over which it is still a partial result, in the order in
-    which they split the reduced index, with its ``reducers``. ``degree`` is the number of devices that share the work; the others repeat it.
+    which they split the reduced index, with its ``reducers``. ``degree`` is the number of devices that share the
+    work; the others repeat it. ``halos`` are the rows that blocks get from their neighbours.
     """
 
     operands: tuple[Layout | None, ...]
@@ -50,9 +52,9 @@ class Choices:
     """The strategies of one operation.
 
     ``follows_result`` tells that they are aligned with the domain of the only result, one per layout; otherwise the
-    operation is a variable of its own. ``pointwise`` tells that each element of the result reads the elements at its own
-    place alone (of operands that may be broadcast). ``linear`` are the sets of operands through which partial sums pass
-    together; ``islands`` tells that the operation can run on blocks as it is.
+    operation is a variable of its own. ``pointwise`` tells that each element of the result reads the elements at its
+    own place alone (of operands that may be broadcast). ``linear`` are the sets of operands through which partial sums
+    pass together; ``islands`` tells that the operation can run on blocks as it is.
     """
 
     strategies: tuple[Strategy | None, ...]
@@ -114,7 +116,9 @@ class StrategyMaker:
             return None
         operands = [operand_type(program, operand) for operand in operation.operands]
         results = [program.values[result] for result in operation.results]
-        of_operands = tuple(from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.operands, operands, strict=True))
+        of_operands = tuple(
+            from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.operands, operands, strict=True)
+        )
         of_results = tuple(from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.results, results, strict=True))
         nothing, degree = ((),) * len(results), mesh.device_count
         strategy = Strategy(of_operands, of_results, nothing, (None,) * len(results), degree)
@@ -122,7 +126,7 @@ class StrategyMaker:
 
     def _derive(self, rule: Any, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
-        splits = {n: _usable(rule, n) for n in self._degrees()}
+        splits = {n: usable_splits(rule, n) for n in self._degrees()}
         work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
         every = [split for found in splits.values() for split in found]
         if len(results) == 1 and _determined_by_result(splits):
@@ -157,10 +161,12 @@ class StrategyMaker:
         axes = self.space.mesh.splitting
         by_index = {n: {split.index: split for split in found} for n, found in splits.items()}
         for places in product(range(len(indices), -1, -1), repeat=len(axes)):
-            groups = [tuple(a for a, place in zip(axes, places) if place == i) for i in range(len(indices))]
+            groups = [
+                tuple(a for a, place in zip(axes, places, strict=True) if place == i) for i in range(len(indices))
+            ]
             for ordered in product(*(self.space.orders(group) for group in groups)):
                 assigned = []
-                for index, group in zip(indices, ordered):
+                for index, group in zip(indices, ordered, strict=True):
                     if group:
                         split = by_index[self.space.mesh.degree(group)].get(index)
                         if split is None:
@@ -208,9 +214,6 @@ class StrategyMaker:
         )
 
 
-# Measured: XLA sends many times the rows that the blocks of this one need.
-_EXCHANGES_MORE = frozenset({"select_and_scatter_add"})
-
 _ISLANDS = frozenset({"dot_general", "reduce_sum"})
 
 
@@ -242,12 +245,6 @@ def operand_type(program: Program, operand: int | Constant) -> Any:
 def bytes_of(tensor: Any) -> int:
     """Bytes of a whole tensor with a shape and a dtype."""
     return prod(tensor.shape) * _jax.item_bytes(tensor.dtype)
-
-
-def _usable(rule: Any, n: int) -> list[Any]:
-    """The splits over n blocks that XLA runs as the rule says: blocks with neighbours' rows where it exchanges just these."""
-    exchanges = rule.primitive not in _EXCHANGES_MORE
-    return [s for s in rule.splits(n) if exchanges or all(slot.halo == (0, 0) for slot in s.operands)]
 
 
 def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:

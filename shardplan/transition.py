@@ -187,7 +187,8 @@ class Transitions:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A partial result: split as ``layout`` and pending over mesh axes, in the order in which these split what is reduced.
+    """A partial result: split as ``layout`` and pending over mesh axes, in the order in which these split what is
+    reduced.
 
     ``width`` is the size of an element while it is reduced, in units of the size that it has afterwards.
     """
@@ -214,8 +215,8 @@ class Reductions:
     """Cheapest ways from partial results to whole ones, found once per layout and set of pending axes.
 
     Left alone, XLA reduces over all pending axes at once: by an all-reduce, or by a reduce-scatter onto one dimension,
-    in the order in which the axes split what was reduced, where no further split follows directly. An *island* (the operation inside a ``shard_map`` with explicit
-    collectives) may reduce axis by axis, onto several dimensions.
+    in the order in which the axes split what was reduced, where no further split follows directly. An *island* (the
+    operation inside a ``shard_map`` with explicit collectives) may reduce axis by axis, onto several dimensions.
 
     >>> from shardplan.hardware import load
     >>> from shardplan.layout import MeshAxes
