@@ -270,6 +270,6 @@ def _ends(steps: Sequence[Step]) -> list[Step]:
     """The steps at whose end a constraint stands: each collective, and the last of free slices in a row."""
     return [
         step
-        for step, after in zip(steps, (*steps[1:], None), strict=True)
+        for step, after in zip(steps, (*steps[1:], None), strict=False)
         if step.fraction > 0 or after is None or after.fraction > 0
     ]
