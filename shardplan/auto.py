@@ -22,6 +22,7 @@ from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.planning import rebuild
 from shardplan.program import Program
+from shardplan.refine import refined
 from shardplan.tracing import trace_program
 
 _jax.hide_from_tracebacks(__file__, arguments.__file__, program.__file__, _jax.__file__)
@@ -39,6 +40,8 @@ def auto(
     static_argnums: int | Sequence[int] = (),
     reduce_dtype: Any = None,
     time_limit: float = 60.0,
+    refine: int = 1,
+    islands: bool = True,
 ) -> AutoFunction:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
@@ -56,6 +59,9 @@ def auto(
         static_argnums: positions of arguments that are compiled into the program, as in ``jax.jit``.
         reduce_dtype: a narrower float type in which gradients may be summed over devices.
         time_limit: seconds that the search may take; the best plan by then is taken, with its true bound.
+        refine: plans made in so many ways and compiled for GPUs (which need not be there); the best one is kept. What
+            each gave stands in ``plan.statistics["refined"]``. Needs the extra ``audit``.
+        islands: False leaves every reduction to XLA, also where it sends more than planned reductions would.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.
@@ -64,7 +70,8 @@ def auto(
         ArgumentError: an option or the mesh is wrong; before any work starts.
         InfeasibleError: nothing keeps within the memory limit.
     """
-    options = Options(memory_limit, objective, hardware, pins, donate_argnums, static_argnums, reduce_dtype, time_limit)
+    general = (memory_limit, objective, hardware, pins, donate_argnums, static_argnums)
+    options = Options(*general, reduce_dtype, time_limit, refine, islands)
     return AutoFunction(fn, mesh, options)
 
 
@@ -238,7 +245,12 @@ def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
     started = time.perf_counter()
     traced = _trace(call)
     resolved = replace(options, static_argnums=call.static_positions, donate_argnums=call.donated_positions)
-    return replace(make_plan(traced, mesh, resolved, time.perf_counter() - started), donated=call.donated)
+    spent = time.perf_counter() - started
+
+    def make(chosen: Options) -> Plan:
+        return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
+
+    return refined(make, resolved) if resolved.refine > 1 else make(resolved)
 
 
 def _trace(call: Call) -> Program:

@@ -15,6 +15,10 @@ from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, load
 
 
+MOST_REFINED = 8
+"""The most plans that `refine` compares."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a user may say about a plan; the arguments of ``shardplan.auto``."""
@@ -27,6 +31,8 @@ class Options:
     static_argnums: int | Sequence[int] = ()
     reduce_dtype: Any = None
     time_limit: float = 60.0
+    refine: int = 1
+    islands: bool = True
 
     def check(self) -> None:
         """Raises ArgumentError for options that no program could be planned with."""
@@ -38,6 +44,10 @@ class Options:
             raise ArgumentError(f"a memory limit is a number of bytes above 0, got `{self.memory_limit}`")
         if self.reduce_dtype is not None and not _is_float_type(self.reduce_dtype):
             raise ArgumentError(f"reduce_dtype is a floating-point type, got `{self.reduce_dtype}`")
+        if isinstance(self.refine, bool) or not isinstance(self.refine, int) or not 1 <= self.refine <= MOST_REFINED:
+            raise ArgumentError(f"refine is a number of plans from 1 to {MOST_REFINED}, got `{self.refine}`")
+        if self.reduce_dtype is not None and not self.islands:
+            raise ArgumentError("reduce_dtype needs islands: XLA alone reduces in the type of the operation")
         if isinstance(self.hardware, str):
             load(self.hardware)
         if self.pins is not None and not isinstance(self.pins, Mapping):

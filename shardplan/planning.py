@@ -42,7 +42,7 @@ def build_problem(
     prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
     space = LayoutSpace(axes)
     hard = hard_layouts(program, space, options.pins).layouts
-    return Problem(program, space, prices, hard, options.reduce_dtype)
+    return Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
 
 
 def plan_program(

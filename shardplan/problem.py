@@ -41,6 +41,7 @@ class Problem:
 
     ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None where the dimension is free.
     ``reduce_dtype`` is the element type in which partial results of contractions travel, None for their own.
+    Without ``islands`` every reduction is left to XLA, and priced as what it makes of it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Problem:
         prices: Prices,
         fixed: Mapping[int, tuple[tuple[int, ...] | None, ...]],
         reduce_dtype: Any = None,
+        islands: bool = True,
     ) -> None:
         self.program = program
         self.space = space
@@ -60,13 +62,15 @@ class Problem:
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
         self.reduce_dtype = reduce_dtype
+        self.islands = islands
         self._fixed = fixed
         self._barriers: set[int] = set()
         self._maker = StrategyMaker(space)
         self._tables: dict[Any, np.ndarray] = {}
         self._derive_choices()
         self.generated = self._find_generated()
-        self.deferred = DeferredSums(program, self.choices, self.links, fixed)
+        whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
+        self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self._pass_on_deferred()
         self._stacks = {
             link.target for links in self.links.values() for link in links.inside if link.stacked == "target"
@@ -317,7 +321,7 @@ class Problem:
 
     def partial(self, operation: Operation, strategy: Strategy, position: int) -> Partial:
         """The state in which an operation leaves a result."""
-        island = may_be_island(operation, strategy)
+        island = self.islands and may_be_island(operation, strategy)
         dtype = self.program.values[operation.results[position]].dtype
         travelling = reduction_dtype(operation, dtype, self.reduce_dtype) if island else dtype
         width = _jax.item_bytes(travelling) / _jax.item_bytes(dtype)

@@ -125,7 +125,8 @@ class Schedule:
         None where XLA, left alone, reduces them as planned.
         """
         strategy = self.assignment.strategies[operation.index]
-        if not may_be_island(operation, strategy) or not strategy.pending[0]:
+        able = self.problem.islands and may_be_island(operation, strategy)
+        if not able or not strategy.pending[0]:
             return None
         dtype = self.program.values[operation.results[0]].dtype
         travelling = reduction_dtype(operation, dtype, self.problem.reduce_dtype)

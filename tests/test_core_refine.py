@@ -1,0 +1,57 @@
+"""Plans that the compiler decides on: several ways to plan, compiled, the best one kept."""
+
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan import refine
+from shardplan.target import TargetNotInstalledError
+
+MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+W = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+X = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+
+
+def _step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+
+@pytest.mark.parametrize("number", [0, 9, 1.5, True, "2"])
+def test_a_number_of_plans_is_checked(number):
+    with pytest.raises(shardplan.ArgumentError, match="refine is a number of plans from 1 to 8"):
+        shardplan.auto(_step, MESH, refine=number)
+
+
+def test_a_missing_compiler_is_named_before_anything_is_planned(monkeypatch):
+    def missing(*_):
+        raise TargetNotInstalledError('pip install "shardplan[audit]"')
+
+    monkeypatch.setattr(refine, "gpu_mesh", missing)
+    with pytest.raises(TargetNotInstalledError, match="audit"):
+        shardplan.plan(_step, MESH, W, X, refine=2)
+
+
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize("objective", ["bytes", "time"])
+def test_the_best_compiled_plan_is_kept_and_every_way_is_told(objective):
+    plan = shardplan.plan(_step, MESH, W, X, refine=3, objective=objective, donate_argnums=0)
+    rows = plan.statistics["refined"]
+    assert rows[0]["way"] == "as asked" and len(rows) == 3
+    (kept,) = [row for row in rows if row["kept"]]
+    measure = "compiled_seconds" if objective == "time" else "compiled_bytes"
+    assert kept[measure] == min(row[measure] for row in rows if measure in row)
+    assert kept["predicted_bytes"] == plan.communication_bytes
+    assert all("compiled" in row["result"] or row["result"] == "the same plan as before" for row in rows)
+
+
+def test_without_islands_every_reduction_is_left_to_xla():
+    plan = shardplan.plan(_step, MESH, W, X, islands=False)
+    schedule = plan.schedule
+    operations = [o for o in plan.program.operations if o.index in schedule.assignment.strategies]
+    assert all(schedule.island_dtype(operation) is None for operation in operations)
+    assert not schedule.problem.deferred.values
+    with pytest.raises(shardplan.ArgumentError, match="reduce_dtype needs islands"):
+        shardplan.plan(_step, MESH, W, X, islands=False, reduce_dtype="float32")
