@@ -17,3 +17,4 @@ from shardplan.errors import PlanMismatchError as PlanMismatchError
 from shardplan.errors import ShardplanError as ShardplanError
 from shardplan.errors import ShardplanWarning as ShardplanWarning
 from shardplan.plan import Plan as Plan
+from shardplan.rules import describe as describe
