@@ -37,6 +37,11 @@ def described(key: Hashable) -> Description | None:
     return _described.get(key)
 
 
+def everything_described() -> dict[Hashable, Description]:
+    """All descriptions there are."""
+    return dict(_described)
+
+
 def register(key: Hashable, description: Description, replace: bool) -> None:
     """Keep a description; raises :class:`RuleError` if there is another one and ``replace`` is false."""
     if not replace and key in _described and _described[key] != description:

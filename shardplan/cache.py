@@ -17,6 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import types
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,11 +35,13 @@ from shardplan.layout import MeshAxes
 from shardplan.options import Options
 from shardplan.plan_file import checksum, library_version, options_entries
 from shardplan.program import Program
+from shardplan.rules.registry import everything_described
 
 VARIABLE = "SHARDPLAN_CACHE_DIR"
 """The environment variable that names the folder; empty, nothing is kept."""
 
 _MOST_ENTRIES = 1000
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _complained: set[Path] = set()
 
 
@@ -116,8 +120,23 @@ def key_of(program: Program, meshes: Sequence[MeshAxes], options: Options) -> st
     hardware = None if options.hardware is None else asdict(load(options.hardware))
     shapes = [(mesh.names, mesh.sizes) for mesh in meshes]
     versions = (library_version(), _code(), jax.__version__)
-    parts = (program.fingerprint(), shapes, entries, hardware, versions)
+    parts = (program.fingerprint(), shapes, entries, hardware, versions, _described())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _described() -> list[str]:
+    """What the user has described, lambdas by what they compute."""
+    found = []
+    for key, description in everything_described().items():
+        code = getattr(description.said, "__code__", None)
+        text = description.said if code is None else _code_text(code)
+        found.append(f"{_ADDRESS.sub('', str(key))} {text} {description.sizes}")
+    return sorted(found)
+
+
+def _code_text(code: types.CodeType) -> str:
+    inside = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()}{code.co_names}{code.co_varnames}{inside}"
 
 
 @lru_cache(maxsize=1)

@@ -25,6 +25,7 @@ from shardplan import cache
 from shardplan.cache import VARIABLE, Cache, default_cache
 from shardplan.errors import ShardplanWarning
 from shardplan.hardware import load
+from shardplan.rules.registry import forget
 from tests.core_programs import assert_equal_trees, mesh_of
 from tests.loops_programs import scan_loss
 
@@ -116,6 +117,21 @@ def test_other_versions_are_planned_anew(folder: Path, monkeypatch: pytest.Monke
     assert not make().statistics["cached"]
     monkeypatch.setattr(cache, "_code", lambda: "another")
     assert not make().statistics["cached"]
+
+
+def test_other_descriptions_are_planned_anew(folder: Path) -> None:
+    make()
+    shardplan.rules.describe("a foreign function", "i j -> i j")
+    try:
+        assert not make().statistics["cached"]
+        for factor in (2, 3):
+            lambdas = eval(f"lambda x: lambda i, j: x[i, j] * {factor}")
+            shardplan.rules.describe("a foreign function", lambdas, replace=True)
+            assert not make().statistics["cached"]
+        assert make().statistics["cached"]
+    finally:
+        forget("a foreign function")
+    assert make().statistics["cached"]
 
 
 def test_an_entry_for_other_variables_is_planned_anew(folder: Path) -> None:
