@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from shardplan.errors import ArgumentError
+from shardplan.layout import Layout
 from shardplan.program import Constant, Operation, Program, Region
 
 _SCOPE = "shardplan_trips_"
@@ -40,6 +41,16 @@ class Links:
     enter: tuple[Link, ...]
     inside: tuple[Link, ...]
     same: dict[int, int]
+
+
+def slice_layout(layout: Layout, rank: int) -> Layout:
+    """The layout of one slice of a stack of ``rank`` dimensions; pending axes of a partial stack stay in front.
+
+    >>> slice_layout(((), (0,), ()), 3), slice_layout(((0,), (), (1,), ()), 3)
+    (((0,), ()), ((0,), (1,), ()))
+    """
+    pending = len(layout) - rank
+    return (*layout[:pending], *layout[pending + 1 :])
 
 
 def links_of(program: Program, operation: Operation) -> Links:

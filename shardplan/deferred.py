@@ -36,6 +36,7 @@ class DeferredSums:
         self._choices = choices
         self._fixed = fixed
         self._makers = {result: o for o in program.operations for result in o.results}
+        self._stacks = {index: self._stacked(around) for index, around in links.items()}
         carries = self._carries(links)
         able = self._able(set(carries))
         while True:  # a carry is able only if what comes round is
@@ -67,6 +68,11 @@ class DeferredSums:
                     found[link.target] = link.source
         return found
 
+    def _stacked(self, around: Links) -> dict[int, int]:
+        """The stacks that a scan fills, each with the value that it stacks: sums of slices are a sum of stacks."""
+        filled = [link for link in around.inside if link.stacked == "target"]
+        return {link.target: link.source for link in filled if isinstance(link.source, int) and self._may(link.target)}
+
     def is_zero(self, value: int | Constant | None) -> bool:
         """Whether a value is zeros: a broadcast literal 0."""
         maker = self._makers.get(value) if isinstance(value, int) else None
@@ -78,6 +84,7 @@ class DeferredSums:
     def _able(self, carries: set[int]) -> set[int]:
         able = {value for value in carries if self._may(value)}
         for operation in self._program.operations:
+            able |= {stack for stack, part in self._stacks.get(operation.index, {}).items() if part in able}
             choices = self._choices.get(operation.index)
             if choices is None or len(operation.results) != 1 or not self._may(operation.results[0]):
                 continue
@@ -104,6 +111,7 @@ class DeferredSums:
         """The able values from which a meeting place is reached."""
         useful = {value for entering, coming in carries.items() if entering in able for value in (entering, coming)}
         for operation in reversed(self._program.operations):
+            useful |= {part for stack, part in self._stacks.get(operation.index, {}).items() if stack in useful}
             linear = self._linear(operation, able)
             if linear is None or operation.results[0] not in able:
                 continue

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
-from shardplan.control import Links, links_of
+from shardplan.control import Links, links_of, slice_layout
 from shardplan.deferred import DeferredSums
 from shardplan.layout import Domain, Layout, LayoutSpace, replicated
 from shardplan.prices import Prices
@@ -72,7 +72,7 @@ class Problem:
         whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self._pass_on_deferred()
-        self._stacks = {
+        self.stacks = {
             link.target for links in self.links.values() for link in links.inside if link.stacked == "target"
         }
         self._leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
@@ -207,8 +207,8 @@ class Problem:
             costs[1:] = np.inf  # closed-over arrays live on every device
         if domain.whole is not None and value.index in self._leaving:
             costs[len(domain.whole) :] = np.inf  # the caller gets whole values
-        if value.index in self._stacks:
-            whole = [not layout[0] for layout in domain.layouts]
+        if value.index in self.stacks:
+            whole = [not layout[len(layout) - domain.rank] for layout in domain.layouts]
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
         fixed = self._fixed.get(value.index)
         if fixed is not None:
@@ -264,7 +264,7 @@ class Problem:
                 targets = tuple(((), *layout) for layout in targets)
             elif link.stacked == "target":
                 # a stack whose leading dimension is split is excluded by its own costs
-                targets = tuple(layout[1:] if not layout[0] else replicated(len(layout) - 1) for layout in targets)
+                targets = tuple(slice_layout(layout, len(target.shape)) for layout in targets)
             table = self._transition_table(source, targets, link.times)
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 

@@ -68,12 +68,15 @@ class Replay:
         links = self._schedule.problem.links[operation.index]
         operands = [self._read_link(link) for link in links.enter]
         if operation.primitive.name == "scan":
-            results = self._scan(operation, links, operands)
+            results = list(self._scan(operation, links, operands))
         elif operation.primitive.name == "while":
-            results = self._while(operation, links, operands)
+            results = list(self._while(operation, links, operands))
         else:
-            results = self._branch(operation, links, operands)
+            results = list(self._branch(operation, links, operands))
         layouts = self._schedule.assignment.values
+        for position, value in enumerate(operation.results):
+            if value in self._schedule.problem.stacks and self._schedule.is_partial(value, layouts[value]):
+                results[position] = jax.numpy.swapaxes(results[position], 0, 1)  # a partial tensor's parts are in front
         placed = [
             self._constrain(array, layouts[value]) for value, array in zip(operation.results, results, strict=True)
         ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.control import Link
+from shardplan.control import Link, slice_layout
 from shardplan.layout import Layout, replicated
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
@@ -96,7 +96,8 @@ class Schedule:
         target = self.assignment.values[link.target]
         if link.stacked == "source":
             return ((), *target)
-        return target[1:] if link.stacked == "target" else target
+        rank = len(self.program.values[link.target].shape)
+        return slice_layout(target, rank) if link.stacked == "target" else target
 
     def generating(self, operation: Operation, layout: Layout) -> Strategy:
         """How an operation that makes a value from nothing makes it in ``layout``."""

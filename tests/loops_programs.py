@@ -141,6 +141,18 @@ def accumulating(weights: Any, x: Any) -> Any:
     return tuple(w - 0.1 * g / len(micro) for w, g in zip(layers, gradients, strict=True)), value
 
 
+def accumulating_scans(weights: Any, x: Any) -> Any:
+    """Gradient accumulation over microbatches, of layers that are scanned."""
+    micro = x.reshape(4, -1, x.shape[-1])
+
+    def body(total: Any, part: Any) -> Any:
+        value, gradients = jax.value_and_grad(checkpoint_loss)(weights, part)
+        return (total[0] + gradients, total[1] + value), None
+
+    (gradients, value), _ = jax.lax.scan(body, (jnp.zeros_like(weights), 0.0), micro)
+    return weights - 0.1 * gradients / len(micro), value
+
+
 def unscanned_loss(weights: Any, x: Any) -> Any:
     for w in weights:
         x = layer(x, w)
@@ -218,6 +230,7 @@ FORMS: dict[str, Step] = {
     "map": mapped,
     "associative scan": associative,
     "accumulation": accumulating,
+    "accumulation, scanned": accumulating_scans,
     "custom rules, forward": custom_forward,
 }
 """Every form as ``(weights [layers, n, n], x [batch, n]) -> results``."""

@@ -28,6 +28,5 @@ X = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
 def test_bytes(name: str, sizes: tuple[int, ...]) -> None:
     mesh = gpu_mesh("h100", sizes, ("x", "y")[: len(sizes)])
     plan = shardplan.plan(FORMS[name], mesh, WEIGHTS, X)
-    assert plan.collectives or any(plan.layouts.values())
     compiled = measure(plan.lower(mesh), mesh_axes=plan.mesh_axes).communication_bytes
     assert compiled == pytest.approx(plan.communication_bytes, rel=0.03, abs=1000)

@@ -32,7 +32,7 @@ def assert_planned(name: str, sizes: tuple[int, ...]) -> shardplan.Plan:
     return plan
 
 
-QUICK = ("scan", "nested", "checkpoint, dots", "while", "cond", "accumulation", "custom rules")
+QUICK = ("scan", "nested", "checkpoint, dots", "while", "cond", "accumulation, scanned", "custom rules")
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -131,9 +131,10 @@ def test_a_loop_that_does_not_run() -> None:
     assert all(c.bytes * c.times == 0 for c in plan.collectives if c.times == 0)
 
 
-def test_accumulated_gradients_are_reduced_once() -> None:
+@pytest.mark.parametrize("name", ["accumulation", "accumulation, scanned"])
+def test_accumulated_gradients_are_reduced_once(name: str) -> None:
     weights, x = S((2, 512, 512), jnp.float32), S((32768, 512), jnp.float32)
-    plan = shardplan.plan(FORMS["accumulation"], MESH, weights, x, pins={"1": P("x")})
+    plan = shardplan.plan(FORMS[name], MESH, weights, x, pins={"1": P("x")})
     reducing = [c for c in plan.collectives if "reduce" in c.kind and c.bytes > 1e5]
     assert reducing and all(c.times == 1 for c in reducing)
 
