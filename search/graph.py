@@ -67,6 +67,8 @@ class Graph:
         self.fixed_spans: list[tuple[float, int, int]] = []
         """Usages that no longer depend on a choice."""
         self.constant = 0.0
+        self.exclusions = True
+        """Whether any cost may be infinite; reductions never make one so."""
         self.tick: Callable[[], None] = lambda: None
         """Called every now and then by what takes long; it may raise, after which only `expand` may be used."""
         self.undo: list[Best | Follow | Keep] = []
@@ -88,6 +90,7 @@ class Graph:
             known = graph.costs[u]
             graph.costs[u] = values if known is None else tables.add(known, values)
         unique = [tables.unique(_exclude(table)) for table in network.tables]
+        graph.exclusions = any(np.isinf(array).any() for array in [*unique, *(c for c in graph.costs if c is not None)])
         for u, v, index in network.edges:
             graph.add_edge(leaders[u], leaders[v], unique[index])
         for usage in network.usages if network.usage_limit is not None else ():
@@ -112,6 +115,7 @@ class Graph:
         other.spans = [list(spans) for spans in self.spans]
         other.fixed_spans = list(self.fixed_spans)
         other.usage_limit, other.constant, other.tick = self.usage_limit, self.constant, self.tick
+        other.exclusions = self.exclusions
         if sibling:
             other.undo = list(self.undo)
         return other
@@ -183,6 +187,8 @@ class Graph:
 
     def make_consistent(self) -> None:
         """Drops every choice that has an infinite cost, or none to go with it at some neighbour."""
+        if not self.exclusions:
+            return
         masks: dict[int, NDArray[np.bool_]] = {}
         finite = self.tables.finite
         queue: list[int] = []

@@ -88,7 +88,7 @@ class LocalSearch:
         assert hint is not None
         inside = {v: i for i, v in enumerate(part)}
         small = Graph(len(part))
-        small.tick = graph.tick
+        small.tick, small.exclusions = graph.tick, graph.exclusions
         for v, i in inside.items():
             costs = graph.costs[v]
             assert costs is not None

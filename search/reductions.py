@@ -154,7 +154,7 @@ def follow(graph: Graph) -> int:
             _fold_fixed(graph, v)
             count += 1
             continue
-        leader = _leader(graph, v)
+        leader = _leader(graph, v) if graph.exclusions else None
         if leader is not None:
             _fold_follower(graph, v, *leader)
             heapq.heappush(heap, (len(neighbours[leader[0]]), leader[0]))
