@@ -1,7 +1,7 @@
 """The steps that plans are judged on, and what is measured of each.
 
-Every case runs in a process of its own, so that planning and compiling are timed cold. Nothing needs a GPU: programs
-are compiled for H100 and read back.
+Every compilation runs in a process of its own, so that it is timed cold. Nothing needs a GPU: programs are compiled for
+H100 and read back.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from baselines import Baseline, lower
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardplan
-from shardplan.audit import audit, measure
+from shardplan.audit import measure
 from shardplan.models import Training, gpt, mlp, resnet
 from shardplan.tables import markdown_table, text_table
 from shardplan.target import gpu_mesh
@@ -60,85 +60,89 @@ CASES = {
 }
 
 
+PLAN = "the plan"
+UNCONSTRAINED = "the plan's shardings alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A step as it was compiled: bytes sent per device and step, in all and by reductions per element type.
+
+    Lowering and compiling took `seconds`, and `work` in seconds of all cores together, which a busy machine distorts
+    less.
+    """
+
+    bytes_sent: int
+    reduced_bytes: dict[str, float]
+    peak: int
+    seconds: float
+    work: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What planning said and took, tracing included; see `Compiled` for the units."""
+
+    bytes_sent: float
+    peak: float
+    gap: float
+    seconds: float
+    work: float
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes per device and step, and seconds. Reductions are by element type: at what precision they sum.
-
-    Planning includes tracing, and compiling includes lowering. Their `work` is in seconds of all cores together, which
-    a busy machine distorts less; `unconstrained` is what plain `jit` makes of the plan's input and output shardings.
-    """
+    """A case on a mesh: as planned, and as compiled in every way (`PLAN`, `UNCONSTRAINED`, names of baselines)."""
 
     case: str
     mesh: str
-    predicted_bytes: float
-    compiled_bytes: int
-    predicted_peak: float
-    compiled_peak: int
-    gap: float
-    seconds_to_plan: float
-    plan_work: float
-    seconds_to_compile: float
-    compile_work: float
-    unconstrained_work: float
-    unconstrained_bytes: int
-    reduced_bytes: dict[str, float]
-    baseline_bytes: dict[str, int]
-    baseline_peaks: dict[str, int]
-    baseline_reduced: dict[str, dict[str, float]]
-    baseline_work: dict[str, float]
+    planned: Planned
+    ways: dict[str, Compiled]
 
 
-def measure_case(name: str, mesh_name: str, baselines: Sequence[Baseline]) -> Measured:
-    """Plans a case, compiles the plan and the baselines, and reads back what each sends."""
+def compile_way(name: str, mesh_name: str, way: str | Baseline) -> tuple[Planned | None, Compiled]:
+    """Splits a case in one way, compiles it and reads it back. (Two ways in one process would share kernels.)"""
     case, mesh_axes = CASES[name], MESHES[mesh_name]
     training = case.training()
     state, batch = training.state, training.batch
     mesh = gpu_mesh(TARGET, tuple(mesh_axes.values()), tuple(mesh_axes))
-
-    started = time.perf_counter()
-    planning = partial(shardplan.plan, training.train_step, mesh, state, batch, donate_argnums=(0,), **case.options)
-    plan, plan_work = _timed(planning)
-    seconds_to_plan = time.perf_counter() - started
-
+    planned = None
+    if isinstance(way, Baseline):
+        lowering = partial(lower, way, training.train_step, state, batch, mesh)
+    else:
+        planning = partial(shardplan.plan, training.train_step, mesh, state, batch, donate_argnums=(0,))
+        plan, seconds, work = _timed(partial(planning, **case.options))
+        planned = Planned(plan.communication_bytes, plan.peak_bytes, plan.gap, seconds, work)
+        lowering = partial(plan.lower, mesh)
+        if way == UNCONSTRAINED:
+            shardings = {"in_shardings": plan.in_shardings, "out_shardings": plan.out_shardings}
+            lowering = partial(jax.jit(training.train_step, donate_argnums=0, **shardings).lower, state, batch)
     _start_compiler(mesh)
-    started = time.perf_counter()
-    checked, compile_work = _timed(lambda: audit(plan, target=TARGET))
-    seconds_to_compile = time.perf_counter() - started
-    shardings = {"in_shardings": plan.in_shardings, "out_shardings": plan.out_shardings}
-    plain = jax.jit(training.train_step, donate_argnums=0, **shardings)
-    unconstrained, unconstrained_work = _timed(lambda: measure(plain.lower(state, batch)))
-
-    reports, work = {}, {}
-    for baseline in baselines:
-        compiling = partial(lower, baseline, training.train_step, state, batch, mesh)
-        reports[baseline.name], work[baseline.name] = _timed(lambda compiling=compiling: measure(compiling()))
-    return Measured(
-        case=name,
-        mesh=mesh_name,
-        predicted_bytes=plan.communication_bytes,
-        compiled_bytes=checked.compiled.communication_bytes,
-        predicted_peak=plan.peak_bytes,
-        compiled_peak=checked.compiled.memory.peak,
-        gap=plan.gap,
-        seconds_to_plan=seconds_to_plan,
-        plan_work=plan_work,
-        seconds_to_compile=seconds_to_compile,
-        compile_work=compile_work,
-        unconstrained_work=unconstrained_work,
-        unconstrained_bytes=unconstrained.communication_bytes,
-        reduced_bytes=checked.compiled.reduced_bytes(),
-        baseline_bytes={title: found.communication_bytes for title, found in reports.items()},
-        baseline_peaks={title: found.memory.peak for title, found in reports.items()},
-        baseline_reduced={title: found.reduced_bytes() for title, found in reports.items()},
-        baseline_work=work,
-    )
+    found, seconds, work = _timed(lambda: measure(lowering()))
+    return planned, Compiled(found.communication_bytes, found.reduced_bytes(), found.memory.peak, seconds, work)
 
 
-def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
-    """A result, and the seconds of all cores that it took."""
-    before = time.process_time()
+def measure_case(name: str, mesh_name: str, ways: Sequence[str | Baseline]) -> Measured:
+    """Compiles a case in several ways, each in a fresh process, one after another."""
+    compiled: dict[str, Compiled] = {}
+    for way in (PLAN, *ways):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+            found, read = pool.submit(compile_way, name, mesh_name, way).result()
+        title = way.name if isinstance(way, Baseline) else way
+        compiled[title] = read
+        if title == PLAN:
+            planned = found
+        print(f"measured {name} on {mesh_name}, {title}", file=sys.stderr, flush=True)
+    assert planned is not None  # the plan was the first way
+    return Measured(name, mesh_name, planned, compiled)
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, float, float]:
+    """A result, and the seconds that it took: by the clock, and of all cores together."""
+    started, before = time.perf_counter(), time.process_time()
     result = work()
-    return result, time.process_time() - before
+    return result, time.perf_counter() - started, time.process_time() - before
 
 
 def _start_compiler(mesh: Mesh) -> None:
@@ -148,18 +152,6 @@ def _start_compiler(mesh: Mesh) -> None:
     measure(jax.jit(lambda x: jnp.sum(x @ x.T), in_shardings=sharding).lower(rows))
 
 
-def measure_all(names: Sequence[str], meshes: Sequence[str], baselines: Sequence[Baseline]) -> list[Measured]:
-    """Measures every case on every mesh, each in a fresh process, one after another."""
-    found = []
-    for name in names:
-        for mesh in meshes:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-                found.append(pool.submit(measure_case, name, mesh, baselines).result())
-            print(f"measured {name} on {mesh}", file=sys.stderr, flush=True)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Document:
     """A table under `docs/benchmarks/`: `columns` maps a heading to the text of a cell."""
@@ -167,7 +159,7 @@ class Document:
     name: str
     introduction: str
     columns: dict[str, Callable[[Measured], str]]
-    baselines: tuple[Baseline, ...]
+    ways: tuple[str | Baseline, ...]
 
     def print_and_write(self, measured: Sequence[Measured], write: bool) -> None:
         header = ["step", "mesh", *self.columns]
@@ -189,7 +181,8 @@ def report(*documents: Document) -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, help="these cases; documents are left as they are")
     parser.add_argument("--mesh", nargs="+", choices=MESHES, help="these meshes; documents are left as they are")
     options = parser.parse_args()
-    baselines = tuple(dict.fromkeys(baseline for document in documents for baseline in document.baselines))
-    measured = measure_all(options.only or list(CASES), options.mesh or list(MESHES), baselines)
+    ways = tuple(dict.fromkeys(way for document in documents for way in document.ways))
+    names, meshes = options.only or list(CASES), options.mesh or list(MESHES)
+    measured = [measure_case(name, mesh, ways) for name in names for mesh in meshes]
     for document in documents:
         document.print_and_write(measured, write=not (options.only or options.mesh))

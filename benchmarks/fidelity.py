@@ -1,6 +1,6 @@
 """How near predictions come to the compiled programs, and what planning costs: `python benchmarks/fidelity.py`."""
 
-from cases import DATA_PARALLEL, Document, report
+from cases import DATA_PARALLEL, PLAN, UNCONSTRAINED, Compiled, Document, Planned, report
 
 from shardplan.tables import megabytes
 
@@ -16,21 +16,28 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * (part / whole - 1):+.2f} %" if whole else "-"
 
 
-COLUMNS = {
-    "predicted MB": lambda m: megabytes(m.predicted_bytes),
-    "compiled MB": lambda m: megabytes(m.compiled_bytes),
-    "compiled - predicted": lambda m: _percent(m.compiled_bytes, m.predicted_bytes),
-    "gap": lambda m: f"{100 * m.gap:.4f} %",
-    "predicted peak GB": lambda m: f"{m.predicted_peak / 1e9:.2f}",
-    "compiled peak GB": lambda m: f"{m.compiled_peak / 1e9:.2f}",
-    "s to plan": lambda m: f"{m.seconds_to_plan:.2f} ({m.plan_work:.2f})",
-    "s to compile": lambda m: f"{m.seconds_to_compile:.1f} ({m.compile_work:.1f})",
-    "x plain jit": lambda m: f"{m.compile_work / m.unconstrained_work:.2f}",
-    "plain jit MB": lambda m: megabytes(m.unconstrained_bytes),
-    "x data parallel": lambda m: f"{m.compile_work / m.baseline_work[DATA_PARALLEL.name]:.2f}",
-}
+def _times_the_work_of(name: str):
+    return lambda m: f"{m.ways[PLAN].work / m.ways[name].work:.2f}"
 
-FIDELITY = Document("fidelity", INTRODUCTION, COLUMNS, (DATA_PARALLEL,))
+
+def _seconds(of: Planned | Compiled) -> str:
+    return f"{of.seconds:.2f} ({of.work:.2f})"
+
+
+COLUMNS = {
+    "predicted MB": lambda m: megabytes(m.planned.bytes_sent),
+    "compiled MB": lambda m: megabytes(m.ways[PLAN].bytes_sent),
+    "compiled - predicted": lambda m: _percent(m.ways[PLAN].bytes_sent, m.planned.bytes_sent),
+    "gap": lambda m: f"{100 * m.planned.gap:.4f} %",
+    "predicted peak GB": lambda m: f"{m.planned.peak / 1e9:.2f}",
+    "compiled peak GB": lambda m: f"{m.ways[PLAN].peak / 1e9:.2f}",
+    "s to plan": lambda m: _seconds(m.planned),
+    "s to compile": lambda m: _seconds(m.ways[PLAN]),
+    "x plain jit": _times_the_work_of(UNCONSTRAINED),
+    "plain jit MB": lambda m: megabytes(m.ways[UNCONSTRAINED].bytes_sent),
+    "x data parallel": _times_the_work_of(DATA_PARALLEL.name),
+}
+FIDELITY = Document("fidelity", INTRODUCTION, COLUMNS, (UNCONSTRAINED, DATA_PARALLEL))
 
 if __name__ == "__main__":
     report(FIDELITY)

@@ -1,6 +1,6 @@
 """How much plans send beside the usual ways to split the same steps: `python benchmarks/quality.py`."""
 
-from cases import DATA_PARALLEL, FSDP, Document, Measured, report
+from cases import DATA_PARALLEL, FSDP, PLAN, Document, Measured, report
 
 from shardplan.tables import megabytes
 
@@ -11,25 +11,26 @@ INTRODUCTION = (
 
 
 def _beside(name: str):
-    return lambda m: f"{m.compiled_bytes / m.baseline_bytes[name]:.3f}"
+    return lambda m: f"{m.ways[PLAN].bytes_sent / m.ways[name].bytes_sent:.3f}"
 
 
 def _megabytes_of(name: str):
-    return lambda m: megabytes(m.baseline_bytes[name])
+    return lambda m: megabytes(m.ways[name].bytes_sent)
 
 
 def _reduced_in_bf16(m: Measured) -> str:
     """The part of the reductions' bytes that sums in bf16."""
-    ways = (m.reduced_bytes, *m.baseline_reduced.values())
-    return " / ".join(f"{100 * way.get('bf16', 0) / max(sum(way.values()), 1):.0f} %" for way in ways)
+    reduced = [m.ways[name].reduced_bytes for name in WAYS]
+    return " / ".join(f"{100 * way.get('bf16', 0) / max(sum(way.values()), 1):.0f} %" for way in reduced)
 
 
 def _memory(m: Measured) -> str:
-    return " / ".join(f"{peak / 1e9:.2f}" for peak in (m.compiled_peak, *m.baseline_peaks.values()))
+    return " / ".join(f"{m.ways[name].peak / 1e9:.2f}" for name in WAYS)
 
 
+WAYS = (PLAN, DATA_PARALLEL.name, FSDP.name)
 COLUMNS = {
-    "plan MB": lambda m: megabytes(m.compiled_bytes),
+    "plan MB": _megabytes_of(PLAN),
     "data parallel MB": _megabytes_of(DATA_PARALLEL.name),
     "FSDP MB": _megabytes_of(FSDP.name),
     "plan / data parallel": _beside(DATA_PARALLEL.name),
@@ -37,7 +38,6 @@ COLUMNS = {
     "peak GB (plan / data parallel / FSDP)": _memory,
     "reduced in bf16 (the same)": _reduced_in_bf16,
 }
-
 QUALITY = Document("quality", INTRODUCTION, COLUMNS, (DATA_PARALLEL, FSDP))
 
 if __name__ == "__main__":
