@@ -7,6 +7,7 @@ state, loss = step(state, batch)
 from shardplan.audit import audit as audit
 from shardplan.auto import auto as auto
 from shardplan.auto import plan as plan
+from shardplan.calibrate import calibrate as calibrate
 from shardplan.compare import Comparison as Comparison
 from shardplan.compare import compare as compare
 from shardplan.control import trip_count as trip_count

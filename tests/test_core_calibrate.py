@@ -1,0 +1,75 @@
+"""Calibration: curves, the profile that they give, its file, and its error on points held out."""
+
+import math
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan.calibrate import calibrate, profile_toml, sent_bytes
+from shardplan.hardware import load
+from shardplan.measuring import collective, measure_curve
+from shardplan.target import gpu_mesh
+
+
+def _mesh():
+    count = len(jax.devices())
+    if count < 2:
+        pytest.skip("needs two devices")
+    return jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def test_a_curve_stops_where_splitting_saves_nothing():
+    curve = measure_curve(lambda size: lambda: None, 4096, 1, clock=lambda run, size: max(size, 1000) * 1e-9)
+    assert curve.sizes == (512, 1024, 2048, 4096)
+    assert curve.seconds(8192) == pytest.approx(8192e-9)
+    assert curve.error() == pytest.approx(0, abs=0.01)
+    assert len(curve.held_out) == 3
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"])
+def test_every_kind_of_collective_runs(kind):
+    assert np.isfinite(jax.block_until_ready(collective(_mesh(), kind, ("x",))(1024)())).all()
+
+
+def test_bytes_sent_are_those_of_rings():
+    assert sent_bytes("all-reduce", 80, 4) == 120
+    assert sent_bytes("all-gather", 80, 4) == sent_bytes("reduce-scatter", 80, 4) == 60
+    assert sent_bytes("collective-permute", 80, 4) == 80
+
+
+def test_a_profile_is_measured_written_and_read(tmp_path):
+    mesh = _mesh()
+    step = lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # noqa: E731
+    arguments = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((128, 64), jnp.float32))
+    plan = shardplan.plan(step, mesh, *arguments)
+    found = calibrate(mesh, plan, tmp_path / "ours.toml", largest_bytes=2**16, largest_side=128)
+    read = load(tmp_path / "ours.toml")
+    assert read.flops == found.profile.flops and set(read.flops) == {"float32"}
+    assert read.axes == found.profile.axes and set(read.axes) == {"x"}
+    assert math.isfinite(found.error) and "mean error of interpolation" in str(found)
+    assert {m.name for m in found.measured} >= {"product float32", "memory", "all-reduce over x", "all-gather over x"}
+    again = shardplan.plan(step, mesh, *arguments, objective="time", hardware=str(tmp_path / "ours.toml"))
+    assert again.objective > 0
+
+
+def test_the_file_of_a_shipped_profile_is_read_back(tmp_path):
+    profile = load("h100")
+    (tmp_path / "copy.toml").write_text(profile_toml(profile))
+    copy = load(tmp_path / "copy.toml")
+    assert (copy.flops, copy.intra_host, copy.inter_host) == (profile.flops, profile.intra_host, profile.inter_host)
+    assert (copy.memory_bytes, copy.sources) == (profile.memory_bytes, profile.sources)
+
+
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+def test_compile_only_devices_are_not_measured():
+    with pytest.raises(shardplan.ArgumentError, match="devices that are there"):
+        calibrate(gpu_mesh("h100", (2,), ("x",)))
+
+
+def test_what_cannot_run_is_not_measured():
+    with pytest.raises(shardplan.ArgumentError, match="devices that are there"):
+        calibrate(jax.sharding.AbstractMesh((2,), ("x",)))
