@@ -9,9 +9,9 @@ shapes (enough to plan) or as arrays (to run). The command line takes them too:
 >>> training = gpt.training(gpt.Config(layers=1, width=64, heads=4, vocabulary=256, sequence=32, batch=8))
 >>> training.state["params"]["head"]["kernel"]
 ShapeDtypeStruct(shape=(64, 256), dtype=float32)
->>> state, loss = jax.jit(training.train_step)(training.init(), training.example())
->>> loss.shape, int(state["step"])
-((), 1)
+>>> state, loss = jax.eval_shape(training.train_step, training.state, training.batch)
+>>> loss
+ShapeDtypeStruct(shape=(), dtype=float32)
 """
 
 from shardplan.models.training import Batch as Batch

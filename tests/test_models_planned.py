@@ -10,7 +10,7 @@ from shardplan.models import Training, gpt, mlp, resnet
 STEPS = 5
 MODELS = {
     "mlp": mlp.Config(widths=(32, 128, 64, 32), batch=64),
-    "gpt": gpt.Config(layers=2, width=64, heads=8, vocabulary=256, sequence=32, batch=16),
+    "gpt": gpt.Config(layers=1, width=64, heads=8, vocabulary=256, sequence=32, batch=16),
     "resnet": resnet.Config(blocks=(1, 1), width=8, classes=16, image=32, batch=16, learning_rate=0.01),
 }
 CASES = [

@@ -12,10 +12,10 @@ from shardplan.models import Training, gpt, mlp, resnet
 SMALL = {
     "mlp": lambda dtype: mlp.training(mlp.Config(widths=(16, 32, 8), batch=16, compute_dtype=dtype)),
     "gpt": lambda dtype: gpt.training(
-        gpt.Config(layers=2, width=32, heads=4, vocabulary=64, sequence=16, batch=4, compute_dtype=dtype)
+        gpt.Config(layers=1, width=32, heads=4, vocabulary=64, sequence=16, batch=4, compute_dtype=dtype)
     ),
     "resnet": lambda dtype: resnet.training(
-        resnet.Config(blocks=(1, 1), width=8, classes=10, image=16, batch=8, compute_dtype=dtype, learning_rate=0.01)
+        resnet.Config(blocks=(1,), width=8, classes=10, image=16, batch=8, compute_dtype=dtype, learning_rate=0.01)
     ),
 }
 
