@@ -137,6 +137,7 @@ class Sweeper:
         tables = [t.T if turn else t for t, turn in zip(model.tables, turned, strict=True)]
         self._up_tables, self._up = self._direction(tables, 0, bounds)
         self._down_tables, self._down = self._direction(tables, 1, bounds)
+        self._buffer = np.empty(max((len(level.spread) for level in (*self._up, *self._down)), default=0))
         # Where each edge's table starts among those of the upward direction, in the order of `_pairs`.
         edges = np.lexsort((high, low))
         edges = edges[~self._is_large[edges]]
@@ -268,7 +269,9 @@ class Sweeper:
         outgoing = self.beliefs[level.sources]
         outgoing *= level.shares
         outgoing -= self.messages[level.opposite]
-        entries = outgoing[level.spread]
+        # Taking into a buffer with "clip" is three times as fast as indexing, which checks and allocates.
+        entries = self._buffer[: len(level.spread)]
+        np.take(outgoing, level.spread, out=entries, mode="clip")
         entries += tables[level.table]
         message = np.minimum.reduceat(entries, level.far_starts)
         least = np.minimum.reduceat(message, level.edge_starts)

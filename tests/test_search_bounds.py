@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from shardplan.search import Network, testing
+from shardplan.search.branching import Branching
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.relaxation import Relaxation
+from shardplan.search.solver import Effort, GraphSolver, Watch
 
 
 def graphs(memory: bool, count: int) -> list[tuple[Network, Graph, float]]:
@@ -100,3 +102,26 @@ def _best(net: Network, graph: Graph) -> float:
         if net.usage_limit is None or net.peak(full)[0] <= net.usage_limit:
             best = min(best, net.cost(full))
     return best
+
+
+def test_branching_proves_what_relaxations_leave_open() -> None:
+    proven = 0
+    for net, graph, optimum in graphs(True, 30):
+        graph.hint = None
+        no_closing = Effort(sweeps=20, closable=0, dives=False)
+        solver = GraphSolver(graph, np.inf, no_closing, 0.0, Watch(lambda: None, lambda: 60.0))
+        solver.solve()
+        open_before = not solver.closed
+        branching = Branching(solver, no_closing)
+        for _ in range(200):
+            assert solver.lower <= optimum + 1e-9
+            if solver.closed or not branching.step():
+                break
+        assert solver.upper >= optimum - 1e-9
+        if open_before and solver.closed:
+            proven += 1
+            assert solver.upper == pytest.approx(optimum)
+            full = graph.expand(graph.hint)
+            assert net.cost(full) == optimum
+            assert net.peak(full)[0] <= net.usage_limit
+    assert proven > 3
