@@ -1,0 +1,58 @@
+"""What a plan reports beside its own figures: reductions in other precisions, and the price of pins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from shardplan import _jax
+from shardplan.options import Options
+from shardplan.plan import Plan
+from shardplan.planning import plan_program
+from shardplan.program import Program
+from shardplan.schedule import REDUCTIONS, Schedule, Sent
+from shardplan.strategy import reduction_dtype
+
+COMPARED = ("bfloat16", "float32")
+"""The element types in which the reductions of a plan are counted, beside its own."""
+
+
+def reduction_bytes(schedule: Schedule) -> dict[str, float]:
+    """Bytes that one device sends per step in reductions: as planned, and with each type as ``reduce_dtype``.
+
+    The plan stays the same; planned anew for that type, it can send less.
+    """
+    sent = [found for found in schedule.collectives() if found.step.kind in REDUCTIONS]
+    found = {"as planned": float(sum(one.bytes * one.times for one in sent))}
+    return found | {name: float(sum(_bytes_in(schedule, one, name) for one in sent)) for name in COMPARED}
+
+
+def _bytes_in(schedule: Schedule, sent: Sent, name: str) -> float:
+    """Bytes of one reduction per step where ``reduce_dtype`` is the named type."""
+    tensor, operation = sent.tensor, sent.operation
+    if operation is not None and tensor.index in operation.results:
+        travelling = reduction_dtype(operation, tensor.dtype, jnp.dtype(name))
+    else:  # a sum that was passed on; vectors are not narrowed
+        wanted = jnp.dtype(name)
+        narrower = _jax.item_bytes(wanted) < _jax.item_bytes(tensor.dtype)
+        keeps = not _jax.is_float(tensor.dtype) or (narrower and len(tensor.shape) < 2)
+        travelling = tensor.dtype if keeps else wanted
+    elements = tensor.total_bytes / _jax.item_bytes(tensor.dtype)
+    return sent.step.fraction * elements * _jax.item_bytes(travelling) * sent.times
+
+
+def with_reports(plan: Plan, program: Program, options: Options) -> Plan:
+    """The plan, its statistics with ``reductions`` (bytes by precision) and, where there are pins, their price.
+
+    The price is what the pinned plan costs above the best one without pins, in ``communication_bytes`` and in the unit
+    of the ``objective``; finding that one is a search of its own.
+    """
+    statistics = {**plan.statistics, "reductions": reduction_bytes(plan.schedule)}
+    if options.pins:
+        free = plan_program(program, plan.mesh, replace(options, pins=None))
+        statistics["pins"] = {
+            "objective": max(0.0, plan.objective - free.objective),
+            "communication_bytes": plan.communication_bytes - free.communication_bytes,
+        }
+    return replace(plan, statistics=statistics)

@@ -1,0 +1,45 @@
+"""What plans report: reductions in other precisions, and the price of pins."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+
+ROWS = {"1": P("x", None)}
+MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _gradient(dtype):
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+    return step, jax.ShapeDtypeStruct((256, 256), dtype), jax.ShapeDtypeStruct((4096, 256), dtype)
+
+
+@pytest.mark.parametrize(("dtype", "own"), [(jnp.float32, "float32"), (jnp.bfloat16, "bfloat16")])
+def test_reductions_are_counted_in_both_precisions(dtype, own):
+    step, w, x = _gradient(dtype)
+    found = shardplan.plan(step, MESH, w, x, pins=ROWS).statistics["reductions"]
+    assert found["as planned"] == found[own] > 0
+    assert found["float32"] == pytest.approx(2 * found["bfloat16"])
+
+
+def test_the_reported_bytes_are_those_of_a_plan_with_that_type():
+    step, w, x = _gradient(jnp.float32)
+    narrow = shardplan.plan(step, MESH, w, x, pins=ROWS, reduce_dtype="bfloat16")
+    reported = shardplan.plan(step, MESH, w, x, pins=ROWS).statistics["reductions"]
+    assert narrow.statistics["reductions"]["as planned"] == pytest.approx(reported["bfloat16"])
+
+
+def test_pins_have_a_price():
+    step, w, x = _gradient(jnp.float32)
+    free = shardplan.plan(step, MESH, w, x)
+    assert "pins" not in free.statistics
+    pinned = shardplan.plan(step, MESH, w, x, pins=ROWS)
+    price = pinned.statistics["pins"]
+    assert price["objective"] == pytest.approx(pinned.objective - free.objective) and price["objective"] > 0
+    assert price["communication_bytes"] == pinned.communication_bytes - free.communication_bytes
+    same = shardplan.plan(step, MESH, w, x, pins={"1": free.layouts["1"]})
+    assert same.statistics["pins"]["objective"] == pytest.approx(0, abs=1e-6 * free.objective)
