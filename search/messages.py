@@ -24,20 +24,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Model", "Sweeper"]
+from shardplan.search.model import Model, levels_of
+
+__all__ = ["Sweeper"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _LARGE = 4000
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is swept: costs per variable, and per edge its ends and its table `[first, second]`."""
-
-    costs: list[Array]
-    edges: list[tuple[int, int]]
-    tables: list[Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,7 @@ class Sweeper:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        levels = _levels(model)
+        levels = levels_of(model)
         count = len(model.costs)
         self.order = np.array(sorted(range(count), key=lambda v: (levels[v], v)), dtype=np.intp)
         place = np.empty(count, dtype=np.intp)
@@ -138,6 +131,7 @@ class Sweeper:
         self._up_tables, self._up = self._direction(tables, 0, bounds)
         self._down_tables, self._down = self._direction(tables, 1, bounds)
         self._buffer = np.empty(max((len(level.spread) for level in (*self._up, *self._down)), default=0))
+        self._large_buffer = np.empty(max((table.size for table in self._large_tables()), default=0))
         # Where each edge's table starts among those of the upward direction, in the order of `_pairs`.
         edges = np.lexsort((high, low))
         edges = edges[~self._is_large[edges]]
@@ -172,14 +166,16 @@ class Sweeper:
     def _large_edge(self, edge: int, table: Array, near: int) -> _Large:
         source, target = int(self._ends[near][edge]), int(self._ends[1 - near][edge])
         near_slot, far_slot = int(self._end_slots[near][edge]), int(self._end_slots[1 - near][edge])
+        # As it lies in memory, so that it is read in order.
+        turned = not table.flags.c_contiguous and table.T.flags.c_contiguous
         return _Large(
             near=source,
             choices=slice(int(self.offsets[source]), int(self.offsets[source + 1])),
             share=float(self.shares[source]),
             opposite=self._slots(source, near_slot),
             targets=self._slots(target, far_slot),
-            table=table,
-            axis=near,
+            table=table.T if turned else table,
+            axis=1 - near if turned else near,
         )
 
     def _slots(self, place: int, slot: int) -> slice:
@@ -281,7 +277,8 @@ class Sweeper:
 
     def _send_large(self, edge: _Large) -> float:
         outgoing = self.beliefs[edge.choices] * edge.share - self.messages[edge.opposite]
-        entries = edge.table + (outgoing[:, None] if edge.axis == 0 else outgoing)
+        entries = self._large_buffer[: edge.table.size].reshape(edge.table.shape)
+        np.add(edge.table, outgoing[:, None] if edge.axis == 0 else outgoing, out=entries)
         message = entries.min(axis=edge.axis)
         least = message.min()
         message -= least
@@ -362,43 +359,3 @@ def _ragged(lengths: Index) -> tuple[Index, Index]:
     rows = np.repeat(np.arange(len(lengths)), lengths)
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     return rows, np.arange(len(rows)) - starts[rows]
-
-
-def _ranks(model: Model) -> list[int]:
-    """The variables' order: breadth first, from those with most edges.
-
-    Any order gives valid bounds. This one has few levels, so that sweeps are cheap, and was about as good per sweep as
-    orders with long chains.
-    """
-    around: list[list[int]] = [[] for _ in model.costs]
-    for u, v in model.edges:
-        around[u].append(v)
-        around[v].append(u)
-    rank = [-1] * len(around)
-    found: list[int] = []
-    for start in sorted(range(len(around)), key=lambda v: (-len(around[v]), v)):
-        if rank[start] >= 0:
-            continue
-        rank[start] = len(found)
-        found.append(start)
-        for v in itertools.islice(found, rank[start], None):
-            for w in around[v]:
-                if rank[w] < 0:
-                    rank[w] = len(found)
-                    found.append(w)
-    return rank
-
-
-def _levels(model: Model) -> list[int]:
-    """Per variable: one more than the highest level of its neighbours of lower rank."""
-    below: list[list[int]] = [[] for _ in model.costs]
-    rank = _ranks(model)
-    for u, v in model.edges:
-        if rank[u] < rank[v]:
-            below[v].append(u)
-        else:
-            below[u].append(v)
-    levels = [0] * len(model.costs)
-    for v in sorted(range(len(rank)), key=rank.__getitem__):
-        levels[v] = 1 + max((levels[u] for u in below[v]), default=-1)
-    return levels

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
-from shardplan.search.messages import Model, Sweeper
+from shardplan.search.messages import Sweeper
+from shardplan.search.model import Model
 
 __all__ = ["Relaxation"]
 
