@@ -23,6 +23,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 $(INSTALLED): pyproject.toml
+	@echo "Installing shardplan and its extras into $(VENV): this takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[models,audit,notebook,dev]'
 	touch $@
