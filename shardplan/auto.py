@@ -23,7 +23,6 @@ from shardplan.plan import Plan
 from shardplan.planning import rebuild
 from shardplan.program import Program
 from shardplan.refine import refined
-from shardplan.reported import with_reports
 from shardplan.tracing import trace_program
 
 _jax.hide_from_tracebacks(__file__, arguments.__file__, program.__file__, _jax.__file__)
@@ -249,8 +248,7 @@ def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
     spent = time.perf_counter() - started
 
     def make(chosen: Options) -> Plan:
-        plan = replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
-        return with_reports(plan, traced, chosen)
+        return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
 
     return refined(make, resolved) if resolved.refine > 1 else make(resolved)
 

@@ -27,6 +27,7 @@ from shardplan.plan_report import axes_of
 from shardplan.planning import DEFAULT_HARDWARE, build_problem, plan_problem, plan_program, restore, say
 from shardplan.problem import Problem
 from shardplan.program import Program
+from shardplan.reported import with_reports
 from shardplan.search import solve
 
 # The first search of each of several meshes ends where its bound is so near, or its share of the time is over.
@@ -45,6 +46,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
     plan = _restored(program, meshes, options, kept) if kept else None
     if plan is None:
         plan = plan_program(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
+        plan = with_reports(plan, program, options)
         if cache and plan.statistics["status"] != "interrupted":
             cache.write(key, _entry(plan))
     else:
