@@ -236,7 +236,8 @@ class GraphSolver:
     def _close(self) -> None:
         graph, live = self.graph, self.graph.live()
         entries = sum(t.size for v in live for w, t in graph.neighbours[v].items() if v < w)
-        if entries > self.effort.closable:
+        # Without any assignment yet, a model that is far too large to be solved may still give one.
+        if entries > self.effort.closable * (1 if graph.hint is not None else 20):
             return
         result = close(graph, self.effort.closing, self.watch.seconds_left())
         self.raise_lower(min(graph.constant + result.lower_bound, self.upper))
