@@ -24,7 +24,7 @@ _PRECISION = 1e-5
 # search ends with the best plan by then, after so many times the seconds of the search without a limit.
 _PRECISION_WITHIN_LIMIT = 1e-3
 _TIMES_SLOWER_WITHIN_LIMIT = 3
-_LEAST_SECONDS = 1.5
+_LEAST_SECONDS = 2.5
 
 # The network counts memory as a sum over variables, the schedule exactly. Where the exact peak is above the limit
 # though the sum was not, the limit of the sum is lowered by the excess, this often at most.
