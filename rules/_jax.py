@@ -11,8 +11,17 @@ import jax
 import numpy as np
 from jax._src.dtypes import primal_tangent_dtype
 from jax._src.interpreters import mlir as internal_mlir
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+
+
+def experimental(module: str) -> Any:
+    """A module of ``jax.experimental``, imported where it is used: Pallas takes a while."""
+    return import_module(f"jax.experimental.{module}")
+
 
 whole_call_p = Primitive("whole_call")
 whole_call_p.multiple_results = True

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
-
+from shardplan.rules._jax import ClosedJaxpr, Literal
 from shardplan.rules.equation import Equation, Semantics, Tensor, Unknown, expression, name_of
 from shardplan.rules.expression import (
     Affine,

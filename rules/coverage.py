@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 
-from shardplan.rules._jax import lowered_primitives
+from shardplan.rules._jax import Primitive, lowered_primitives
 from shardplan.rules.analysis import Split
 from shardplan.rules.apart import APART
 from shardplan.rules.operations import all_equations
@@ -37,7 +36,7 @@ result is the sum over all k of the products. Besides:
 
 Everything below is built in. Operations of your own are described in one of three ways:
 
-```python
+```text
 shardplan.describe(primitive, "b i, i j -> b j")                 # like einsum; `:` for a dimension needed as a whole
 shardplan.describe(primitive, "out[i] = x[i - 1]? + x[i]")       # the language above
 shardplan.describe(primitive, lambda x, w: lambda i: Sum(lambda k: x[i, k] * w[k]))  # Sum is in shardplan.rules

@@ -16,9 +16,8 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
 
-from shardplan.rules._jax import whole_call_p
+from shardplan.rules._jax import Primitive, whole_call_p
 from shardplan.rules.errors import RuleError
 from shardplan.rules.notation import check_syntax, made_up_shapes
 from shardplan.rules.registry import Description, described, forget, register

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 from jax import numpy as jnp
-from jax.extend.core import Literal
 
+from shardplan.rules._jax import Literal
 from shardplan.rules.errors import RuleError
 from shardplan.rules.rule import Rule, derive
 

@@ -14,11 +14,8 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import pallas as pl
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
 
-from shardplan.rules._jax import convertible_extended_dtype, lowered_primitives
+from shardplan.rules._jax import Primitive, convertible_extended_dtype, experimental, lowered_primitives
 from shardplan.rules.registry import Description, register
 
 _DTYPES: Mapping[str, Any] = {
@@ -310,10 +307,11 @@ def _copy_block(x_ref: Any, out_ref: Any) -> None:
 
 
 def _foreign() -> dict[str, Sample]:
+    pl, partitioning = experimental("pallas"), experimental("custom_partitioning")
     block = pl.BlockSpec((2, 8), lambda g: (g, 0))
     kernel = pl.pallas_call(_copy_block, spec("f32[8,8]"), grid=(4,), in_specs=[block], out_specs=block, name="kernel")
 
-    @custom_partitioning
+    @partitioning.custom_partitioning
     def custom(x: Any) -> Any:
         return x.sum(1)
 

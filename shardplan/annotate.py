@@ -34,11 +34,11 @@ def _dimensions(layout: Layout, axes: tuple[int, ...]) -> tuple[int | None, ...]
     return tuple(by_axis.get(axis) for axis in axes)
 
 
-def _indices(strategies: tuple[Strategy | None, ...], axes: tuple[int, ...]) -> list[tuple[int | None, ...]]:
+def _indices(strategies: tuple[Strategy, ...], axes: tuple[int, ...]) -> list[tuple[int | None, ...]]:
     numbers: dict[Any, int] = {}
 
-    def number(strategy: Strategy | None, axis: int) -> int | None:
-        place = _place(strategy, axis) if strategy else None
+    def number(strategy: Strategy, axis: int) -> int | None:
+        place = _place(strategy, axis)
         return None if place is None else numbers.setdefault(place, len(numbers))
 
     return [tuple(number(strategy, axis) for axis in axes) for strategy in strategies]

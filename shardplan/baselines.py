@@ -172,7 +172,7 @@ def _split(problem: Problem, examples: Examples, alone: bool) -> None:
         followed = any(r in examples.dims or r in examples.sums for r in operation.results)
         if variable is not None and carrying and followed:
             strategies = problem.choices[operation.index].strategies
-            kept = [s is not None and _by_examples(s, operation, carrying, examples) for s in strategies]
+            kept = [s.possible and _by_examples(s, operation, carrying, examples) for s in strategies]
             _keep(problem, variable, kept)
 
 

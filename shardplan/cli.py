@@ -214,6 +214,7 @@ def _demo(arguments: list[str]) -> int:
     """Runs ``python -m shardplan.models.demo``; the models are an extra, which this package knows by name alone."""
     before, sys.argv = sys.argv, ["shardplan demo", *arguments]
     try:
+        sys.modules.pop("shardplan.models.demo", None)  # run afresh, also where somebody imported it
         runpy.run_module("shardplan.models.demo", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         print(

@@ -102,8 +102,10 @@ class Lifetimes:
             size = self._problem.program.values[operation.results[0]].total_bytes
             place = self.place[operation.index]
             for operand in operation.operands[:1] if updates else operation.operands:
-                lifetime = self.held.get(operand) if isinstance(operand, int) else None
-                if lifetime is None or lifetime.end != place or lifetime.start == place:
+                if not isinstance(operand, int) or operand not in self.held:
+                    continue
+                lifetime = self.held[operand]
+                if lifetime.end != place or lifetime.start == place:
                     continue
                 if self._problem.program.values[operand].total_bytes == size:
                     self.held[operand] = Lifetime(lifetime.start, place - 1)

@@ -14,7 +14,6 @@ from shardplan._jax import is_float
 from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, load
 
-
 MOST_REFINED = 8
 """The most plans that `refine` compares."""
 

@@ -16,7 +16,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Links, links_of, slice_layout
 from shardplan.deferred import DeferredSums
-from shardplan.layout import Domain, Layout, LayoutSpace, replicated
+from shardplan.layout import Domain, Layout, LayoutSpace
 from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
@@ -165,7 +165,7 @@ class Problem:
         choices, times = self.choices[operation.index], self.times(operation)
         key = (id(choices), "work", times)
         if key not in self._tables:
-            costs = [self._price_of(operation, s) if s is not None else np.inf for s in choices.strategies]
+            costs = [self._price_of(operation, s) if s.possible else np.inf for s in choices.strategies]
             self._tables[key] = times * np.array(costs)
         return self._tables[key]
 
@@ -285,9 +285,7 @@ class Problem:
             domain = self.domain(operand)
             key = (id(choices), position, domain, self.program.values[operand].total_bytes, times)
             if key not in self._tables:
-                # what stands for no strategy is excluded by its work
-                nowhere = replicated(len(self.program.values[operand].shape))
-                targets = tuple(s.operands[position] if s else nowhere for s in choices.strategies)
+                targets = tuple(s.operands[position] for s in choices.strategies)
                 self._tables[key] = self._transition_table(self.program.values[operand], targets, times)  # type: ignore[arg-type]
             table = self._tables[key]
             if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once

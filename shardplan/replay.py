@@ -187,7 +187,7 @@ class Replay:
     def _run_island(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
     ) -> tuple[tuple[Any, ...], int]:
-        """Runs an operation block by block, reductions spelled out; returns its results and the number of steps done."""
+        """Runs an operation block by block, with explicit reductions; gives its results and how many steps it did."""
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
         island = self._island(tuple(sorted(strategy.pending[0])), steps, travelling)
         result = run_on_blocks(

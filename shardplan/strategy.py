@@ -45,6 +45,8 @@ class Strategy:
     reducers: tuple[str | None, ...]
     degree: int
     halos: tuple[Halo, ...] = ()
+    possible: bool = True
+    """Whether the operation can be split so; a strategy that cannot be stands where a layout has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Choices:
     pass together; ``islands`` tells that the operation can run on blocks as it is.
     """
 
-    strategies: tuple[Strategy | None, ...]
+    strategies: tuple[Strategy, ...]
     follows_result: bool
     pointwise: bool
     linear: tuple[frozenset[int], ...]
@@ -72,14 +74,14 @@ class Choices:
 def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Choices:
     """The choices of an operation through which partial sums pass, aligned with a domain that has partial layouts.
 
-    An operation that cannot be split as its partial result asks for is left out: None stands in its place.
+    Where an operation cannot be split as its partial result asks for, an impossible strategy stands.
     """
     assert domain.whole is not None
-    strategies: list[Strategy | None] = list(choices.strategies)
+    strategies = list(choices.strategies)
     for pending, *own in domain.layouts[len(domain.whole) :]:
         base = choices.strategies[domain.whole.position[tuple(own)]]
         if base.halos or base.results[0] != tuple(own):
-            strategies.append(None)
+            strategies.append(replace(base, results=((pending, *own),), possible=False))
             continue
         operands = tuple(
             (pending, *layout) if position in linear and layout is not None else layout

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.errors import ArgumentError, InfeasibleError
+from shardplan.hardware import HardwareProfile
 from shardplan.mesh import hosts_by_devices, shapes_of
 from tests.core_programs import assert_equal_trees
 
@@ -108,7 +109,8 @@ def test_the_axis_across_hosts_costs_what_its_network_costs() -> None:
     apart = shardplan.plan(step, "2x4", PARAMS, X, objective="time")
     together = shardplan.plan(step, "1x8", PARAMS, X, objective="time")
     assert apart.objective > together.objective
-    assert apart.recipe.options.hardware.devices_per_host == 4
+    hardware = apart.recipe.options.hardware
+    assert isinstance(hardware, HardwareProfile) and hardware.devices_per_host == 4
     network = apart.schedule.problem.prices.per_byte((0,))
     inside = [apart.schedule.problem.prices.per_byte((axis,)) for axis in range(1, len(apart.mesh_axes))]
     assert all(network > 5 * price for price in inside)

@@ -84,11 +84,13 @@ def test_elimination_is_exact_and_within_its_limits() -> None:
         order = plan(sizes, {v: set(graph.neighbours[v]) for v in live}, 1e6)
         assert order is not None and not order.fixed
         keep = {v: np.arange(size) for v, size in sizes.items()}
-        found, cost = Elimination(graph, {v: graph.costs[v] for v in live}, keep).solve(order, {})
+        costs = {v: np.asarray(graph.costs[v]) for v in live}
+        found, cost = Elimination(graph, costs, keep).solve(order, {})
         assert cost == optimum == net.cost(graph.expand(found))
         # With tables this small, variables are fixed, and the hint bounds what comes out.
         narrow = plan(sizes, {v: set(graph.neighbours[v]) for v in live}, 5)
-        found, cost = Elimination(graph, {v: graph.costs[v] for v in live}, keep).solve(narrow, found)
+        assert narrow is not None
+        found, cost = Elimination(graph, costs, keep).solve(narrow, found)
         assert cost == optimum
     assert plan({0: 3, 1: 3}, {0: {1}, 1: {0}}, 1e6, most=2) is None
 
@@ -121,7 +123,8 @@ def test_branching_proves_what_relaxations_leave_open() -> None:
         if open_before and solver.closed:
             proven += 1
             assert solver.upper == pytest.approx(optimum)
+            assert graph.hint is not None
             full = graph.expand(graph.hint)
             assert net.cost(full) == optimum
-            assert net.peak(full)[0] <= net.usage_limit
+            assert net.usage_limit is not None and net.peak(full)[0] <= net.usage_limit
     assert proven > 3

@@ -80,7 +80,7 @@ def test_memory_limit_binds_and_is_kept() -> None:
     net = memory_bound_gpt(0.6)
     solution = solve(net, time_limit=5, gap=1e-3)
     assert np.isfinite(solution.cost)
-    assert solution.peak_usage <= net.usage_limit
+    assert net.usage_limit is not None and solution.peak_usage <= net.usage_limit
     assert net.cost(solution.choices) == solution.cost
     assert solution.lower_bound <= solution.cost
 
@@ -102,7 +102,7 @@ def test_local_search_improves_and_keeps_the_limit() -> None:
         local.step(Watch(lambda: None, lambda: 60.0))
         costs.append(local.upper)
         full = graph.expand(graph.hint)
-        assert net.peak(full)[0] <= net.usage_limit
+        assert net.usage_limit is not None and net.peak(full)[0] <= net.usage_limit
         assert net.cost(full) == local.upper
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] < start

@@ -14,7 +14,7 @@ def best_of(graph: Graph) -> tuple[dict[int, int], float]:
     """The best assignment of what is left of a graph, by brute force."""
     live = graph.live()
     net = Network()
-    index = {v: net.add_variable(graph.costs[v]) for v in live}
+    index = {v: net.add_variable(np.asarray(graph.costs[v])) for v in live}
     for v in live:
         for w, table in graph.neighbours[v].items():
             if v < w:
@@ -74,7 +74,7 @@ def test_a_hint_is_carried_through_all_reductions_and_never_gets_worse() -> None
         assert graph.hint is not None
         full = graph.expand(graph.hint)
         assert net.cost(full) == optimum == graph.cost(graph.hint)
-        assert net.peak(full)[0] <= net.usage_limit
+        assert net.usage_limit is not None and net.peak(full)[0] <= net.usage_limit
 
 
 def test_follow_takes_usage_along() -> None:
@@ -86,5 +86,5 @@ def test_follow_takes_usage_along() -> None:
     graph = Graph.of(net)
     assert follow(graph) == 1
     (left,) = graph.live()
-    total = sum(amounts for amounts, _, _ in graph.spans[left])
+    total = np.sum([amounts for amounts, _, _ in graph.spans[left]], axis=0)
     assert sorted(total.tolist()) == [12.0, 21.0]
