@@ -8,13 +8,13 @@ read what it is computed from instead, so these live longer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardplan import _jax
 from shardplan.layout import Layout
-from shardplan.order import execution_order
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -44,12 +44,12 @@ class Lifetime:
 
 
 class Lifetimes:
-    """The lifetimes of a program's held values, whatever the layouts are."""
+    """The lifetimes of a program's held values, whatever the layouts are, where operations run in ``order``."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, order: Sequence[int]) -> None:
         program = problem.program
         self._problem = problem
-        self.order = [program.operations[index] for index in execution_order(program)]
+        self.order = [program.operations[index] for index in order]
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}

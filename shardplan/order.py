@@ -1,8 +1,9 @@
 """The order in which a device runs the operations, as far as memory is concerned.
 
-XLA does not keep the order of the program. Its scheduler works from the results backwards, and runs an operation late:
-shortly before the first one that reads it. A weight's gradient, which nothing but its update reads, so keeps an
-activation in memory that the order of the program would have freed.
+XLA does not always keep the order of the program. It schedules in several ways and keeps the one with the lowest peak.
+One of them works from the results backwards, and runs an operation late: shortly before the first one that reads it. A
+weight's gradient, which nothing but its update reads, so keeps an activation in memory that the order of the program
+would have freed.
 
 >>> import jax
 >>> from shardplan.tracing import trace_program

@@ -7,12 +7,14 @@ network, and solved again; so programs that fit, most of them, do not pay for th
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shardplan.errors import InfeasibleError
 from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
+from shardplan.order import execution_order
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
 from shardplan.search import Solution, solve
@@ -38,6 +40,7 @@ class Found:
     schedule: Schedule
     solution: Solution
     peak_bytes: float
+    lifetimes: Lifetimes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,23 @@ def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
     limit_bytes = search.limit_bytes
-    lifetimes = Lifetimes(problem)
-    found = _search(problem, lifetimes, search, search.seconds)
+    # XLA schedules a program in several ways, and keeps the one with the lowest peak
+    orders = (execution_order(problem.program), range(len(problem.program.operations)))
+    found = _search(problem, [Lifetimes(problem, order) for order in orders], search, search.seconds)
     if found.solution.status == "infeasible":
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
     if found.peak_bytes <= limit_bytes:
         return found
-    lifetimes.add_usages(search.donated)
-    return _search_again(problem, lifetimes, search, found, deadline)
+    found.lifetimes.add_usages(search.donated)
+    return _search_again(problem, search, found, deadline)
 
 
-def _search_again(problem: Problem, lifetimes: Lifetimes, search: Search, first: Found, deadline: float) -> Found:
+def _search_again(problem: Problem, search: Search, first: Found, deadline: float) -> Found:
     """The best schedule within the limit, where ``first``, the best one without, is not."""
     least, bound, allowed = first, 0.0, search.limit_bytes
+    lifetimes = [first.lifetimes]
     patience = max(_LEAST_SECONDS, _TIMES_SLOWER_WITHIN_LIMIT * sum(first.solution.seconds.values()))
     for _ in range(_MOST_CORRECTIONS):
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
@@ -90,7 +95,7 @@ def _search_again(problem: Problem, lifetimes: Lifetimes, search: Search, first:
         allowed *= 0.995 * search.limit_bytes / found.peak_bytes
         if time.perf_counter() > deadline:
             break
-    raise InfeasibleError(_does_not_fit(problem, lifetimes, least, bound, search))
+    raise InfeasibleError(_does_not_fit(problem, least, bound, search))
 
 
 def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:
@@ -105,14 +110,16 @@ def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:
 
 
 def _search(
-    problem: Problem, lifetimes: Lifetimes, search: Search, seconds: float, precision: float = _PRECISION
+    problem: Problem, orders: Sequence[Lifetimes], search: Search, seconds: float, precision: float = _PRECISION
 ) -> Found:
     solution = solve(problem.network, method=search.method, gap=precision, time_limit=seconds)
     schedule = Schedule(problem, problem.decode(solution.choices))
-    return Found(schedule, solution, float(memory_profile(lifetimes, schedule, search.donated).max()))
+    peaks = [float(memory_profile(lifetimes, schedule, search.donated).max()) for lifetimes in orders]
+    return Found(schedule, solution, min(peaks), orders[int(np.argmin(peaks))])
 
 
-def _does_not_fit(problem: Problem, lifetimes: Lifetimes, least: Found, bound: float, search: Search) -> str:
+def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) -> str:
+    lifetimes = least.lifetimes
     profile = memory_profile(lifetimes, least.schedule, search.donated)
     moment = int(np.argmax(profile))
     program = problem.program

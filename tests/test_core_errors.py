@@ -35,7 +35,7 @@ PARAMS = {"w": X}
         ("x", "a mesh was expected, got `'x'` of type `str`"),
         ((2, 4), "a mesh was expected, got `.2, 4.` of type `tuple`"),
         (True, "a mesh was expected, got `True` of type `bool`"),
-        (jax.devices, "a mesh was expected"),
+        (dict, "a mesh was expected"),
         (0, "at least one device, got the count `0`"),
         (-8, "at least one device, got the count `-8`"),
         (AbstractMesh((), ()), "the mesh has no axes"),

@@ -84,8 +84,10 @@ def test_a_limit_is_kept_and_costs_communication():
     assert bound.peak_bytes <= limit
     assert bound.objective >= free.objective
     donated = frozenset(range(len(jax.tree.leaves(state))))
-    lifetimes = Lifetimes(bound.schedule.problem)
-    assert memory_profile(lifetimes, bound.schedule, donated).max() == pytest.approx(bound.peak_bytes)
+    program = bound.schedule.program
+    orders = (execution_order(program), range(len(program.operations)))
+    peaks = [memory_profile(Lifetimes(bound.schedule.problem, o), bound.schedule, donated).max() for o in orders]
+    assert any(bound.peak_bytes == pytest.approx(peak) for peak in peaks)
 
 
 def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
