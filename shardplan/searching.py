@@ -135,7 +135,7 @@ def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) 
             alive.append((tensor.total_bytes / degree, f"{tensor.dtype}{list(tensor.shape)} of `{where}`"))
     largest = sorted(alive, key=lambda entry: -entry[0])[:5]
     lines = "\n".join(f"  {size / 1e6:10.1f} MB  {what}" for size, what in largest)
-    proven = f", and it is proven that none is below {_size(bound + WORKSPACE_BYTES)}" if bound else ""
+    proven = f"; by the planner's count none is below {_size(bound + WORKSPACE_BYTES)}" if bound else ""
     helps = "more devices, a smaller batch, jax.checkpoint around layers"
     return (
         f"no layout was found that keeps within {_size(search.limit_bytes)} per device; the least peak found is "

@@ -96,5 +96,5 @@ def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
         shardplan.plan(step, MESH, state, batch, memory_limit=1e6)
     message = str(caught.value)
     assert "within 1.0 MB per device" in message
-    assert "it is proven that none is below" in message
+    assert "by the planner's count none is below" in message
     assert "float32[2048, 512]" in message and "donate_argnums" in message
