@@ -22,9 +22,13 @@ from shardplan.rules.errors import RuleError
 from shardplan.rules.notation import check_syntax, made_up_shapes
 from shardplan.rules.registry import Description, described, forget, register
 from shardplan.rules.rule import forget as forget_rules
+from shardplan.rules.table import TABLE
 from shardplan.rules.verify import verify_or_raise
 
 Target = TypeVar("Target", bound=Callable[..., Any] | Primitive | str)
+
+
+_MARK = "_described_as_a_whole"
 
 
 def describe(
@@ -59,6 +63,8 @@ def describe(
         raise RuleError(f"`{target}` needs an expression: there is no body to derive one from")
     description = Description(expression, tuple((sizes or {}).items())) if expression is not None else None
     if description is not None and isinstance(target, Primitive | str):
+        if isinstance(target, Primitive) and not replace and target.name in TABLE:
+            raise RuleError(f"`{target}` has a rule of this library: pass `replace=True` to describe it anew")
         before = described(target)
         register(target, description, replace)
         forget_rules()
@@ -72,6 +78,10 @@ def describe(
                 forget_rules()
                 raise
         return target
+    if getattr(target, _MARK, False):
+        if not replace:
+            raise RuleError(f"`{target.__name__}` is described already: pass `replace=True` to describe it anew")  # type: ignore[union-attr]
+        target = target.__wrapped__  # type: ignore[union-attr]
     whole = _whole(cast("Callable[..., Any]", target), description)
     if check:
         _check(whole, description, operands)
@@ -93,6 +103,7 @@ def _whole(function: Callable[..., Any], description: Description | None) -> Cal
         results = whole_call_p.bind(*leaves, jaxpr=jaxpr, statement=description, name=name)
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
+    setattr(call, _MARK, True)
     return call
 
 

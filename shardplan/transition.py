@@ -48,15 +48,13 @@ class Priced:
 class Step:
     """One step of a transition: a collective (or a free slice) that ends in ``layout``.
 
-    ``fraction`` is what one device sends, as a fraction of the bytes of the whole tensor; ``operand_fraction`` the
-    bytes of the collective's operand on one device (all-gather: of its result), likewise.
+    ``fraction`` is what one device sends, as a fraction of the bytes of the whole tensor.
     """
 
     kind: str
     axes: tuple[int, ...]
     layout: Layout
     fraction: float
-    operand_fraction: float
 
 
 class Transitions:
@@ -153,17 +151,17 @@ class Transitions:
         for dim, axes in enumerate(layout):
             for axis in mesh.splitting:
                 if axis not in used:
-                    yield Step("slice", (axis,), _with(layout, dim, (*axes, axis)), 0.0, local)
+                    yield Step("slice", (axis,), _with(layout, dim, (*axes, axis)), 0.0)
             for kept in range(len(axes)):
                 gone = axes[kept:]
                 n = mesh.degree(gone)
                 whole = local * n
-                yield Step("all-gather", gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n, whole)
+                yield Step("all-gather", gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n)
             if axes:
                 yield from self._exchanges(layout, dim, local)
             for order in self.space.orders(tuple(sorted(axes))):
                 if order != axes:
-                    yield Step("collective-permute", tuple(sorted(axes)), _with(layout, dim, order), local, local)
+                    yield Step("collective-permute", tuple(sorted(axes)), _with(layout, dim, order), local)
 
     def _exchanges(self, layout: Layout, dim: int, local: float) -> Iterator[Step]:
         """All-to-alls of a dimension's minor axes to the minor place of another, and swaps of axes by permutes."""
@@ -177,12 +175,12 @@ class Transitions:
                 moved = axes[kept:]
                 n = mesh.degree(moved)
                 target = _with(_with(layout, dim, axes[:kept]), other, (*layout[other], *moved))
-                yield Step("all-to-all", moved, target, local * (n - 1) / n, local)
+                yield Step("all-to-all", moved, target, local * (n - 1) / n)
         for position, axis in enumerate(axes):
             for free in mesh.splitting:
                 if free not in used and mesh.sizes[free] == mesh.sizes[axis]:
                     swapped = (*axes[:position], free, *axes[position + 1 :])
-                    yield Step("collective-permute", (axis, free), _with(layout, dim, swapped), local, local)
+                    yield Step("collective-permute", (axis, free), _with(layout, dim, swapped), local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +206,7 @@ def halo_step(space: LayoutSpace, layout: Layout, halo: Halo, size: int) -> Step
     """The exchange of a halo by the blocks of a tensor in ``layout``, whose dimension of the halo has ``size`` rows."""
     local = 1.0 / space.mesh.degree([axis for axes in layout for axis in axes])
     fraction = local * halo.rows / (size / space.mesh.degree(halo.axes))
-    return Step("collective-permute", halo.axes, layout, fraction, fraction)
+    return Step("collective-permute", halo.axes, layout, fraction)
 
 
 class Reductions:
@@ -291,9 +289,9 @@ class Reductions:
     def _steps(self, own: Layout, group: tuple[int, ...]) -> Iterator[Step]:
         local = 1.0 / self._mesh.degree([axis for axes in own for axis in axes])
         n = self._mesh.degree(group)
-        yield Step("all-reduce", group, own, 2 * local * (n - 1) / n, local)
+        yield Step("all-reduce", group, own, 2 * local * (n - 1) / n)
         for dim, axes in enumerate(own):
-            yield Step("reduce-scatter", group, _with(own, dim, (*axes, *group)), local * (n - 1) / n, local)
+            yield Step("reduce-scatter", group, _with(own, dim, (*axes, *group)), local * (n - 1) / n)
 
 
 @dataclass(frozen=True, slots=True)

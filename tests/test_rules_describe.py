@@ -311,3 +311,13 @@ def test_custom_partitioning_brings_its_rule(rule: str, options: dict[str, Any],
     )
     assert set(splits(rule_of(product, ones(4, 6), ones(6, 8)))) == expected
     holds(product, ones(4, 6), ones(6, 8))
+
+
+def test_what_has_a_rule_is_described_anew_only_if_asked_for() -> None:
+    with pytest.raises(RuleError, match="has a rule of this library"):
+        describe(jax.lax.dot_general_p, "i j, j k -> i k")
+    doubled = describe(lambda a: a * 2, "i j -> i j")
+    with pytest.raises(RuleError, match="described already"):
+        describe(doubled, "i : -> i :")
+    again = describe(doubled, "i : -> i :", replace=True)
+    assert [split.index for split in rule_of(again, np.ones((4, 4))).splits(2)] == ["i"]
