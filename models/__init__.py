@@ -1,8 +1,9 @@
-"""Models to plan as users plan theirs: an MLP, a GPT and a ResNet-50 in Flax, each with its Optax optimiser.
+"""Models to plan as users plan theirs, each with its Optax optimiser; `NAMES` lists them.
 
 Each module has a `Config` and a function `training(config)`, which gives a `Training`: the step, and what it takes, as
 shapes (enough to plan) or as arrays (to run). The command line takes them too:
-`shardplan plan shardplan.models.gpt:training --mesh data=8`.
+`shardplan plan shardplan.models.gpt:training --mesh data=8`. A module also names some configurations: `CONFIGS` are the
+published ones by name, `SMALL` runs on a CPU in seconds, and `BENCHMARK` has the widths of real ones in few layers.
 
 >>> import jax
 >>> from shardplan.models import gpt
@@ -14,6 +15,26 @@ ShapeDtypeStruct(shape=(64, 256), dtype=float32)
 ShapeDtypeStruct(shape=(), dtype=float32)
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from shardplan.models.training import Batch as Batch
 from shardplan.models.training import State as State
 from shardplan.models.training import Training as Training
+
+NAMES = (
+    "gpt",
+    "mlp",
+    "resnet",
+)
+"""The models, each a module of this package."""
+
+
+def load(name: str) -> ModuleType:
+    """The module of a model: `load("gpt").training(load("gpt").SMALL)`.
+
+    Raises `ValueError` where there is no such model.
+    """
+    if name not in NAMES:
+        raise ValueError(f"there is no model `{name}`; there are {', '.join(NAMES)}")
+    return import_module(f"{__name__}.{name}")

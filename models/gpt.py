@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from shardplan.models.logical import logical
 from shardplan.models.training import Batch, State, Training, make_training
 
 
@@ -34,6 +35,18 @@ class Config:
     weight_decay: float = 0.1
 
 
+CONFIGS = {
+    "gpt2": Config(layers=12, width=768, heads=12, vocabulary=50257, tied_head=True),
+    "gpt2-medium": Config(layers=24, width=1024, heads=16, vocabulary=50257, tied_head=True),
+    "gpt2-large": Config(layers=36, width=1280, heads=20, vocabulary=50257, tied_head=True),
+    "gpt2-xl": Config(layers=48, width=1600, heads=25, vocabulary=50257, tied_head=True),
+    "gpt3-6.7b": Config(layers=32, width=4096, heads=32, vocabulary=50257, sequence=2048, tied_head=True),
+    "gpt3-175b": Config(layers=96, width=12288, heads=96, vocabulary=50257, sequence=2048, tied_head=True),
+}
+SMALL = Config(layers=1, width=64, heads=8, vocabulary=256, sequence=32, batch=16)
+BENCHMARK = Config()
+
+
 class Attention(nn.Module):
     """Causal self-attention: `[batch, sequence, width]` to the same."""
 
@@ -44,14 +57,16 @@ class Attention(nn.Module):
         batch, sequence, width = x.shape
         per_head = (batch, sequence, self.config.heads, width // self.config.heads)
         dense = partial(nn.Dense, width, dtype=self.config.compute_dtype)
-        query = dense(name="query")(x).reshape(per_head)
-        key = dense(name="key")(x).reshape(per_head)
-        value = dense(name="value")(x).reshape(per_head)
+        names = ("batch", "sequence", "heads", "head_dim")
+        query = logical(dense(name="query")(x).reshape(per_head), *names)
+        key = logical(dense(name="key")(x).reshape(per_head), *names)
+        value = logical(dense(name="value")(x).reshape(per_head), *names)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) / per_head[-1] ** 0.5
         causal = jnp.tril(jnp.ones((sequence, sequence), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min))
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
-        return dense(name="out")(mixed.reshape(x.shape))
+        mixed = logical(mixed, *names).reshape(x.shape)
+        return dense(name="out")(mixed)
 
 
 class MLP(nn.Module):
@@ -62,7 +77,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         dense = partial(nn.Dense, dtype=self.config.compute_dtype)
-        hidden = nn.gelu(dense(4 * self.config.width, name="up")(x))
+        hidden = logical(nn.gelu(dense(4 * self.config.width, name="up")(x)), "batch", "sequence", "mlp")
         return dense(self.config.width, name="down")(hidden)
 
 
@@ -74,8 +89,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         norm = partial(nn.LayerNorm, dtype=self.config.compute_dtype)
-        x = x + Attention(self.config, name="attention")(norm(name="attention_norm")(x))
-        return x + MLP(self.config, name="mlp")(norm(name="mlp_norm")(x))
+        names = ("batch", "sequence", "embed")
+        x = logical(x + Attention(self.config, name="attention")(norm(name="attention_norm")(x)), *names)
+        return logical(x + MLP(self.config, name="mlp")(norm(name="mlp_norm")(x)), *names)
 
 
 class GPT(nn.Module):
@@ -90,7 +106,7 @@ class GPT(nn.Module):
         # The lookup stays in float32, so that the gradient of a token's row is summed over its places in float32.
         embed = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="tokens")
         positions = self.param("positions", normal, (config.sequence, config.width))
-        x = (embed(tokens) + positions).astype(config.compute_dtype)
+        x = logical((embed(tokens) + positions).astype(config.compute_dtype), "batch", "sequence", "embed")
         for number in range(config.layers):
             x = Block(config, name=f"layer_{number}")(x)
         x = nn.LayerNorm(dtype=config.compute_dtype, name="norm")(x)
@@ -98,7 +114,7 @@ class GPT(nn.Module):
             logits = x @ embed.embedding.T.astype(config.compute_dtype)
         else:
             logits = nn.Dense(config.vocabulary, use_bias=False, dtype=config.compute_dtype, name="head")(x)
-        return logits.astype(jnp.float32)
+        return logical(logits.astype(jnp.float32), "batch", "sequence", "vocabulary")
 
 
 def training(config: Config | None = None) -> Training:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from shardplan.models.logical import logical
 from shardplan.models.training import Batch, State, Training, make_training
 
 
@@ -27,6 +28,11 @@ class Config:
     learning_rate: float = 1e-3
 
 
+CONFIGS = {"mlp-8": Config()}
+SMALL = Config(widths=(32, 128, 64, 32), batch=64)
+BENCHMARK = Config()
+
+
 class MLP(nn.Module):
     """Dense layers with ReLU between them: `[batch, widths[0]] -> [batch, widths[-1]]`."""
 
@@ -38,6 +44,7 @@ class MLP(nn.Module):
             if number > 0:
                 x = nn.relu(x)
             x = nn.Dense(width, dtype=self.config.compute_dtype, name=f"layer_{number}")(x)
+            x = logical(x, "batch", "mlp" if number % 2 == 0 else "embed")
         return x
 
 

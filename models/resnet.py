@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from shardplan.models.logical import logical
 from shardplan.models.training import Batch, State, Training, make_training
 
 
@@ -30,6 +31,15 @@ class Config:
     compute_dtype: DTypeLike = jnp.float32
     learning_rate: float = 0.1
     momentum: float = 0.9
+
+
+CONFIGS = {
+    "resnet-50": Config(),
+    "resnet-101": Config(blocks=(3, 4, 23, 3)),
+    "resnet-152": Config(blocks=(3, 8, 36, 3)),
+}
+SMALL = Config(blocks=(1, 1), width=8, classes=16, image=32, batch=16, learning_rate=0.01)
+BENCHMARK = Config()
 
 
 class Bottleneck(nn.Module):
@@ -53,7 +63,7 @@ class Bottleneck(nn.Module):
         if x.shape != y.shape:
             x = convolution(4 * self.channels, (1, 1), strides=strides, name="shortcut")(x)
             x = norm(name="shortcut_norm")(x)
-        return nn.relu(x + y)
+        return logical(nn.relu(x + y), "batch", "height", "width", "channels")
 
 
 class ResNet(nn.Module):
