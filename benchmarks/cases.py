@@ -22,12 +22,12 @@ os.environ["SHARDPLAN_CACHE_DIR"] = ""  # planning is timed, not the finding of 
 
 import jax
 import jax.numpy as jnp
-from baselines import DATA_PARALLEL as DATA_PARALLEL
-from baselines import FSDP as FSDP
-from baselines import Baseline, lower
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardplan
+from benchmarks.baselines import DATA_PARALLEL as DATA_PARALLEL
+from benchmarks.baselines import FSDP as FSDP
+from benchmarks.baselines import Baseline, lower
 from shardplan.audit import measure
 from shardplan.models import Training, gpt, mlp, resnet
 from shardplan.tables import markdown_table, text_table
@@ -167,7 +167,7 @@ class Document:
         rows = [[CASES[m.case].title, m.mesh, *(cell(m) for cell in self.columns.values())] for m in measured]
         print(text_table(header, rows, numbers=range(2, len(header))))
         if write:
-            how = f"`python benchmarks/{self.name}.py`, JAX {jax.__version__}, compiled for H100 without one"
+            how = f"`python -m benchmarks.{self.name}`, JAX {jax.__version__}, compiled for H100 without one"
             parts = (f"# {self.name.capitalize()}", self.introduction, how + ".", markdown_table(header, rows))
             DOCUMENTS.mkdir(parents=True, exist_ok=True)
             (DOCUMENTS / f"{self.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")

@@ -1,7 +1,8 @@
-"""How near predictions come to the compiled programs, and what planning costs: `python benchmarks/fidelity.py`."""
+"""How near predictions come to the compiled programs, and what planning costs: `python -m benchmarks.fidelity`."""
 
-from cases import DATA_PARALLEL, PLAN, UNCONSTRAINED, Compiled, Document, Planned, report
+from collections.abc import Callable
 
+from benchmarks.cases import DATA_PARALLEL, PLAN, UNCONSTRAINED, Compiled, Document, Measured, Planned, report
 from shardplan.tables import megabytes
 
 INTRODUCTION = (
@@ -16,7 +17,7 @@ def _percent(part: float, whole: float) -> str:
     return f"{100 * (part / whole - 1):+.2f} %" if whole else "-"
 
 
-def _times_the_work_of(name: str):
+def _times_the_work_of(name: str) -> Callable[[Measured], str]:
     return lambda m: f"{m.ways[PLAN].work / m.ways[name].work:.2f}"
 
 

@@ -1,6 +1,6 @@
 """Solves every problem of a folder, each in a process of its own, and prints a table.
 
-    python benchmarks/iopddl.py FOLDER [--seconds N] [--only A,B]
+    python -m benchmarks.iopddl FOLDER [--seconds N] [--only A,B]
 
 Known limits and best published costs of the ASPLOS / EuroSys 2025 contest are used for the problems that have them:
 points are the best published cost over the cost found, so that 1.0 equals the best of the 20 teams.

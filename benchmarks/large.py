@@ -1,4 +1,4 @@
-"""Models that fill their devices: `python benchmarks/large.py`.
+"""Models that fill their devices: `python -m benchmarks.large`.
 
 A decoder in plain JAX (grouped-query attention, rotary positions, gated MLP; layers scanned and rematerialised;
 bfloat16 compute over float32 parameters; AdamW) at 20 billion parameters on 8 H100 and 175 billion on 64. Each is
@@ -19,9 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from cases import DOCUMENTS
 
 import shardplan
+from benchmarks.cases import DOCUMENTS
 from shardplan.audit import measure
 from shardplan.tables import markdown_table, text_table
 from shardplan.target import gpu_mesh
@@ -138,5 +138,5 @@ CONFIGS = (Config(40, 6144, 8, {"data": 8}), Config(89, 12288, 64, {"data": 8, "
 if __name__ == "__main__":
     rows = [row(config) for config in CONFIGS]
     print(text_table(HEADER, rows))
-    text = f"# Large models\n\n`python benchmarks/large.py`, JAX {jax.__version__}, compiled for H100 without one.\n\n"
+    text = f"# Large models\n\n`python -m benchmarks.large`, JAX {jax.__version__}, compiled for H100 without one.\n\n"
     DOCUMENTS.joinpath("large.md").write_text(text + markdown_table(HEADER, rows) + "\n", encoding="utf-8")

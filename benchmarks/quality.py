@@ -1,7 +1,8 @@
-"""How much plans send beside the usual ways to split the same steps: `python benchmarks/quality.py`."""
+"""How much plans send beside the usual ways to split the same steps: `python -m benchmarks.quality`."""
 
-from cases import DATA_PARALLEL, FSDP, PLAN, Document, Measured, report
+from collections.abc import Callable
 
+from benchmarks.cases import DATA_PARALLEL, FSDP, PLAN, Document, Measured, report
 from shardplan.tables import megabytes
 
 INTRODUCTION = (
@@ -10,11 +11,11 @@ INTRODUCTION = (
 )
 
 
-def _beside(name: str):
+def _beside(name: str) -> Callable[[Measured], str]:
     return lambda m: f"{m.ways[PLAN].bytes_sent / m.ways[name].bytes_sent:.3f}"
 
 
-def _megabytes_of(name: str):
+def _megabytes_of(name: str) -> Callable[[Measured], str]:
     return lambda m: megabytes(m.ways[name].bytes_sent)
 
 

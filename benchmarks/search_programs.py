@@ -1,6 +1,6 @@
 """Solves networks of training steps of growing depth, with and without a memory limit, and compares the methods.
 
-    python benchmarks/search_programs.py [growth] [memory] [methods]
+    python -m benchmarks.search_programs [growth] [memory] [methods]
 
 The networks are those of `shardplan.search.programs`. Seconds are of the processor, so that other work on the machine
 hardly disturbs them; a time limit (of the clock) holds all the same.

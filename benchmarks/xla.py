@@ -1,6 +1,6 @@
 """What XLA:GPU makes of small programs by itself, and what only an island gives; prints the tables of `docs/xla.md`.
 
-    python benchmarks/xla.py
+    python -m benchmarks.xla
 
 Every program is compiled for eight H100s that need not be there; bytes are what one device sends (ring algorithms).
 """

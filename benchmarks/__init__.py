@@ -1,0 +1,1 @@
+"""One command a table: `python -m benchmarks.quality` prints it and writes it under `docs/benchmarks/`."""
