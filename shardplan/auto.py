@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ def auto(
     *,
     memory_limit: float | None = None,
     objective: str = "bytes",
-    hardware: HardwareProfile | str | None = None,
+    hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     pins: Mapping[str, PartitionSpec] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] = (),

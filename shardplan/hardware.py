@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -127,7 +128,7 @@ def profiles() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))
 
 
-def load(profile: str | Path | HardwareProfile) -> HardwareProfile:
+def load(profile: str | os.PathLike[str] | HardwareProfile) -> HardwareProfile:
     """A hardware profile by its name, or from a `.toml` or `.json` file.
 
     Raises:

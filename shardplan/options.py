@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -24,7 +25,7 @@ class Options:
 
     memory_limit: float | None = None
     objective: str = "bytes"
-    hardware: HardwareProfile | str | None = None
+    hardware: HardwareProfile | str | os.PathLike[str] | None = None
     pins: Mapping[str, PartitionSpec] | None = None
     donate_argnums: int | Sequence[int] | None = None
     static_argnums: int | Sequence[int] = ()

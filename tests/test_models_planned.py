@@ -1,11 +1,14 @@
 """The models train planned as they train unplanned: the same losses, and the same parameters after five steps."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 
 import shardplan
 from shardplan.models import Training, gpt, mlp, resnet
+from tests.models_devices import SLOW_DEVICES
 
 STEPS = 5
 MODELS = {
@@ -38,10 +41,14 @@ def run(step, training: Training):
 
 
 @pytest.mark.parametrize(("name", "axes"), CASES)
-def test_same_losses_and_parameters(name: str, axes: dict[str, int]):
+def test_same_losses_and_parameters(name: str, axes: dict[str, int], tmp_path: Path):
     training = make(name)
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
-    planned, planned_losses = run(shardplan.auto(training.train_step, mesh, donate_argnums=(0,)), training)
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW_DEVICES)
+    step = shardplan.auto(training.train_step, mesh, donate_argnums=(0,), hardware=profile)
+    assert step.plan(training.state, training.batch).communication_bytes > 0
+    planned, planned_losses = run(step, training)
     plain, plain_losses = run(jax.jit(training.train_step), training)
     np.testing.assert_allclose(planned_losses, plain_losses, rtol=1e-4)
     assert planned.keys() == plain.keys()

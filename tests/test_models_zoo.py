@@ -1,5 +1,7 @@
 """Every model: the small one trains planned as unplanned, the benchmark's can be traced, names leave no trace."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import shardplan
 from shardplan.models import NAMES, load
 from shardplan.models.logical import logical, logical_axes
+from tests.models_devices import SLOW_DEVICES
 
 MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2, "model": 2, "more": 2}}
 STEPS = 2
@@ -29,12 +32,17 @@ def run(step, training):
     return losses, jax.device_get(state["params"])
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_planned_equals_unplanned(name: str, mesh: str):
+@pytest.mark.parametrize(("name", "mesh_name"), CASES)
+def test_planned_equals_unplanned(name: str, mesh_name: str, tmp_path: Path):
     module = load(name)
     training = module.training(module.SMALL)
-    axes = MESHES[mesh]
-    step = shardplan.auto(training.train_step, jax.make_mesh(tuple(axes.values()), tuple(axes)))
+    axes = MESHES[mesh_name]
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW_DEVICES)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    step = shardplan.auto(training.train_step, mesh, hardware=profile)
+    plan = step.plan(training.state, training.batch)
+    assert {axis for collective in plan.collectives for axis in collective.axes} == set(axes)
     losses, params = run(step, training)
     expected_losses, expected_params = run(jax.jit(training.train_step), training)
     np.testing.assert_allclose(losses, expected_losses, rtol=TOLERANCE)

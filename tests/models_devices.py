@@ -1,0 +1,22 @@
+"""Devices so slow that work is never repeated: what is too small to be split for a GPU is split for them."""
+
+SLOW_DEVICES = """
+sources = ["made up: a millionth of the speed of an H100, so that work on a few rows is dear beside sending them"]
+devices_per_host = 8
+memory_bytes = 80_000_000_000
+memory_bytes_per_second = 3e12
+launch_seconds = 8e-6
+
+[flops_per_second]
+float32 = 1e9
+bfloat16 = 1e9
+
+[intra_host]
+bytes_per_second = 450e9
+latency_seconds = 3e-6
+
+[inter_host]
+bytes_per_second = 50e9
+latency_seconds = 14e-6
+"""
+"""A hardware profile, as the text of its file."""
