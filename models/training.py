@@ -22,12 +22,15 @@ class Training:
     """A training step with what it takes.
 
     `train_step(state, batch) -> (state, loss)` is pure and not yet jitted. `make_state` and `make_batch` make its
-    arguments from a random key; `parameters` counts the trained numbers.
+    arguments from a random key; `parameters` counts the trained numbers. `loss_function` and `optimizer` are what the
+    step is made of, for who writes the same step in another way by hand; None where it is made of something else.
     """
 
     train_step: Callable[[State, Batch], tuple[State, jax.Array]]
     make_state: Callable[[jax.Array], State]
     make_batch: Callable[[jax.Array], Batch]
+    loss_function: LossFunction | None = None
+    optimizer: optax.GradientTransformation | None = None
 
     @property
     def state(self) -> State:
@@ -86,4 +89,4 @@ def make_training(
         }
         return new_state, loss
 
-    return Training(train_step, make_state, make_batch)
+    return Training(train_step, make_state, make_batch, loss_function, optimizer)

@@ -5,6 +5,7 @@ Every error is a :class:`ShardplanError`; its message says what was got, where i
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 
@@ -24,7 +25,11 @@ class PlanMismatchError(ShardplanError, ValueError):
 
 
 class InfeasibleError(ShardplanError):
-    """No layout of the program keeps within the memory limit."""
+    """No layout of the program keeps within the memory limit; `least_peak_bytes` is the least peak that was found."""
+
+    def __init__(self, message: str, least_peak_bytes: float = math.nan) -> None:
+        super().__init__(message)
+        self.least_peak_bytes = least_peak_bytes
 
 
 class ShardplanWarning(UserWarning):

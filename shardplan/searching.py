@@ -95,7 +95,7 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
         allowed *= 0.995 * search.limit_bytes / found.peak_bytes
         if time.perf_counter() > deadline:
             break
-    raise InfeasibleError(_does_not_fit(problem, least, bound, search))
+    raise InfeasibleError(_does_not_fit(problem, least, bound, search), least.peak_bytes)
 
 
 def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:

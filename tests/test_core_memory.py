@@ -98,3 +98,4 @@ def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
     assert "within 1.0 MB per device" in message
     assert "by the planner's count none is below" in message
     assert "float32[2048, 512]" in message and "donate_argnums" in message
+    assert f"{caught.value.least_peak_bytes / 1e6:.1f} MB" in message
