@@ -32,13 +32,16 @@ def logical_axes(mesh: Mesh, axes: Mapping[str, Axes]) -> Iterator[None]:
     """While it is open, what is traced has its named activations constrained: `axes` maps a name to mesh axes.
 
     A name that is not in `axes` splits nothing, nor does one whose mesh axes do not divide the dimension; a mesh axis
-    splits the first dimension of an activation that asks for it.
+    splits the first dimension of an activation that asks for it. JAX keeps what it has traced by the function alone,
+    so its caches are cleared at either end: nothing that was traced under other names is taken for this.
     """
     token = _rules.set((mesh, axes))
+    jax.clear_caches()
     try:
         yield
     finally:
         _rules.reset(token)
+        jax.clear_caches()
 
 
 def logical(x: jax.Array, *names: str | None) -> jax.Array:

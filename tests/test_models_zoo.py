@@ -73,6 +73,10 @@ def test_names_leave_no_trace_and_constrain_where_asked():
         (constraint,) = trace().eqns
     # The axis `model` is taken by the first dimension.
     assert constraint.params["sharding"] == NamedSharding(mesh, PartitionSpec(("data", "model"), None, None))
+    traced = jax.jit(lambda x: logical(x, "batch", None, "embed"))
+    with logical_axes(mesh, {"batch": "model"}):
+        traced.trace(x)
+    assert not traced.trace(x).jaxpr.eqns, "what was traced under names is not taken without them"
     with logical_axes(mesh, {"batch": "data", "embed": "model"}), pytest.raises(ValueError, match="a name per dim"):
         logical(np.zeros((2, 2)), "batch")
 
