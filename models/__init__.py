@@ -24,6 +24,7 @@ from shardplan.models.training import Training as Training
 
 NAMES = (
     "gpt",
+    "llama",
     "mlp",
     "resnet",
 )

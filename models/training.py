@@ -56,16 +56,30 @@ class Training:
         return jax.jit(self.make_batch)(jax.random.key(seed))
 
 
+def checkpoint_policy(name: str) -> Callable[..., Any]:
+    """What `jax.checkpoint` keeps, by its name in `jax.checkpoint_policies`: `nothing_saveable`, `dots_saveable`, ...
+
+    Raises `ValueError` where there is no such policy.
+    """
+    found = getattr(jax.checkpoint_policies, name, None)
+    if found is None:
+        known = [known for known in dir(jax.checkpoint_policies) if not known.startswith("_")]
+        raise ValueError(f"there is no checkpoint policy `{name}`; there are {', '.join(known)}")
+    return found
+
+
 def make_training(
     init: Callable[[jax.Array], State],
     make_batch: Callable[[jax.Array], Batch],
     loss_function: LossFunction,
     optimizer: optax.GradientTransformation,
+    seed: int | None = None,
 ) -> Training:
     """A `Training` of a model that is given by its initial variables and its loss.
 
     `init(key)` gives the variables: `params` and others that the step carries on.
-    `loss_function(params, others, batch)` gives the loss, a scalar, and the new others.
+    `loss_function(params, others, batch)` gives the loss, a scalar, and the new others. With a `seed`, for dropout and
+    other noise, it finds a random key in `batch["key"]`: another one for each number of `step`, and always the same.
     """
 
     def make_state(key: jax.Array) -> State:
@@ -78,6 +92,8 @@ def make_training(
 
     def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         others = {name: value for name, value in state.items() if name not in ("params", "opt_state", "step")}
+        if seed is not None:
+            batch = {**batch, "key": jax.random.fold_in(jax.random.key(seed), state["step"])}
         gradient_function = jax.value_and_grad(loss_function, has_aux=True)
         (loss, others), gradients = gradient_function(state["params"], others, batch)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])

@@ -1,0 +1,75 @@
+"""The transformers: sizes as published, and options that change how a step is computed, not what it computes."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from shardplan.models import llama, load
+
+# As stated with the weights or in the papers that the modules name; in millions, as precisely as stated.
+PUBLISHED = {
+    ("llama", "llama3-8b"): (8030, 1),
+    ("llama", "llama3-70b"): (70554, 1),
+}
+
+
+@pytest.mark.parametrize(("name", "config"), PUBLISHED)
+def test_number_of_parameters_is_the_published_one(name: str, config: str):
+    millions, precision = PUBLISHED[name, config]
+    module = load(name)
+    assert module.training(module.CONFIGS[config]).parameters / 1e6 == pytest.approx(millions, abs=precision)
+
+
+def losses(training, steps=2):
+    """The losses of some steps."""
+    step, state, found = jax.jit(training.train_step), training.init(), []
+    for number in range(steps):
+        state, loss = step(state, training.example(number))
+        found.append(float(loss))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("checkpoint", [None, "dots_with_no_batch_dims_saveable"])
+def test_llama_scanned_and_recomputed_is_the_same_step(scan_layers: bool, checkpoint: str | None):
+    expected = llama.training(llama.SMALL)
+    training = llama.training(replace(llama.SMALL, scan_layers=scan_layers, checkpoint=checkpoint))
+    np.testing.assert_allclose(losses(training), losses(expected), rtol=1e-5)
+    primitives = {
+        equation.primitive.name for equation in jax.make_jaxpr(training.train_step)(training.state, training.batch).eqns
+    }
+    assert ("scan" in primitives) == scan_layers
+
+
+def test_llama_attention_agrees_with_jax():
+    """Grouped queries and rotary positions, against `jax.nn` and against a rotation of complex numbers."""
+    config = replace(llama.SMALL, width=64, heads=8, kv_heads=2)
+    attention = llama.Attention(config, llama.nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 16, 64))
+
+    def turned(projection, heads: int) -> jax.Array:
+        pairs = np.asarray(projection(x), np.complex64).reshape(2, 16, heads, 2, 4)
+        numbers = pairs[..., 0, :] + 1j * pairs[..., 1, :]
+        speeds = config.rope_theta ** (-np.arange(4) / 4)
+        numbers = numbers * np.exp(1j * np.arange(16)[:, None, None] * speeds)
+        return jax.numpy.asarray(np.concatenate([numbers.real, numbers.imag], axis=-1), jax.numpy.float32)
+
+    value = attention.value(x).reshape(2, 16, 2, 8)
+    mixed = jax.nn.dot_product_attention(turned(attention.query, 8), turned(attention.key, 2), value, is_causal=True)
+    np.testing.assert_allclose(attention(x), attention.out(mixed.reshape(2, 16, 64)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "got a width of 128, 3 heads"),
+        ({"kv_heads": 3}, "16 heads and 3 key and value heads"),
+        ({"checkpoint": "everything"}, "no checkpoint policy `everything`; there are .*dots_saveable"),
+    ],
+)
+def test_llama_refuses_what_cannot_be(change, message: str):
+    with pytest.raises(ValueError, match=message):
+        llama.training(replace(llama.SMALL, **change))
