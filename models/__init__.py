@@ -25,8 +25,10 @@ from shardplan.models.training import Training as Training
 NAMES = (
     "gpt",
     "llama",
+    "lstm",
     "mlp",
     "resnet",
+    "wide_resnet",
 )
 """The models, each a module of this package."""
 
