@@ -1,53 +1,224 @@
-"""The usual ways to split a training step by hand, to hold plans against.
+"""Layouts as experts write them by hand, to hold plans against.
 
-Each says where the state and the batch lie and leaves the rest to XLA; all devices of the mesh take part:
+An expert says, over a mesh of the axes `data` and `tensor`, how each parameter is split, which part of the state the
+data axis splits besides (ZeRO), and how the activations lie whose dimensions the model names:
 
-    report = measure(lower(DATA_PARALLEL, train_step, state, batch, mesh))
+    megatron = Baseline("Megatron", data=2, tensor=4, weights=(("*/up/kernel", P(None, "tensor")), ...),
+                        activations={"batch": "data", "mlp": "tensor"})
+    report = measure(lower(megatron, training, gpu_mesh("h100", (2, 4), AXES)))
+
+The step is the model's own, written as experts do: gradients are reduced into the layout in which the optimizer works,
+and parameters are gathered from there.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
-TrainStep = Callable[[Any, Any], tuple[Any, Any]]
+from shardplan.models import Batch, State, Training
+from shardplan.models.logical import Layouts, logical_axes
+
+AXES = ("data", "tensor")
+Weights = tuple[tuple[str, PartitionSpec], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A way to split a step: `state_spec(leaf, mesh)` per leaf of the state, the batch on its first dimension."""
+    """A way to split a step over `data` x `tensor` devices.
+
+    Attributes:
+        stage: what the data axis splits of the state: 0 nothing, 1 the optimizer's part (ZeRO-1), 3 all of it (ZeRO-3;
+            weights are gathered to compute).
+        gathers: of weights: "once", "again" for the backward pass instead of being kept, or left "to XLA".
+        weights: patterns of parameter paths (`layer_0/mlp/up/kernel`; * is anything) to the split over `tensor`, the
+            first that matches; a dimension that does not divide stays whole.
+        batch: how the batch lies, as far as its leaves have dimensions.
+        activations: names of dimensions to mesh axes, as `shardplan.models.logical.logical_axes` takes them.
+    """
 
     name: str
-    state_spec: Callable[[jax.ShapeDtypeStruct, Mesh], PartitionSpec]
+    data: int = 1
+    tensor: int = 1
+    stage: int = 0
+    gathers: str = "once"
+    weights: Weights = ()
+    batch: PartitionSpec = field(default_factory=lambda: PartitionSpec("data"))
+    activations: Layouts = field(default_factory=lambda: {"batch": "data"})
+
+    @property
+    def title(self) -> str:
+        sizes = f"{self.data} x {self.tensor}" if self.data > 1 and self.tensor > 1 else ""
+        return f"{self.name} {sizes}".strip()
 
 
-def _whole(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> PartitionSpec:
-    return PartitionSpec()
+@dataclass(frozen=True, slots=True)
+class Specs:
+    """PartitionSpecs per parameter: as they compute, as the optimizer works on them, and as they are kept."""
+
+    computing: Any
+    updating: Any
+    kept: Any
 
 
-def _largest_dimension(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> PartitionSpec:
-    """The largest dimension that the number of devices divides, over all axes; the first one of several."""
-    dividing = [dim for dim, size in enumerate(leaf.shape) if size and size % mesh.size == 0]
-    if not dividing:
-        return PartitionSpec()
-    split = max(dividing, key=lambda dim: (leaf.shape[dim], -dim))
-    return PartitionSpec(*[None] * split, mesh.axis_names)
+def specs_of(baseline: Baseline, params: Any, mesh: Mesh) -> Specs:
+    """The `Specs` of a tree of parameters."""
+    computing = jax.tree.map_with_path(lambda path, leaf: _split_by_rule(baseline, path_text(path), leaf, mesh), params)
+    split = jax.tree.map(lambda leaf, spec: _split_besides(leaf, spec, mesh), params, computing)
+    updating = split if baseline.stage >= 1 else computing
+    return Specs(computing, updating, split if baseline.stage >= 3 else computing)
 
 
-DATA_PARALLEL = Baseline("data parallelism", _whole)
-FSDP = Baseline("FSDP by in_shardings", _largest_dimension)
+def path_text(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def lower(baseline: Baseline, train_step: TrainStep, state: Any, batch: Any, mesh: Mesh) -> jax.stages.Lowered:
-    """`train_step(state, batch) -> (state, loss)` under a baseline, the state donated, for the devices of `mesh`."""
-    state_shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, baseline.state_spec(leaf, mesh)), state)
-    batch_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """`spec` for a tensor: without what lies beyond its rank or does not divide."""
+    kept = []
+    for size, axes in zip(shape, spec, strict=False):
+        names = (axes,) if isinstance(axes, str) else (axes or ())
+        kept.append(axes if size and size % prod(mesh.shape[name] for name in names) == 0 else None)
+    return PartitionSpec(*kept)
+
+
+def _split_by_rule(baseline: Baseline, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> PartitionSpec:
+    found = (spec for pattern, spec in baseline.weights if fnmatchcase(path, pattern))
+    return fitting(next(found, PartitionSpec()), leaf.shape, mesh)
+
+
+def _split_besides(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The largest dimension that is still whole and that the data axis divides, split over it."""
+    taken = list(spec) + [None] * (len(leaf.shape) - len(spec))
+    if any("data" in ((axes,) if isinstance(axes, str) else axes or ()) for axes in taken):
+        return spec
+    free = [d for d, size in enumerate(leaf.shape) if not taken[d] and size and size % mesh.shape["data"] == 0]
+    if not free:
+        return spec
+    taken[max(free, key=lambda d: (leaf.shape[d], -d))] = "data"
+    return PartitionSpec(*taken)
+
+
+def lower(
+    baseline: Baseline, training: Training, mesh: Mesh, compute_dtype: DTypeLike = jnp.float32
+) -> jax.stages.Lowered:
+    """The training step under a baseline, the state donated, for the devices of `mesh`, whose axes are `AXES`.
+
+    Weights that the model computes with in `compute_dtype` are gathered in it.
+    """
+    state, batch = training.state, training.batch
+    specs = specs_of(baseline, state["params"], mesh)
+    shard = partial(jax.tree.map, partial(NamedSharding, mesh), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+    state_shardings = shard(_state_specs(state, specs))
+    batch_shardings = shard(jax.tree.map(lambda leaf: fitting(baseline.batch, leaf.shape, mesh), batch))
     step = jax.jit(
-        train_step,
-        in_shardings=(state_shardings, jax.tree.map(lambda _: batch_sharding, batch)),
+        step_by_hand(baseline, training, specs, Gathering(mesh, compute_dtype)),
+        in_shardings=(state_shardings, batch_shardings),
         out_shardings=(state_shardings, NamedSharding(mesh, PartitionSpec())),
         donate_argnums=0,
     )
-    return step.lower(state, batch)
+    with logical_axes(mesh, baseline.activations) if baseline.activations else nullcontext():
+        return step.lower(state, batch)
+
+
+def _state_specs(state: State, specs: Specs) -> State:
+    """A spec per leaf of the state: a leaf of the optimizer belongs to the parameter whose path ends its own."""
+    by_path = {
+        path_text(path): (leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree.leaves_with_path(state["params"]), jax.tree.leaves(specs.updating), strict=True
+        )
+    }
+
+    def of_optimizer(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        names = path_text(path).split("/")
+        for start in range(len(names)):
+            shape, spec = by_path.get("/".join(names[start:]), (None, PartitionSpec()))
+            if shape == leaf.shape:
+                return spec
+        return PartitionSpec()
+
+    found = {name: jax.tree.map(lambda _: PartitionSpec(), value) for name, value in state.items()}
+    opt_state = jax.tree.map_with_path(of_optimizer, {name: state[name] for name in state if name == "opt_state"})
+    return {**found, "params": specs.kept, **opt_state}
+
+
+# What models read in the precision that it is kept in, whatever they compute in.
+KEPT_PRECISE = ("*embedding*", "*tokens*", "*positions*", "*router*")
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How weights come to where they compute: the devices, and the type that is computed in."""
+
+    mesh: Mesh
+    compute_dtype: DTypeLike
+
+    def constrain(self, tree: Any, wanted: Any) -> Any:
+        put = jax.lax.with_sharding_constraint
+        return jax.tree.map(lambda x, spec: put(x, NamedSharding(self.mesh, spec)), tree, wanted)
+
+    def converted(self, params: Any) -> Any:
+        """The parameters as the model would convert them itself."""
+        return jax.tree.map_with_path(lambda path, x: x.astype(self.dtype(path, x)), params)
+
+    def dtype(self, path: Any, leaf: Any) -> Any:
+        precise = leaf.ndim < 2 or any(fnmatchcase(path_text(path), pattern) for pattern in KEPT_PRECISE)
+        return leaf.dtype if precise else self.compute_dtype
+
+    def gather(self, params: Any, specs: Specs) -> Any:
+        """Weights to compute with; their gradients go straight to where they are needed, and are never whole first."""
+        types = jax.tree.map(lambda x: x.dtype, params)
+
+        @jax.custom_vjp
+        def gathered(params: Any) -> Any:
+            return self.constrain(self.converted(params), specs.computing)
+
+        def backward(_: None, gradients: Any) -> tuple[Any]:
+            return (jax.tree.map(lambda x, d: x.astype(d), self.constrain(gradients, specs.updating), types),)
+
+        gathered.defvjp(lambda params: (gathered(params), None), backward)
+        return gathered(params)
+
+
+def _worth_keeping(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Keeps for the backward pass what was computed, not what was gathered or merely converted."""
+    return primitive.name not in ("sharding_constraint", "convert_element_type", "transpose", "reshape")
+
+
+def step_by_hand(
+    baseline: Baseline, training: Training, specs: Specs, gathering: Gathering
+) -> Callable[[State, Batch], tuple[State, jax.Array]]:
+    """The model's step with its weights gathered, its gradients reduced and its updates made as the specs say.
+
+    Of a model that does not say what its step is made of, the step as it is.
+    """
+    loss_function, optimizer, constrain = training.loss_function, training.optimizer, gathering.constrain
+    if loss_function is None or optimizer is None:
+        return lambda state, batch: training.train_step(state, batch)
+
+    def loss_of(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
+        weights = params if baseline.gathers == "to XLA" else gathering.gather(params, specs)
+        return loss_function(weights, others, batch)
+
+    if baseline.gathers == "again":
+        loss_of = jax.checkpoint(loss_of, policy=_worth_keeping)
+
+    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
+        others = {name: value for name, value in state.items() if name not in ("params", "opt_state", "step")}
+        (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"], others, batch)
+        gradients, params = constrain(gradients, specs.updating), constrain(state["params"], specs.updating)
+        updates, opt_state = optimizer.update(gradients, state["opt_state"], params)
+        params = constrain(optax.apply_updates(params, updates), specs.updating)
+        return {**others, "params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
+
+    return step

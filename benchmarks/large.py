@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import optax
 
 import shardplan
-from benchmarks.cases import DOCUMENTS
+from benchmarks.documents import Document
 from shardplan.audit import measure
-from shardplan.tables import markdown_table, text_table
 from shardplan.target import gpu_mesh
 
 HEAD = 64
@@ -135,8 +134,15 @@ HEADER = (
 )
 CONFIGS = (Config(40, 6144, 8, {"data": 8}), Config(89, 12288, 64, {"data": 8, "model": 8}))
 
+
+def main() -> None:
+    introduction = "Models planned within the memory of their devices, compiled for H100 without one, and read back."
+    document = Document("large", "Large models", introduction, "large")
+    table = document.table(HEADER)
+    for config in CONFIGS:
+        table.add(row(config))
+    document.print()
+
+
 if __name__ == "__main__":
-    rows = [row(config) for config in CONFIGS]
-    print(text_table(HEADER, rows))
-    text = f"# Large models\n\n`python -m benchmarks.large`, JAX {jax.__version__}, compiled for H100 without one.\n\n"
-    DOCUMENTS.joinpath("large.md").write_text(text + markdown_table(HEADER, rows) + "\n", encoding="utf-8")
+    main()

@@ -24,16 +24,20 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = str | tuple[str, ...] | None
-_rules: ContextVar[tuple[Mesh, Mapping[str, Axes]] | None] = ContextVar("logical_axes", default=None)
+Layouts = Mapping[str | tuple[str | None, ...], Axes | PartitionSpec]
+_rules: ContextVar[tuple[Mesh, Layouts] | None] = ContextVar("logical_axes", default=None)
 
 
 @contextmanager
-def logical_axes(mesh: Mesh, axes: Mapping[str, Axes]) -> Iterator[None]:
+def logical_axes(mesh: Mesh, axes: Layouts) -> Iterator[None]:
     """While it is open, what is traced has its named activations constrained: `axes` maps a name to mesh axes.
 
     A name that is not in `axes` splits nothing, nor does one whose mesh axes do not divide the dimension; a mesh axis
-    splits the first dimension of an activation that asks for it. JAX keeps what it has traced by the function alone,
-    so its caches are cleared at either end: nothing that was traced under other names is taken for this.
+    splits the first dimension of an activation that asks for it. A tuple of all the names of an activation stands for
+    the `PartitionSpec` that just these activations get.
+
+    JAX keeps what it has traced by the function alone, so its caches are cleared at either end: nothing that was traced
+    under other names is taken for this.
     """
     token = _rules.set((mesh, axes))
     jax.clear_caches()
@@ -55,11 +59,14 @@ def logical(x: jax.Array, *names: str | None) -> jax.Array:
     if rules is None:
         return x
     mesh, axes = rules
+    given = axes.get(names)
+    if isinstance(given, PartitionSpec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, given))
     used: set[str] = set()
     spec: list[tuple[str, ...] | None] = []
     for size, name in zip(x.shape, names, strict=True):
         wanted = axes.get(name) if name is not None else None
-        split = (wanted,) if isinstance(wanted, str) else (wanted or ())
+        split = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
         if used & set(split) or size % prod(mesh.shape[axis] for axis in split):
             split = ()
         used |= set(split)
