@@ -134,11 +134,11 @@ def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:
     return params | empty if empty else params
 
 
-def source_line(equation: Equation) -> str:
-    """``file:line (function)`` of the user's code that an equation comes from."""
+def source_line(equation: Equation) -> str | None:
+    """``file:line (function)`` of the user's code that an equation comes from, None where nothing leads back to it."""
     frame = source_info_util.user_frame(equation.source_info.traceback)
     if frame is None:
-        return "unknown source"
+        return None
     name = frame.file_name.rsplit("/", 1)[-1]
     return f"{name}:{frame.start_line} ({frame.function_name})"
 

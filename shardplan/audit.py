@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -162,6 +162,9 @@ class Audit:
         return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 7), caption=self._verdict())
 
 
+_SAME_SIZE = 0.01
+"""A planned and a compiled collective whose sizes differ by no more are the same one: padding makes some larger."""
+
 _AUDIT_HEADER = ("collective", "mesh axes", "planned", "compiled", "predicted MB", "compiled MB", "difference")
 
 
@@ -194,7 +197,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         predicted_bytes=plan.communication_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         compiled=report,
-        operations=_operations(plan.collectives, report.collectives),
+        operations=_operations(plan.collectives, report.collectives, axes),
     )
 
 
@@ -202,15 +205,19 @@ def _planned(found: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -
     """Times and bytes of planned collectives per kind and mesh axes, axes in the order of the mesh."""
     sent: dict[tuple[str, Axes], Traffic] = {}
     for planned in found:
-        key = (planned.kind, tuple(axis for axis in mesh_axes if axis in planned.axes and mesh_axes[axis] > 1))
+        key = (planned.kind, _axes_of(planned, mesh_axes))
         sent[key] = sent.get(key, Traffic()).plus(planned.times, planned.bytes * planned.times)
     return sent
 
 
 def _operations(
-    planned: Iterable[PlannedCollective], compiled: Iterable[CompiledCollective]
+    planned: Sequence[PlannedCollective], compiled: Iterable[CompiledCollective], mesh_axes: Mapping[str, int]
 ) -> tuple[OperationTraffic, ...]:
-    """Predicted and compiled bytes per operation, largest difference first."""
+    """Predicted and compiled bytes per operation, largest difference first.
+
+    Where several operations are near a compiled collective, it is that of the one for which the plan has such a
+    collective: a sum that waits for its reader is made by one operation and planned for another.
+    """
     found: dict[int | None, OperationTraffic] = {}
 
     def add(operation: int | None, description: str, source: str, predicted: float, sent: float) -> None:
@@ -219,14 +226,37 @@ def _operations(
             known, predicted_bytes=known.predicted_bytes + predicted, compiled_bytes=known.compiled_bytes + sent
         )
 
+    open_shares: dict[tuple[int | None, str, Axes], list[float]] = {}
     for plan in planned:
-        add(operation_of(plan.operation), plan.operation, plan.source, plan.bytes * plan.times, 0)
+        operation, size = operation_of(plan.operation), plan.bytes * plan.times
+        add(operation, plan.operation, plan.source, size, 0)
+        open_shares.setdefault((operation, plan.kind, _axes_of(plan, mesh_axes)), []).append(size)
     for one in compiled:
-        for origin, share in origins(one):
-            operation = operation_of(origin)
-            name = "no operation of the plan" if operation is None else f"op{operation} {origin.rsplit('/', 1)[-1]}"
+        axes = one.axes(mesh_axes)
+        for paths, share in origins(one):
+            planned_for = (
+                path for path in paths if _takes(open_shares.get((operation_of(path), one.kind, axes)), share)
+            )
+            path = next(planned_for, paths[0] if paths else "")
+            operation = operation_of(path)
+            name = "no operation of the plan" if operation is None else f"op{operation} {path.rsplit('/', 1)[-1]}"
             add(operation, name, "" if operation is None else one.source, 0, share)
     return tuple(sorted(found.values(), key=lambda traffic: -abs(traffic.difference)))
+
+
+def _takes(sizes: list[float] | None, share: float) -> bool:
+    """Whether one of the planned sizes is this one; it is then no longer there for another."""
+    for size in sizes or ():
+        if abs(size - share) <= _SAME_SIZE * size:
+            assert sizes is not None
+            sizes.remove(size)
+            return True
+    return False
+
+
+def _axes_of(planned: PlannedCollective, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes of a planned collective in the order of the mesh, without those of one device."""
+    return tuple(axis for axis in mesh_axes if axis in planned.axes and mesh_axes[axis] > 1)
 
 
 def _row_order(key: tuple[str, Axes]) -> tuple[int, tuple[str, ...]]:

@@ -101,8 +101,8 @@ class CompiledReport:
         """Bytes sent per operation of the plan, by the scope that applying leaves; None: led back to no operation."""
         sent: dict[int | None, float] = {}
         for found in self.collectives:
-            for origin, share in origins(found):
-                operation = operation_of(origin)
+            for paths, share in origins(found):
+                operation = operation_of(paths[0]) if paths else None
                 sent[operation] = sent.get(operation, 0) + share
         return sent
 
@@ -140,11 +140,11 @@ def operation_of(op_name: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def origins(found: CompiledCollective) -> list[tuple[str, float]]:
-    """For each tensor of a collective, a metadata path that leads to an operation of the plan, and its bytes per step.
+def origins(found: CompiledCollective) -> list[tuple[tuple[str, ...], float]]:
+    """For each tensor of a collective, the metadata paths that lead to operations of the plan, and its bytes per step.
 
-    Its own path where it carries one tensor; else that of the nearest instruction that makes the tensor (of a sum) or
-    reads it (of anything else); an empty path where none of them leads to an operation.
+    Its own path comes first where it carries one tensor; then those of the instructions that make the tensor (of a
+    sum) or read it (of anything else), the nearest first, then of those on its other side.
     """
     shares = []
     for tensor in found.tensors:
@@ -152,9 +152,9 @@ def origins(found: CompiledCollective) -> list[tuple[str, float]]:
         around = (
             (tensor.producers, tensor.consumers) if found.kind in REDUCTIONS else (tensor.consumers, tensor.producers)
         )
-        known = (path for path in (*own, *around[0], *around[1]) if operation_of(path) is not None)
+        known = tuple(path for path in (*own, *around[0], *around[1]) if operation_of(path) is not None)
         share = found.bytes_sent * found.times * tensor.bytes / found.bytes if found.bytes else 0.0
-        shares.append((next(known, ""), share))
+        shares.append((known, share))
     return shares
 
 

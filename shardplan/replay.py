@@ -19,6 +19,7 @@ from shardplan import _jax
 from shardplan.control import Link, Links
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
+from shardplan.lookups import filled, fills, unfilled_params
 from shardplan.program import Constant, Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.strategy import Strategy
@@ -156,10 +157,14 @@ class Replay:
         operands = self._read_operands(operation, strategy)
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation)
+        filling = fills(operation) and bool(strategy.pending[0])
         if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
         elif linear:
             results, done = self._run_partial(operation, operands, linear), 0
+        elif filling:
+            params = unfilled_params(operation)
+            results, done = _jax.bind_again(operation.equation, operation.primitive, params, operands), 0
         else:
             results, done = self._bind(operation, operands), 0
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
@@ -168,7 +173,10 @@ class Replay:
             for step in _ends(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._constrain(held, step.layout)
-            self._held[index, self._schedule.assignment.values[index]] = held
+            planned = self._schedule.assignment.values[index]
+            if filling:
+                held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
+            self._held[index, planned] = held
 
     def _read_operands(self, operation: Operation, strategy: Strategy) -> list[Any]:
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):

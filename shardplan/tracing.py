@@ -67,6 +67,7 @@ class _Builder:
         self.regions: list[Region] = [Region(0, (), (), 1)]
         self.region = 0
         self.stated_trips: int | None = None
+        self.called_from: str | None = None
 
     def new_value(self, aval: Any, name: str | None) -> int:
         shape = tuple(getattr(aval, "shape", ()))
@@ -86,7 +87,8 @@ class _Builder:
         if primitive is _jax.optimization_barrier and equation.primitive is not primitive:
             avals = [self.values[o] if isinstance(o, int) else o.aval for o in operands]
         results = tuple(self.new_value(aval, None) for aval in avals)
-        source, region = _jax.source_line(equation), self.region
+        # JAX's own functions are traced once: what is inside leads back to the user by its call alone
+        source, region = _jax.source_line(equation) or self.called_from or "unknown source", self.region
         self.operations.append(
             Operation(
                 len(self.operations), primitive, params, tuple(operands), results, source, equation, region, bodies
@@ -117,7 +119,7 @@ class _Builder:
                 for var, array in zip(inner.constvars, constants, strict=True):
                     inner_environment[var] = value = self.new_value(var.aval, None)
                     captured[value] = _jax.without_typed_layout(array)
-                with self._stating(stated_trip_count(_jax.module_path(equation)) or self.stated_trips):
+                with self._calling(equation, stated_trip_count(_jax.module_path(equation)) or self.stated_trips):
                     results = self.inline(inner, inner_environment, captured)
             environment.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -139,7 +141,7 @@ class _Builder:
             self.region = len(self.regions)
             bodies.append(self.region)
             self.regions.append(Region(self.region, inputs, (), times, assumed=trips is None))
-            with self._stating(None):
+            with self._calling(equation, None):
                 outputs = self.inline(jaxpr, environment, captured)
             self.regions[self.region] = replace(self.regions[self.region], outputs=tuple(outputs))
             self.region = outside
@@ -152,11 +154,12 @@ class _Builder:
         return stated if found is None else found
 
     @contextmanager
-    def _stating(self, trips: int | None) -> Iterator[None]:
-        """Inlines a body whose own loops run as often as the user says around its call."""
-        outside, self.stated_trips = self.stated_trips, trips
+    def _calling(self, equation: _jax.Equation, trips: int | None) -> Iterator[None]:
+        """Inlines the body of a call, whose own loops run as often as the user says around it."""
+        outside = self.stated_trips, self.called_from
+        self.stated_trips, self.called_from = trips, _jax.source_line(equation) or self.called_from
         yield
-        self.stated_trips = outside
+        self.stated_trips, self.called_from = outside
 
     def _behind_barrier(self, operands: list[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
         mask = _jax.barrier_mask(equation)

@@ -92,6 +92,20 @@ def test_a_plan_that_is_compiled_otherwise():
 
 
 @compiles_for_gpus
+def test_a_sum_that_is_planned_for_its_reader_is_explained_by_it():
+    """The compiled all-reduce is made by operation 7 and read by operation 8."""
+    checked = audit(plan(Planned("all-reduce", ("model",), SENT, 1, "op8 tanh")))
+    assert checked.unexplained_bytes == 0
+    (operation,) = checked.operations
+    assert (operation.operation, operation.compiled_bytes) == (8, SENT)
+    for other in (
+        Planned("all-reduce", ("data",), SENT, 1, "op8 tanh"),
+        Planned("all-reduce", ("model",), 9, 1, "op8"),
+    ):
+        assert audit(plan(other)).unexplained_bytes == SENT, "other axes or another size explain nothing"
+
+
+@compiles_for_gpus
 def test_axes_are_compared_in_the_order_of_the_mesh_and_without_those_of_size_one():
     one = HandMadePlan(
         (Planned("all-reduce", ("model", "one"), SENT, 1, "op7 dot"),), {"data": 2, "one": 1, "model": 4}

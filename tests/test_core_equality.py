@@ -124,6 +124,25 @@ def test_some_functions_in_layouts_that_nobody_would_choose(name: str) -> None:
     assert_equal_trees(run(plan, mesh, *args), jax.jit(fn)(*args))
 
 
+@pytest.mark.parametrize("ids", [np.int32, np.uint8, np.int16])
+@pytest.mark.parametrize("table", [np.float32, np.int32, bool])
+def test_lookups_outside_of_a_table_whose_rows_are_split(table: Any, ids: Any) -> None:
+    """What is not in the table is filled behind the sum over the devices that have the rows."""
+    rows = (np.arange(300 * 8).reshape(300, 8) % 7 - 2).astype(table)
+    wanted = np.random.default_rng(0).integers(-400, 400, (8, 6)).astype(ids)
+    mesh = mesh_of((2, 4))
+    rank_two, rank_three = P("y", "x"), P("y", None, "x")
+
+    def look_up(rows: Any, wanted: Any) -> Any:
+        looked_up = jax.lax.with_sharding_constraint(rows[wanted], NamedSharding(mesh, rank_three))
+        return looked_up, jnp.take_along_axis(rows, wanted[0, :, None].astype(np.int32), 0, mode="fill", fill_value=5)
+
+    step = shardplan.auto(look_up, mesh, pins={"0": rank_two, "1": P()})
+    for found, expected in zip(step(rows, wanted), jax.jit(look_up)(rows, wanted), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    assert "reduce-scatter" in {c.kind for c in step.plan(rows, wanted).collectives} or table is bool
+
+
 # ---- random programs
 
 

@@ -116,6 +116,16 @@ def test_sources_are_lines_of_the_users_code() -> None:
     assert "test_sources_are_lines" in program.operations[0].source
 
 
+def test_sources_inside_of_jaxs_own_functions_are_those_of_their_calls() -> None:
+    def lookup(table: Any, ids: Any) -> Any:
+        return jnp.take(table, ids, axis=0)
+
+    program = trace_program(lookup, (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)))
+    assert {operation.source.split(" ")[-1] for operation in program.operations} == {
+        "(test_sources_inside_of_jaxs_own_functions_are_those_of_their_calls.<locals>.lookup)"
+    }
+
+
 def test_closed_over_arrays_are_captured_where_they_are_used() -> None:
     weight, unused = jnp.ones((4, 4)), jnp.ones((8, 8))
     program = trace_program(lambda x: (unused + 1, jax.jit(lambda y: y @ weight)(x))[1], (X,))
