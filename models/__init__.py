@@ -23,12 +23,18 @@ from shardplan.models.training import State as State
 from shardplan.models.training import Training as Training
 
 NAMES = (
+    "dlrm",
+    "gnn",
     "gpt",
     "llama",
     "lstm",
+    "mamba",
     "mlp",
     "resnet",
+    "unet3d",
+    "vgg",
     "wide_resnet",
+)
 )
 """The models, each a module of this package."""
 
