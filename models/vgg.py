@@ -31,7 +31,8 @@ class Config:
     """Sizes: `stages` are numbers of convolutions and their channels, each stage followed by a pooling of 2 x 2.
 
     `classifier`: two dense layers of `hidden` features with `dropout`, and one of `classes`, on images of
-    `image` x `image` x 3. `remat`: the activations inside a stage are computed again in the backward pass.
+    `image` x `image` x 3. `remat`: to save memory, the activations inside a stage are computed again in the backward
+    pass, and the gradients of a convolution are finished before those of the one before it are begun.
     """
 
     stages: tuple[tuple[int, int], ...] = ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512))
@@ -59,8 +60,41 @@ SMALL = Config(stages=((2, 8), (1, 16)), hidden=64, classes=16, image=32, batch=
 BENCHMARK = Config()
 
 
+@jax.custom_vjp
+def finished_together(tensors: Any) -> Any:
+    """`tensors`, whose gradients are all computed before anything reads one of them.
+
+    A scheduler likes to leave the gradients of weights to the end, where nobody waits for them, and to hold until then
+    the activations that they are computed from.
+    """
+    return tensors
+
+
+finished_together.defvjp(
+    lambda tensors: (tensors, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
+)
+
+
+class Convolution(nn.Module):
+    """A convolution of 3 x 3 with a bias and ReLU."""
+
+    config: Config
+    channels: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype = self.config.compute_dtype
+        kernel = self.param("kernel", nn.initializers.he_normal(), (3, 3, x.shape[-1], self.channels))
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.channels,))
+        if self.config.remat:
+            x, kernel, bias = finished_together((x, kernel, bias))
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, kernel.astype(dtype), (1, 1), "SAME", dimension_numbers=numbers)
+        return logical(nn.relu(y + bias.astype(dtype)), "batch", "height", "width", "channels")
+
+
 class Stage(nn.Module):
-    """Convolutions of 3 x 3 with ReLU, then the maximum of each 2 x 2 (a last odd row or column is dropped)."""
+    """Convolutions, then the maximum of each 2 x 2 (a last odd row or column is dropped)."""
 
     config: Config
     convolutions: int
@@ -68,11 +102,8 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        initializer = nn.initializers.he_normal()
-        convolution = partial(nn.Conv, dtype=self.config.compute_dtype, kernel_init=initializer)
         for number in range(self.convolutions):
-            x = nn.relu(convolution(self.channels, (3, 3), name=f"convolution_{number}")(x))
-            x = logical(x, "batch", "height", "width", "channels")
+            x = Convolution(self.config, self.channels, name=f"convolution_{number}")(x)
         return logical(nn.max_pool(x, (2, 2), strides=(2, 2)), "batch", "height", "width", "channels")
 
 
