@@ -35,7 +35,6 @@ NAMES = (
     "vgg",
     "wide_resnet",
 )
-)
 """The models, each a module of this package."""
 
 
