@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from shardplan.search.branching import Branching
+from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
@@ -64,6 +65,13 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     effort = Effort(seconds=sweeping * run.time_limit, closing=closing * run.time_limit)
     upper = graph.cost(graph.hint) if graph.hint is not None else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left))
+    with run.stage("reduce"):
+        solver.reduce()
+    with run.stage("fold"):
+        start = folded_start(graph, effort, run.gap, solver.watch)
+        if start is not None:
+            solver.begin(start[0].messages, start[0].choices)
+            solver.sweeps += start[1]
     with run.stage("search"):
         solver.solve()
     report()

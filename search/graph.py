@@ -222,9 +222,10 @@ class Graph:
                     if w not in waiting:
                         waiting.add(w)
                         queue.append(w)
-        self._apply_masks(masks)
+        self.restrict_all(masks)
 
-    def _apply_masks(self, masks: dict[int, NDArray[np.bool_]]) -> None:
+    def restrict_all(self, masks: dict[int, NDArray[np.bool_]]) -> None:
+        """Drops, of every variable that is left, the choices where its mask is False."""
         changed = {v: mask for v, mask in masks.items() if not mask.all()}
         rows = {v: mask.tobytes() for v, mask in masks.items()}
         for v, mask in changed.items():

@@ -18,10 +18,11 @@ from shardplan.search.memory import Profile
 from shardplan.search.messages import Sweeper
 from shardplan.search.model import Model
 
-__all__ = ["Relaxation"]
+__all__ = ["Messages", "Relaxation"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
+Messages = dict[tuple[int, int], Array]
 _PATIENCE = 12
 _MOST_TIMES = 250
 
@@ -52,6 +53,7 @@ class Relaxation:
         self.leanest: Index | None = None
         """The lowest peak of an assignment decoded so far, and the assignment."""
         self._length, self._since = 1.0, 0
+        self._kept: dict[int, NDArray[np.bool_]] = {}
         if graph.usage_limit is not None:
             self.profile = Profile(graph, self.order, self.sweeper.offsets[:-1])
             for time, price in (prices or {}).items():
@@ -189,9 +191,10 @@ class Relaxation:
 
     def prune(self, upper: float) -> None:
         """Drops choices that no assignment below `upper` takes, from the graph, which this relaxation then describes
-        no more."""
+        no more; only `reparametrise` and `messages` may follow."""
         bound, above = self.reduced_costs()
-        self._keep(above <= upper - bound + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30), self.graph)
+        fits = above <= upper - bound + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
+        self._kept = self._keep(fits, self.graph)
 
     def narrowed(self, room: float) -> Graph:
         """A copy of the graph with only the choices whose min-marginals are within `room` of the least."""
@@ -199,23 +202,44 @@ class Relaxation:
         self._keep(self.sweeper.beliefs <= room, copy)
         return copy
 
-    def _keep(self, fits: NDArray[np.bool_], graph: Graph) -> None:
-        offsets = self.sweeper.offsets
+    def _keep(self, fits: NDArray[np.bool_], graph: Graph) -> dict[int, NDArray[np.bool_]]:
+        """Drops the choices that do not fit; returns, per variable, which ones stay."""
+        offsets = self.sweeper.offsets.tolist()
+        masks = {}
         for place, v in enumerate(self.order):
             keep = fits[offsets[place] : offsets[place + 1]]
-            if keep.any() and not keep.all():
-                graph.restrict(v, keep)
+            masks[v] = keep if keep.any() else np.ones(len(keep), dtype=bool)
+        graph.restrict_all(masks)
+        return masks
+
+    def messages(self) -> Messages:
+        """Copies of the messages: `[v, w]` is the one into `v` from `w`, per choice that `v` had at the beginning."""
+        found = {}
+        for low, high, to_low, to_high in self.sweeper.message_pairs():
+            v, w = self.order[low], self.order[high]
+            found[v, w], found[w, v] = to_low.copy(), to_high.copy()
+        return found
+
+    def load(self, messages: Messages) -> None:
+        """Starts from these messages; any messages give a valid bound."""
+        for low, high, to_low, to_high in self.sweeper.message_pairs():
+            v, w = self.order[low], self.order[high]
+            if (v, w) in messages:
+                to_low[:], to_high[:] = messages[v, w], messages[w, v]
 
     def reparametrise(self) -> None:
         """Moves the messages into the graph's costs and tables. Every assignment keeps its cost, and the bound of
-        another relaxation starts where this one's ended. To be called before `prune`."""
-        sweeper, graph = self.sweeper, self.graph
+        another relaxation starts where this one's ended. Where `prune` came before, that takes less memory."""
+        sweeper, graph, kept = self.sweeper, self.graph, self._kept
         added = sweeper.message_sums()
-        offsets = sweeper.offsets
+        offsets = sweeper.offsets.tolist()
         for place, v in enumerate(self.order):
-            graph.costs[v] = graph.costs[v] + added[offsets[place] : offsets[place + 1]]
+            share = added[offsets[place] : offsets[place + 1]]
+            graph.costs[v] = graph.costs[v] + (share[kept[v]] if kept else share)
         for low, high, to_low, to_high in sweeper.message_pairs():
             v, w = self.order[low], self.order[high]
+            if kept:
+                to_low, to_high = to_low[kept[v]], to_high[kept[w]]
             graph.set_edge(v, w, graph.neighbours[v][w] - to_low[:, None] - to_high[None, :])
 
 

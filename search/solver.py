@@ -18,13 +18,14 @@ from shardplan.search.closing import close
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.reductions import shrink
-from shardplan.search.relaxation import Relaxation
+from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.solution import relative_gap
 
 __all__ = ["Effort", "GraphSolver", "Watch"]
 
 Index = NDArray[np.intp]
 _SWEEPS = 20
+_FIRST_SWEEPS = 2
 _WORTH_PRUNING = 0.2
 _FEW_CHOICES = 4000
 
@@ -70,32 +71,55 @@ class GraphSolver:
         self.watch = watch
         self.prices: dict[int, float] = {}
         self.sweeps = 0
-        self.relaxation: Relaxation | None = None
-        self._stalled = False
+        self.messages: Messages = {}
+        """Of the graph as it is, for the next relaxation to start from."""
+        self.prunes = True
+        """Whether `sweep_until_prunable` ends where much can be pruned."""
+        self.stalled = False
+        """Whether the messages have stopped to help."""
         self._estimate = 0.0
+        self._reduced = False
+
+    def begin(self, messages: Messages, choices: dict[int, int] | None) -> None:
+        """Starts from messages and an assignment of the reduced graph, which may turn out not to be valid."""
+        self.messages = messages
+        cost = self.graph.cost(choices) if choices is not None else math.inf
+        if choices is not None and cost < math.inf and self.graph.usage_limit is None:
+            self.accept(choices, cost)
+
+    def reduce(self) -> None:
+        """The reductions that come before everything else, once."""
+        if not self._reduced:
+            shrink(self.graph)
+            self._reduced = True
 
     def solve(self) -> None:
         """Runs rounds until the gap is closed, or a round does not help any more."""
         graph, effort = self.graph, self.effort
-        shrink(graph)
-        while self._may_sweep():
+        self.reduce()
+        while self.may_sweep():
             if self._settled_by_elimination(effort.entries if self.sweeps else 1e4, effort.entries):
                 return
             before = self._choices()
-            relaxation = self._sweep_until_prunable()
-            if self._stalled and not self.closed:
+            relaxation = self.sweep_until_prunable()
+            if self.stalled and not self.closed:
                 self._dive(relaxation)
             if self.closed:
                 return
-            relaxation.reparametrise()
-            relaxation.prune(self.upper)
-            self.raise_lower(relaxation.bound)
+            self.prune(relaxation)
             shrink(graph, dominance=before < _FEW_CHOICES)
             self.watch.report()
-            if self._stalled and self._choices() > 0.95 * before:
+            if self.stalled and self._choices() > 0.95 * before:
                 break
         if not self.closed and not self._settled_by_elimination(40 * effort.entries, effort.entries):
             self._close()
+
+    def prune(self, relaxation: Relaxation) -> None:
+        """Drops what cannot be in anything better, and moves the messages into the graph."""
+        relaxation.prune(self.upper)
+        relaxation.reparametrise()
+        self.messages = {}
+        self.raise_lower(relaxation.bound)
 
     @property
     def closed(self) -> bool:
@@ -110,7 +134,8 @@ class GraphSolver:
         self.raise_lower(relaxation.bound)
         return relaxation
 
-    def _may_sweep(self) -> bool:
+    def may_sweep(self) -> bool:
+        """Whether the effort allows another round."""
         return self.sweeps < self.effort.sweeps and self._estimate < self.effort.seconds
 
     def accept(self, choices: dict[int, int], cost: float) -> None:
@@ -127,14 +152,15 @@ class GraphSolver:
     def _choices(self) -> int:
         return sum(self.graph.size(v) for v in self.graph.live())
 
-    def _sweep_until_prunable(self) -> Relaxation:
+    def sweep_until_prunable(self) -> Relaxation:
         """Messages, until much can be pruned or they do not help any more; assignments found are accepted."""
         relaxation = Relaxation(self.graph, self.prices)
-        self.relaxation = relaxation
+        relaxation.load(self.messages)
         bounds: list[float] = []
         trial, wait = 0, 1
-        while self._may_sweep():
-            self._sweep(relaxation)
+        while self.may_sweep():
+            # Messages that are good already may close the gap at once.
+            self._sweep(relaxation, _FIRST_SWEEPS if self.messages and not bounds else _SWEEPS)
             if self.closed:
                 break
             bounds.append(self.lower)
@@ -145,16 +171,16 @@ class GraphSolver:
                 # Trials get rarer while they find nothing.
                 wait = 1 if self.upper < upper - 0.1 * (upper - self.lower) else 2 * wait
                 trial += wait
-            if self.closed or relaxation.prunable(self.upper) > _WORTH_PRUNING:
+            if self.closed or (self.prunes and relaxation.prunable(self.upper) > _WORTH_PRUNING):
                 break
             if turn >= 4 and bounds[-1] - bounds[-4] < 0.05 * (self.upper - self.lower) and relaxation.settled:
-                self._stalled = True
+                self.stalled = True
                 break
         self.prices = relaxation.price_by_time()
         return relaxation
 
-    def _sweep(self, relaxation: Relaxation) -> None:
-        for _ in range(_SWEEPS):
+    def _sweep(self, relaxation: Relaxation, sweeps: int) -> None:
+        for _ in range(sweeps):
             relaxation.improve(self.upper)
             self.sweeps += 1
             self._estimate += relaxation.seconds_per_sweep

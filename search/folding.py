@@ -1,0 +1,69 @@
+"""Starting the search on a graph with repeated layers from the same graph with few of them.
+
+`shardplan.search.repetition` leaves out all layers but a few at either end. That small graph is searched first. What
+it gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest
+one that stayed. Lifted choices are an assignment like any other, whose cost is counted on the whole graph. Lifted
+messages are a start like any other: whatever the messages are, the bound of a sweep is true. So nothing rests on the
+layers being equal; where they are, two sweeps of the whole graph reach the bound that took a hundred of the small one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardplan.search.graph import Graph
+from shardplan.search.relaxation import Messages
+from shardplan.search.repetition import Folded, fold
+from shardplan.search.solver import Effort, GraphSolver, Watch
+
+__all__ = ["Start", "folded_start"]
+
+_CLOSER = 1.0
+"""The gap of the small graph, as a share of what is asked of the whole one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Messages and, where one was found, an assignment of a graph, to search on from."""
+
+    messages: Messages
+    choices: dict[int, int] | None
+
+
+def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Start, int] | None:
+    """A start for a graph by its repeated layers, with the sweeps that it took; `None` where it has none."""
+    folded = fold(graph)
+    if folded is None:
+        return None
+    small = folded.graph
+    # The same share of the graph's constant cost, so that gaps compare.
+    small.constant = graph.constant * len(small.live()) / len(graph.live())
+    found, sweeps = _search(small, effort, gap, watch)
+    return _lifted(folded, found), sweeps
+
+
+def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Start, int]:
+    """Messages and an assignment of a small graph, as good as they get."""
+    quiet = Watch(small.tick, watch.seconds_left)
+    solver = GraphSolver(small.copy(), math.inf, effort, _CLOSER * gap, quiet)
+    solver.prunes = False
+    relaxation = solver.sweep_until_prunable()
+    messages = relaxation.messages()
+    if not solver.closed:
+        solver.prune(relaxation)
+        solver.prunes = True
+        solver.solve()
+    hint = solver.graph.hint
+    if hint is None:
+        return Start(messages, None), solver.sweeps
+    full = solver.graph.expand(hint)
+    return Start(messages, {v: int(full[v]) for v in small.live()}), solver.sweeps
+
+
+def _lifted(folded: Folded, found: Start) -> Start:
+    """A start for the whole graph."""
+    messages = {edge: found.messages[stand_in] for edge, stand_in in folded.edge.items()}
+    if found.choices is None:
+        return Start(messages, None)
+    return Start(messages, {v: found.choices[stand_in] for v, stand_in in folded.variable.items()})
