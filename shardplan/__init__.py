@@ -19,3 +19,5 @@ from shardplan.errors import ShardplanError as ShardplanError
 from shardplan.errors import ShardplanWarning as ShardplanWarning
 from shardplan.plan import Plan as Plan
 from shardplan.rules import describe as describe
+from shardplan.simulate import Simulation as Simulation
+from shardplan.simulate import simulate as simulate

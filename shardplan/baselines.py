@@ -57,7 +57,7 @@ def data_parallel(problem: Problem) -> None:
 def zero1(problem: Problem) -> None:
     """Data parallelism with the optimizer's state split (ZeRO stage 1)."""
     _split_examples(problem)
-    parameters = _parameters(problem.program)
+    parameters = parameters_of(problem.program)
     for value in _state(problem.program):
         whole = replicated(_rank(problem.program, value))
         _fix(problem, value, whole if value in parameters else _split_largest(problem, value))
@@ -228,7 +228,7 @@ def _state(program: Program) -> list[int]:
     return [program.inputs[position] for position in program.ties.values()]
 
 
-def _parameters(program: Program) -> set[int]:
+def parameters_of(program: Program) -> set[int]:
     """The state that results other than the new state depend on; all of it where there are none."""
     makers = {result: operation for operation in program.operations for result in operation.results}
     waiting: list[Any] = [o for n, o in enumerate(program.outputs) if n not in program.ties and isinstance(o, int)]

@@ -8,6 +8,10 @@
 Every row is priced by the same cost model. `exact` is the planner's own search; `data_parallel`, `zero1`, `fsdp` and
 `tensor_parallel` fix what their names say and let the same search complete the rest (`shardplan.baselines`), so they
 are at least as good as these layouts are by hand; the other methods are searches that get the same network.
+
+`placement:depth_first`, `placement:min_cut` and `placement:round_robin` split nothing: every operation runs whole on
+one device (`shardplan.placing`). They have no plan and no objective; what such a row sends and holds is that of the
+busiest device. Where one is asked for, all rows are simulated, and say how long a step takes.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import load
 from shardplan.mesh import GivenMesh, check_mesh, mesh_axes, with_auto_axes
 from shardplan.options import Options
+from shardplan.placing import PLACEMENT_METHODS, simulate_placement
 from shardplan.plan import Plan
 from shardplan.plan_report import mesh_text, objective_text
-from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, plan_program
+from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem, plan_program
 from shardplan.program import Program
 from shardplan.search import METHODS
+from shardplan.simulate import Simulation, simulate
 from shardplan.tables import html_table, megabytes, text_table
 
 DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
@@ -42,6 +48,7 @@ DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
 class ComparedPlan:
     """One row: a method, its plan (None where it gives none; then ``note`` says why), and the seconds that it took.
 
+    ``simulation`` is there where placements are compared; a placement has nothing else.
     ``lower_bound`` is that of the problem itself, so it holds for every method: the best one that a row proved.
     """
 
@@ -50,11 +57,14 @@ class ComparedPlan:
     lower_bound: float
     seconds: float
     note: str = ""
+    simulation: Simulation | None = field(default=None, repr=False)
 
     @property
     def communication_bytes(self) -> float:
-        """Bytes that one device sends per step."""
-        return self.plan.communication_bytes if self.plan else math.nan
+        """Bytes that one device sends per step; of a placement, the one that sends most."""
+        if self.plan:
+            return self.plan.communication_bytes
+        return max(self.simulation.sent_bytes) if self.simulation else math.nan
 
     @property
     def objective(self) -> float:
@@ -62,7 +72,15 @@ class ComparedPlan:
 
     @property
     def peak_bytes(self) -> float:
-        return self.plan.peak_bytes if self.plan else math.nan
+        """Bytes that one device holds at its peak; of a placement, the one that holds most."""
+        if self.plan:
+            return self.plan.peak_bytes
+        return max(self.simulation.peak_bytes) if self.simulation else math.nan
+
+    @property
+    def simulated_seconds(self) -> float:
+        """Seconds of one step by `shardplan.simulate`, where the rows were simulated."""
+        return self.simulation.seconds if self.simulation else math.nan
 
     @property
     def gap(self) -> float:
@@ -95,33 +113,39 @@ class Comparison:
         raise KeyError(f"`{method}` was not compared; there are {', '.join(row.method for row in self.rows)}")
 
     def __str__(self) -> str:
-        return f"{self._title()}\n{text_table(_HEADER, self._cells(), numbers=range(1, 6))}"
+        return f"{self._title()}\n{text_table(self._header(), self._cells(), numbers=self._numbers())}"
 
     def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._cells(), numbers=range(1, 6), caption=self._title())
+        return html_table(self._header(), self._cells(), numbers=self._numbers(), caption=self._title())
+
+    @property
+    def _simulated(self) -> bool:
+        return any(row.simulation is not None for row in self.rows)
+
+    def _header(self) -> tuple[str, ...]:
+        return (*_HEADER[:-2], *(("simulated ms",) if self._simulated else ()), *_HEADER[-2:])
+
+    def _numbers(self) -> range:
+        return range(1, len(self._header()) - 1)
 
     def _title(self) -> str:
         return f"Mesh ({mesh_text(self.mesh_axes)}), per device and step, by the cost model"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [_cells(row) for row in self.rows]
+        return [_cells(row, self._simulated) for row in self.rows]
 
 
-def _cells(row: ComparedPlan) -> tuple[str, ...]:
+def _cells(row: ComparedPlan, simulated: bool) -> tuple[str, ...]:
     seconds = f"{row.seconds:.2f}"
+    step = (f"{1e3 * row.simulated_seconds:.2f}" if row.simulation else "",) if simulated else ()
+    if row.plan is None and row.simulation is None:
+        return (row.method, "", "", "", "", *step, seconds, row.note)
+    sent, peak = megabytes(row.communication_bytes), megabytes(row.peak_bytes)
     if row.plan is None:
-        return (row.method, "", "", "", "", seconds, row.note)
+        return (row.method, sent, "", "", peak, *step, seconds, row.note)
     gap = "" if math.isnan(row.gap) else f"{100 * row.gap:.4f} %" if row.gap < 0.01 else f"{100 * row.gap:.1f} %"
     objective = objective_text(row.plan, row.objective)
-    return (
-        row.method,
-        megabytes(row.communication_bytes),
-        objective,
-        gap,
-        megabytes(row.peak_bytes),
-        seconds,
-        row.note,
-    )
+    return (row.method, sent, objective, gap, peak, *step, seconds, row.note)
 
 
 def compare(
@@ -136,7 +160,8 @@ def compare(
     Args:
         fn, mesh, args, options: as for ``shardplan.plan``. A number of devices is compared on the mesh that is best for
             `exact`.
-        methods: names of `shardplan.baselines.BASELINES` and of `shardplan.search.METHODS`.
+        methods: names of `shardplan.baselines.BASELINES`, of `shardplan.search.METHODS`, and of
+            `shardplan.placing.PLACEMENT_METHODS`.
 
     Raises:
         ArgumentError: a method or an option is unknown; before any work starts.
@@ -144,14 +169,17 @@ def compare(
     chosen = options_from(options)
     check_mesh(mesh)
     chosen.check()
-    unknown = [method for method in methods if method not in BASELINES and method not in METHODS]
+    known = (*BASELINES, *METHODS, *PLACEMENT_METHODS)
+    unknown = [method for method in methods if method not in known]
     if unknown or not methods:
-        listed = ", ".join((*BASELINES, *METHODS))
+        listed = ", ".join(known)
         named = ", ".join(f"`{method}`" for method in unknown) or "that is none"
         raise ArgumentError(f"there is no method {named}; there are {listed}")
     program = trace_call(fn, args, {}, chosen)
     concrete = make_plan(program, mesh, chosen).mesh if isinstance(mesh, (int, str)) else with_auto_axes(mesh)
     rows = [_compared(program, concrete, chosen, method) for method in methods]
+    if any(method in PLACEMENT_METHODS for method in methods):
+        rows = [replace(row, simulation=simulate(row.plan)) if row.plan else row for row in rows]
     bound = max((row.lower_bound for row in rows), default=-math.inf)
     axes = mesh_axes(concrete)
     sizes = dict(zip(axes.names, axes.sizes, strict=True))
@@ -165,6 +193,8 @@ def _compared(program: Program, mesh: Mesh | AbstractMesh, options: Options, met
         if method in ("auto", "exact"):
             plan = plan_program(program, mesh, options, method=method)
             return ComparedPlan(method, plan, plan.lower_bound, time.perf_counter() - started)
+        if method in PLACEMENT_METHODS:
+            return _placed(program, mesh, options, method)
         unlimited = replace(options, memory_limit=math.inf)
         if method in BASELINES:
             plan = plan_program(program, mesh, unlimited, prepare=BASELINES[method])
@@ -176,6 +206,14 @@ def _compared(program: Program, mesh: Mesh | AbstractMesh, options: Options, met
     fits = plan.peak_bytes <= _memory_limit(options)
     seconds = time.perf_counter() - started
     return ComparedPlan(method, plan, -math.inf, seconds, "" if fits else "does not fit the memory")
+
+
+def _placed(program: Program, mesh: Mesh | AbstractMesh, options: Options, method: str) -> ComparedPlan:
+    started = time.perf_counter()
+    simulation = simulate_placement(build_problem(program, mesh, options), method)
+    fits = max(simulation.peak_bytes) <= _memory_limit(options)
+    seconds, note = time.perf_counter() - started, "" if fits else "does not fit the memory"
+    return ComparedPlan(method, None, -math.inf, seconds, note, simulation)
 
 
 def _memory_limit(options: Options) -> float:

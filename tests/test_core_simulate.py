@@ -1,0 +1,231 @@
+"""The simulator against times worked out by hand, and plans and placements of real steps on it."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import shardplan
+from shardplan.errors import ArgumentError
+from shardplan.hardware import Link
+from shardplan.models import lstm, mlp
+from shardplan.options import Options
+from shardplan.placing import PLACEMENT_METHODS, simulate_placement
+from shardplan.planning import build_problem
+from shardplan.prices import Prices
+from shardplan.simulate import Task, simulate_tasks
+from shardplan.tracing import trace_program
+
+LINK = Link(1.0, 0.5)  # bytes per second, seconds
+MESH = AbstractMesh((8,), ("data",))
+
+
+def test_a_chain_over_two_workers():
+    tasks = [Task("a", 0, 1.0, (), (0,)), Task("b", 1, 2.0, (0,), (1,)), Task("c", 0, 1.0, (1,))]
+    result = simulate_tasks(tasks, {0: 3.0, 1: 1.0}, LINK)
+    assert result.seconds == 1 + 3.5 + 2 + 1.5 + 1
+    assert result.busy_seconds == (2.0, 2.0)
+    assert result.sent_bytes == (3.0, 1.0)
+    assert [(e.kind, e.start, e.end) for e in result.events][:2] == [("compute", 0.0, 1.0), ("transfer", 1.0, 4.5)]
+
+
+@pytest.mark.parametrize(("overlap", "seconds"), [(True, 5.5), (False, 8.5)])
+def test_sending_goes_beside_computing(overlap: bool, seconds: float):
+    """Worker 0 sends for 3.5 seconds while it computes for 4, or before that where it cannot do both."""
+    tasks = [Task("a", 0, 1.0, (), (0,)), Task("read", 1, 1.0, (0,)), Task("long", 0, 4.0, (0,))]
+    result = simulate_tasks(tasks, {0: 3.0}, LINK, overlap=overlap)
+    assert result.seconds == seconds
+    assert result.busy_seconds == (5.0, 1.0)
+
+
+def test_two_transfers_share_one_way_out():
+    """Each takes 2.5 seconds; the way out of worker 0 is one, that into the others is not what they wait for."""
+    tasks = [Task("a", 0, 0.0, (), (0, 1)), Task("b", 1, 1.0, (0,)), Task("c", 2, 1.0, (1,))]
+    assert simulate_tasks(tasks, {0: 2.0, 1: 2.0}, LINK).seconds == 2 * 2.5 + 1
+    # Both from others into one: its way in is taken.
+    tasks = [Task("a", 0, 0.0, (), (0,)), Task("b", 1, 0.0, (), (1,)), Task("c", 2, 1.0, (0, 1))]
+    assert simulate_tasks(tasks, {0: 2.0, 1: 2.0}, LINK).seconds == 2 * 2.5 + 1
+
+
+def test_a_tensor_is_sent_once_to_each_reader():
+    tasks = [Task("a", 0, 1.0, (), (0,)), Task("b", 1, 1.0, (0,)), Task("c", 1, 1.0, (0,)), Task("d", 2, 1.0, (0,))]
+    assert simulate_tasks(tasks, {0: 4.0}, LINK).sent_bytes == (8.0, 0.0, 0.0)
+
+
+def test_memory_is_freed_behind_the_last_reader():
+    """Of a chain, two tensors are there at a time; what is kept stays; copies count where they are."""
+    tasks = [Task(str(n), 0, 1.0, (n - 1,) if n else (), (n,)) for n in range(5)]
+    sizes = dict.fromkeys(range(5), 10.0)
+    assert simulate_tasks(tasks, sizes, LINK).peak_bytes == (20.0,)
+    assert simulate_tasks(tasks, sizes, LINK, kept=frozenset({0})).peak_bytes == (30.0,)
+    moved = [Task("a", 0, 1.0, (), (0,)), Task("b", 1, 1.0, (0,), (1,))]
+    assert simulate_tasks(moved, {0: 10.0, 1: 5.0}, LINK).peak_bytes == (10.0, 15.0)
+
+
+def test_collectives_go_beside_work():
+    tasks = [
+        Task("a", 0, 1.0, (), (0,)),
+        Task("all-gather", 0, 3.0, (0,), (1,), sent_bytes=7.0),
+        Task("b", 0, 2.0, (0,)),
+        Task("c", 0, 1.0, (1,)),
+    ]
+    result = simulate_tasks(tasks, {}, LINK)
+    assert (result.seconds, result.busy_seconds, result.sent_bytes) == (5.0, (4.0,), (7.0,))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ([Task("a", 0, 1.0, (1,), (0,)), Task("b", 0, 1.0, (0,), (1,))], "tasks wait for each other: `a`, `b`"),
+        ([Task("a", 0, 1.0, (), (0,)), Task("b", 0, 1.0, (), (0,))], "tensor 0 is made by `a` and again by `b`"),
+        ([Task("a", 0, -1.0)], "task `a` has -1.0 seconds"),
+    ],
+)
+def test_what_cannot_run_is_refused(tasks: list[Task], message: str):
+    with pytest.raises(ArgumentError, match=message):
+        simulate_tasks(tasks, {}, LINK)
+
+
+@pytest.fixture(scope="module")
+def plan() -> shardplan.Plan:
+    training = mlp.training(mlp.Config(widths=(512, 1024, 512), batch=256))
+    return shardplan.plan(training.train_step, MESH, training.state, training.batch)
+
+
+def test_a_plan_takes_its_work_and_its_collectives(plan: shardplan.Plan):
+    result = shardplan.simulate(plan)
+    problem = plan.schedule.problem
+    prices = Prices("time", problem.prices.hardware, problem.space.mesh)
+    work = sum(
+        prices.work(choices.flops, choices.memory_bytes, choices.dtype, plan.schedule.assignment.strategies[o].degree)
+        for o, choices in problem.choices.items()
+        if o in plan.schedule.assignment.strategies
+    )
+    assert result.busy_seconds == (pytest.approx(work),)
+    assert result.sent_bytes == (plan.communication_bytes,)
+    sending = sum(e.end - e.start for e in result.events if e.kind == "collective")
+    assert max(work, sending) <= result.seconds <= work + sending
+    assert result.peak_bytes == (plan.peak_bytes,)
+
+
+def test_slower_devices_take_longer(plan: shardplan.Plan):
+    seconds = [shardplan.simulate(plan, hardware).seconds for hardware in ("h100", "a100", "k80")]
+    assert sorted(seconds) == seconds
+
+
+def test_what_reads_a_gathered_tensor_waits_for_it():
+    """A product whose operand is gathered first, and another that is not: only that one runs meanwhile."""
+
+    def step(x, w):
+        return jnp.tanh(x @ w).sum() + jnp.tanh(x.T @ x).sum()
+
+    x, w = jax.ShapeDtypeStruct((65536, 1024), "float32"), jax.ShapeDtypeStruct((1024, 1024), "float32")
+    pins = {"0": PartitionSpec("data"), "1": PartitionSpec("data")}
+    plan = shardplan.plan(step, MESH, x, w, pins=pins)
+    gathers = [c for c in plan.collectives if c.kind == "all-gather"]
+    assert [gather.tensor for gather in gathers] == ["1"]
+    events = {event.name: event for event in shardplan.simulate(plan).events}
+    for gather in gathers:
+        assert events[gather.operation].start >= events[f"all-gather {gather.tensor}"].end
+    first = min(event.start for event in events.values() if event.name.endswith("dot_general"))
+    assert first < events["all-gather 1"].end
+
+
+def loops(x, weights, flag):
+    def body(carry, weight):
+        return jnp.tanh(carry @ weight), None
+
+    y, _ = jax.lax.scan(body, x, weights)
+    return jax.lax.cond(flag, lambda y: y @ y.T, lambda y: jnp.zeros((64, 64)), y)
+
+
+def test_loops_and_branches():
+    """A loop takes its turns times as long as its body, and of branches the longer one runs."""
+    x, flag = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((), "bool")
+    seconds = []
+    for turns in (4, 400):
+        weights = jax.ShapeDtypeStruct((turns, 64, 64), "float32")
+        plan = shardplan.plan(loops, MESH, x, weights, flag)
+        seconds.append(shardplan.simulate(plan).busy_seconds[0])
+        placed = simulate_placement(
+            build_problem(trace_program(loops, (x, weights, flag)), MESH, Options()), "placement:min_cut"
+        )
+        assert sum(placed.busy_seconds) >= seconds[-1]
+    assert seconds[1] > 20 * seconds[0]
+
+
+@pytest.mark.parametrize("method", PLACEMENT_METHODS)
+def test_placements_do_all_the_work_once(method: str):
+    training = lstm.training(lstm.SMALL)
+    program = trace_program(training.train_step, (training.state, training.batch))
+    problem = build_problem(program, MESH, Options())
+    result = simulate_placement(problem, method)
+    prices = Prices("time", problem.prices.hardware, problem.space.mesh)
+    work = sum(
+        prices.work(c.flops, c.memory_bytes, c.dtype, 1)
+        for o, c in problem.choices.items()
+        if program.operations[o].results[0] not in problem.generated
+    )
+    assert sum(result.busy_seconds) == pytest.approx(work)
+    assert len(result.busy_seconds) == len(result.peak_bytes) == 8
+    assert max(result.busy_seconds) <= result.seconds <= work + sum(e.end - e.start for e in result.events)
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(training.state))
+    assert sum(result.peak_bytes) >= state
+
+
+def test_layers_stay_on_their_devices():
+    """Round robin sends activations and their gradients between neighbouring layers, and nothing else."""
+    width, batch, count = 256, 64, 8
+    training = mlp.training(mlp.Config(widths=(width,) * (count + 1), batch=batch))
+    program = trace_program(training.train_step, (training.state, training.batch))
+    result = simulate_placement(build_problem(program, MESH, Options()), "placement:round_robin")
+    activation = 4 * batch * width
+    assert max(result.sent_bytes) <= 4 * activation
+    assert min(result.busy_seconds) > 0.5 * max(result.busy_seconds)
+
+
+def test_compare_has_placements_beside_plans():
+    training = mlp.training(mlp.Config(widths=(512, 1024, 512), batch=256))
+    methods = ("exact", *PLACEMENT_METHODS)
+    found = shardplan.compare(training.train_step, MESH, training.state, training.batch, methods=methods)
+    for method in PLACEMENT_METHODS:
+        row = found[method]
+        assert row.plan is None
+        assert math.isnan(row.objective)
+        assert math.isnan(row.gap)
+        assert row.simulation is not None
+        assert row.communication_bytes == max(row.simulation.sent_bytes)
+        assert row.peak_bytes == max(row.simulation.peak_bytes)
+    exact = found["exact"]
+    assert exact.plan is not None
+    assert exact.simulated_seconds == shardplan.simulate(exact.plan).seconds
+    lines = str(found).splitlines()
+    assert "simulated ms" in lines[1]
+    assert all(len(line.split()) >= 4 for line in lines[3:])
+    assert f"{1e3 * found['placement:min_cut'].simulated_seconds:.2f}" in found._repr_html_()
+    assert "simulated" not in str(
+        shardplan.compare(training.train_step, MESH, training.state, training.batch, methods=("exact",))
+    )
+
+
+def test_a_placement_that_does_not_fit_says_so():
+    training = mlp.training(mlp.Config(widths=(512, 512), batch=64))
+    found = shardplan.compare(
+        training.train_step, MESH, training.state, training.batch, methods=PLACEMENT_METHODS[:1], memory_limit=1e6
+    )
+    assert found[PLACEMENT_METHODS[0]].note == "does not fit the memory"
+
+
+def test_timelines(plan: shardplan.Plan, tmp_path: Path):
+    result = shardplan.simulate(plan)
+    assert result._repr_html_().count("<rect") == len(result.events)
+    assert "worker" in str(result)
+    result.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(result.events)
+    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(1e6 * result.seconds)
