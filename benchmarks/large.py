@@ -5,13 +5,6 @@ bfloat16 compute over float32 parameters; AdamW) at 20 billion parameters on 8 H
 planned within the memory of a device (80 GB less the planner's reserve), compiled for the devices, and read back.
 """
 
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ["SHARDPLAN_CACHE_DIR"] = ""
-
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +15,7 @@ import optax
 
 import shardplan
 from benchmarks.documents import Document
+from benchmarks.processes import in_own_process, timed
 from shardplan.audit import measure
 from shardplan.target import gpu_mesh
 
@@ -103,9 +97,8 @@ def row(config: Config) -> list[str]:
     state = {"params": params, "moments": jax.eval_shape(OPTIMIZER.init, params)}
     tokens = jax.ShapeDtypeStruct((config.batch, SEQUENCE), jnp.int32)
     mesh = gpu_mesh("h100", tuple(config.mesh.values()), tuple(config.mesh))
-    started = time.perf_counter()
-    plan = shardplan.plan(train_step, mesh, state, {"tokens": tokens, "labels": tokens}, donate_argnums=0)
-    seconds = time.perf_counter() - started
+    batch = {"tokens": tokens, "labels": tokens}
+    plan, seconds, _ = timed(lambda: shardplan.plan(train_step, mesh, state, batch, donate_argnums=0))
     report = measure(plan.lower())
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return [
@@ -140,7 +133,7 @@ def main() -> None:
     document = Document("large", "Large models", introduction, "large")
     table = document.table(HEADER)
     for config in CONFIGS:
-        table.add(row(config))
+        table.add(in_own_process(row, config))
     document.print()
 
 

@@ -10,20 +10,12 @@ that an interrupted run goes on where it was.
 
 import hashlib
 import json
-import multiprocessing
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-os.environ["SHARDPLAN_CACHE_DIR"] = ""  # planning is timed, not the finding of an earlier plan
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +24,7 @@ from jax.typing import DTypeLike
 
 import shardplan
 from benchmarks.baselines import AXES, Baseline, lower
+from benchmarks.processes import in_own_process, timed
 from benchmarks.recipes import baselines_of
 from shardplan.audit import audit, measure
 from shardplan.compiled import CompiledReport
@@ -45,7 +38,6 @@ MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2,
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "benchmarks"
 PLAN, PLAIN, LEAST = "plan", "plain jit", "least peak"
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +100,11 @@ def measured(job: Job) -> Measured:
     path = KEPT / f"{_key(job)}.json"
     if path.exists():
         return _from_json(json.loads(path.read_text(encoding="utf-8"))["found"])
-    with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            found = pool.submit(run, job).result()
-        except (Exception, BrokenProcessPool) as error:
-            lines = str(error).splitlines() or [""]
-            return Measured(error=f"{type(error).__name__}: {lines[0]}")
+    try:
+        found = in_own_process(run, job)
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return Measured(error=f"{type(error).__name__}: {lines[0]}")
     KEPT.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps({"job": asdict(job), "found": asdict(found)}, indent=1), encoding="utf-8")
@@ -164,13 +155,6 @@ def _least_peak(planning: Callable[..., Plan]) -> float:
         return float(planning(memory_limit=1.0).peak_bytes)
     except InfeasibleError as error:
         return error.least_peak_bytes
-
-
-def timed(work: Callable[[], Result]) -> tuple[Result, float, float]:
-    """A result, and the seconds that it took: by the clock, and of all cores together."""
-    started, before = time.perf_counter(), time.process_time()
-    result = work()
-    return result, time.perf_counter() - started, time.process_time() - before
 
 
 def start_compiler(mesh: Mesh) -> None:

@@ -11,6 +11,7 @@ from benchmarks.recipes import baselines_of
 from shardplan.models import NAMES, load, mlp
 
 QUICK = {("mlp", "Megatron"), ("mlp", "ZeRO-3, weights gathered twice")}
+TITLED = lambda value: value.title if isinstance(value, Baseline) else value  # noqa: E731
 CASES = [
     pytest.param(name, baseline, marks=[] if (name, baseline.title) in QUICK else [pytest.mark.slow])
     for name in NAMES
@@ -22,7 +23,9 @@ def mesh_of(baseline: Baseline):
     return jax.make_mesh((baseline.data, baseline.tensor), AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-@pytest.mark.parametrize(("name", "baseline"), CASES, ids=lambda value: getattr(value, "title", value))
+@pytest.mark.parametrize(
+    ("name", "baseline"), CASES, ids=lambda value: value.title if isinstance(value, Baseline) else value
+)
 def test_a_layout_by_hand_trains_as_the_model_does(name: str, baseline: Baseline):
     module = load(name)
     training = module.training(module.SMALL)

@@ -1,0 +1,33 @@
+"""Every table, one after another: `python -m benchmarks.all`.
+
+Each is written as its rows come. An interrupted run goes on where it was: what was compiled is kept in
+`build/benchmarks`. `--skip large` leaves tables out.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+# `iopddl` needs a folder of problems that is not part of this repository, so it is not among them.
+TABLES = ("planning_time", "quality", "fidelity", "tofu", "scaling", "large", "xla")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--skip", nargs="+", choices=TABLES, default=[], help="leave these out")
+    skipped = parser.parse_args(arguments).skip
+    started = time.perf_counter()
+    failed = []
+    for name in (table for table in TABLES if table not in skipped):
+        print(f"\n== {name}, after {(time.perf_counter() - started) / 60:.1f} minutes", file=sys.stderr, flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode:
+            failed.append(name)
+    print(f"\n{(time.perf_counter() - started) / 60:.1f} minutes", file=sys.stderr)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
