@@ -8,15 +8,16 @@ read what it is computed from instead, so these live longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardplan import _jax
+from shardplan.control import Link
 from shardplan.layout import Layout
 from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 
 # Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose
@@ -31,6 +32,8 @@ _READS_ON_THE_WAY = frozenset(
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
+_ADDITIONS = frozenset({"add", "add_any"})
+
 WORKSPACE_BYTES = 4 * 2**20
 """What XLA:GPU gives cuBLAS to work in while a matrix product runs, whatever its size."""
 
@@ -43,6 +46,72 @@ class Lifetime:
     end: int
 
 
+def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
+    """Per value, the operations that read it."""
+    readers: dict[int, list[Operation]] = {}
+    for operation in operations:
+        for operand in operation.operands:
+            if isinstance(operand, int):
+                readers.setdefault(operand, []).append(operation)
+    return readers
+
+
+def fused_operations(problem: Problem) -> frozenset[int]:
+    """The operations that XLA:GPU makes part of the kernels that read them, by index.
+
+    A sum of a scatter into zeros and another value is a scatter into that value: the sum is the kernel.
+    """
+    merged = _merged_scatters(problem)
+    sums = frozenset(merged.values())
+    found = set(merged)
+    for operation in problem.program.operations:
+        if operation.primitive is _jax.optimization_barrier:
+            found.add(operation.index)  # it passes on the memory of its operands, which it needs
+        elif not operation.bodies and operation.index not in sums and _computes_on_the_way(problem, operation):
+            found.add(operation.index)
+    return frozenset(found)
+
+
+def _merged_scatters(problem: Problem) -> dict[int, int]:
+    """Scatters into zeros that nothing but an addition reads, with that addition."""
+    readers = readers_of(problem.program.operations)
+    leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
+    zeros = {
+        operation.results[0]
+        for operation in problem.program.operations
+        if operation.primitive.name == "broadcast_in_dim" and _is_zero(operation.operands[0])
+    }
+    merged = {}
+    for operation in problem.program.operations:
+        if operation.primitive.name not in ("scatter-add", "scatter_add") or operation.results[0] in leaving:
+            continue
+        found = readers.get(operation.results[0], [])
+        if (
+            operation.operands[0] in zeros
+            and len(found) == 1
+            and found[0].primitive.name in _ADDITIONS
+            and found[0].region == operation.region
+        ):
+            merged[operation.index] = found[0].index
+    return merged
+
+
+def _is_zero(operand: int | Constant) -> bool:
+    return isinstance(operand, Constant) and operand.value == 0
+
+
+def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
+    name = operation.primitive.name
+    return name not in _PRODUCTS and (problem.choices[operation.index].pointwise or name in _MOVES)
+
+
+def _fuses_operands(problem: Problem, operation: Operation) -> bool:
+    """Whether an operation computes its operands on the way instead of reading them from memory."""
+    if operation.primitive is _jax.optimization_barrier or operation.bodies:
+        return False
+    return _computes_on_the_way(problem, operation) or operation.primitive.name in _READS_ON_THE_WAY
+
+
 class Lifetimes:
     """The lifetimes of a program's held values, whatever the layouts are, where operations run in ``order``."""
 
@@ -53,11 +122,8 @@ class Lifetimes:
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
-        readers: dict[int, list[Operation]] = {}
-        for operation in self.order:
-            for operand in operation.operands:
-                if isinstance(operand, int):
-                    readers.setdefault(operand, []).append(operation)
+        readers = readers_of(self.order)
+        self._fused = fused_operations(problem)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         for operation in self.order:
@@ -67,10 +133,10 @@ class Lifetimes:
                 outputs |= leaving
                 last_read |= dict.fromkeys(leaving, place)
         for operation in reversed(self.order):
-            start, place = self._start(operation), self.place[operation.index]
+            start, place = self.start(operation), self.place[operation.index]
             for result in operation.results:
-                needed = result in outputs or any(not self._fuses_operands(r) for r in readers.get(result, ()))
-                if (needed or not self._fusible(operation)) and result not in problem.generated:
+                needed = result in outputs or any(not _fuses_operands(problem, r) for r in readers.get(result, ()))
+                if (needed or operation.index not in self._fused) and result not in problem.generated:
                     self.held[result] = Lifetime(start, last_read.get(result, place))
             until = max((last_read.get(r, place) for r in operation.results if r not in self.held), default=0)
             for operand in operation.operands:
@@ -86,7 +152,7 @@ class Lifetimes:
         # what links alone read (a body's result that is carry and stack) is read where the loop ends
         self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
         for value, found in readers.items():
-            first = self.place[found[0].index]
+            first = self.start(found[0])
             self.reads[value] = (first, max(last_read[value], first))
 
     def _share_in_place(self, last_read: dict[int, int]) -> None:
@@ -96,7 +162,7 @@ class Lifetimes:
             if (
                 not operation.results
                 or operation.results[0] not in self.held
-                or not (updates or self._fusible(operation))
+                or not (updates or operation.index in self._fused)
             ):
                 continue
             size = self._problem.program.values[operation.results[0]].total_bytes
@@ -111,25 +177,22 @@ class Lifetimes:
                     self.held[operand] = Lifetime(lifetime.start, place - 1)
                     break
 
-    def _start(self, operation: Operation) -> int:
+    def kept_around(self, operation: Operation) -> Iterator[tuple[Link, int]]:
+        """The links through which a loop or a branch reads values, without carries (which are its results), each with
+        the value that it reads."""
+        links = self._problem.links.get(operation.index)
+        if links is not None:
+            carried = {link.target for link in links.inside}
+            for link in links.enter:
+                source = link.source
+                if isinstance(source, int) and not (source in self._problem.generated or link.target in carried):
+                    yield link, source
+
+    def start(self, operation: Operation) -> int:
         """When the results of an operation take memory: a loop's carries and stacks before its first iteration."""
         regions = self._problem.program.regions
         inside = [self.place[index] for body in operation.bodies for index in regions[body].operations]
         return min(inside, default=self.place[operation.index])
-
-    def _fusible(self, operation: Operation) -> bool:
-        if operation.primitive is _jax.optimization_barrier:
-            return True  # it passes on the memory of its operands, which it needs
-        return not operation.bodies and self._computes_on_the_way(operation)
-
-    def _computes_on_the_way(self, operation: Operation) -> bool:
-        name = operation.primitive.name
-        return name not in _PRODUCTS and (self._problem.choices[operation.index].pointwise or name in _MOVES)
-
-    def _fuses_operands(self, operation: Operation) -> bool:
-        if operation.primitive is _jax.optimization_barrier or operation.bodies:
-            return False
-        return self._computes_on_the_way(operation) or operation.primitive.name in _READS_ON_THE_WAY
 
     def add_usages(self, donated: frozenset[int]) -> None:
         """Tells the network what each layout of a held value, and of its shared copy, uses and when.
@@ -157,19 +220,36 @@ class Lifetimes:
                 self._problem.network.add_usage(copy, usage, start, end + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory that one device gives to a value, or to a copy of it, in bytes; None stands for a library's workspace."""
+
+    value: int | None
+    layout: Layout
+    size: float
+    lifetime: Lifetime
+
+
 def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> np.ndarray:
     """float [operations + 1]: bytes that one device holds while each operation runs, in their order, and at the end.
 
     ``donated`` are the positions of the inputs whose memory the outputs tied to them take.
     """
-    program = schedule.program
     ends = np.zeros(lifetimes.end + 2)
+    for held in memory_held(lifetimes, schedule, donated):
+        ends[held.lifetime.start] += held.size
+        ends[held.lifetime.end + 1] -= held.size
+    return np.cumsum(ends)[:-1]
 
-    def hold(value: int, layout: Layout, start: int, end: int) -> None:
+
+def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> Iterator[Held]:
+    """Everything that a device holds at some time, as `memory_profile` adds it up."""
+    program = schedule.program
+
+    def hold(value: int, layout: Layout, start: int, end: int) -> Held:
         domain = schedule.problem.domain(value)
         size = program.values[value].total_bytes / domain.degrees[domain.position[layout]]
-        ends[start] += size
-        ends[end + 1] -= size
+        return Held(value, layout, size, Lifetime(start, end))
 
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
@@ -180,34 +260,46 @@ def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[
             continue
         if copy != layout and value not in inputs:
             end = max(lifetime.start, min(end, lifetimes.reads[value][0]))
-        hold(value, layout, lifetime.start, end)
+        yield hold(value, layout, lifetime.start, end)
     for number, output in enumerate(program.outputs):
         # the caller's memory for results is there from the start; a donated argument's is the result's
         if isinstance(output, int) and program.ties.get(number) not in donated:
-            hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
+            yield hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
     for value in schedule.assignment.copies:
         if schedule.copy(value) != schedule.assignment.values[value]:
-            hold(value, schedule.copy(value), *lifetimes.reads[value])
+            yield hold(value, schedule.copy(value), *lifetimes.reads[value])
     shared: dict[tuple[int, Layout], tuple[int, int]] = {}  # reshards that XLA merges and keeps for the last reader
     for place, operation in enumerate(lifetimes.order):
         if operation.primitive.name == "dot_general":
-            ends[place] += WORKSPACE_BYTES
-            ends[place + 1] -= WORKSPACE_BYTES
-        strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is None:
-            continue
-        for operand, wanted in zip(operation.operands, strategy.operands, strict=True):
-            if not isinstance(operand, int) or wanted is None or operand not in schedule.assignment.values:
-                continue
-            if wanted in (schedule.assignment.values[operand], schedule.copy(operand)):
-                continue
-            if schedule.gathered_anew(operand, wanted):
-                hold(operand, wanted, place, place)
+            yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
+        for value, layout, first, last in _brought_for(lifetimes, schedule, operation):
+            if schedule.gathered_anew(value, layout) and not operation.bodies:
+                yield hold(value, layout, place, place)
             else:
-                shared[operand, wanted] = (shared.get((operand, wanted), (place,))[0], place)
-        for result, own in zip(operation.results, strategy.results, strict=True):
+                known = shared.get((value, layout), (first, last))
+                shared[value, layout] = (min(known[0], first), max(known[1], last))
+        strategy = schedule.assignment.strategies.get(operation.index)
+        for result, own in zip(operation.results, strategy.results if strategy else (), strict=strategy is not None):
             if own != schedule.assignment.values[result]:
-                hold(result, own, place, place)
+                yield hold(result, own, place, place)
     for (operand, wanted), (first, last) in shared.items():
-        hold(operand, wanted, first, last)
-    return np.cumsum(ends)[:-1]
+        yield hold(operand, wanted, first, last)
+
+
+def _brought_for(
+    lifetimes: Lifetimes, schedule: Schedule, operation: Operation
+) -> Iterator[tuple[int, Layout, int, int]]:
+    """Operands in layouts that an operation needs and nobody keeps, and from when to when it needs them."""
+    place, values = lifetimes.place[operation.index], schedule.assignment.values
+    wanted: list[tuple[int | Constant, Layout | None, int]] = [
+        (source, schedule.link_layout(link), lifetimes.start(operation))
+        for link, source in lifetimes.kept_around(operation)
+    ]
+    strategy = schedule.assignment.strategies.get(operation.index)
+    if strategy is not None:
+        wanted += [(o, layout, place) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+    for operand, layout, first in wanted:
+        if not isinstance(operand, int) or layout is None or operand not in values:
+            continue
+        if layout not in (values[operand], schedule.copy(operand)):
+            yield operand, layout, first, place

@@ -3,7 +3,8 @@
 XLA does not always keep the order of the program. It schedules in several ways and keeps the one with the lowest peak.
 One of them works from the results backwards, and runs an operation late: shortly before the first one that reads it. A
 weight's gradient, which nothing but its update reads, so keeps an activation in memory that the order of the program
-would have freed.
+would have freed. Results that one kernel computes from the same values, such as a parameter and its moments, come
+together: the gradient is gone before the next one is made.
 
 >>> import jax
 >>> from shardplan.tracing import trace_program
@@ -20,25 +21,61 @@ would have freed.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from shardplan.program import Operation, Program
 
+_MOST_LEADING = 32
+"""What a kernel can wait for, about: chains that grow further (a residual stream) are cut."""
 
-def execution_order(program: Program) -> list[int]:
-    """The indices of all operations in the order in which they run; a loop's body stands before the loop."""
+
+def execution_order(program: Program, fused: Collection[int] = frozenset()) -> list[int]:
+    """The indices of all operations in the order in which they run; a loop's body stands before the loop.
+
+    ``fused`` are the operations that become part of the kernels which read them.
+    """
     makers = {result: operation for operation in program.operations for result in operation.results}
+    leading = _leading(program, makers, frozenset(fused))
     order: list[int] = []
-    _append_region(program, 0, makers, order)
+    _append_region(program, 0, makers, leading, order)
     return order
 
 
-def _append_region(program: Program, region: int, makers: dict[int, Operation], order: list[int]) -> None:
+def _leading(program: Program, makers: dict[int, Operation], fused: frozenset[int]) -> dict[int, frozenset[int]]:
+    """Per value, the operations outside of its kernel that the kernel waits for."""
+    leading: dict[int, frozenset[int]] = {}
+    for operation in program.operations:
+        found = frozenset[int]()
+        read = [o for o in operation.operands if isinstance(o, int) and o in makers]
+        if operation.index in fused:
+            found = found.union(*(leading.get(o, frozenset()) for o in read))
+        if operation.index not in fused or len(found) > _MOST_LEADING:
+            found = frozenset({operation.index})
+        leading |= dict.fromkeys(operation.results, found)
+    return leading
+
+
+def _together(outputs: Iterable[object], leading: dict[int, frozenset[int]]) -> list[int]:
+    """Outputs, those that wait for the same operations one after another."""
+    groups: dict[frozenset[int], list[int]] = {}
+    for output in outputs:
+        if isinstance(output, int):
+            groups.setdefault(leading.get(output, frozenset()), []).append(output)
+    return [output for group in groups.values() for output in group]
+
+
+def _append_region(
+    program: Program,
+    region: int,
+    makers: dict[int, Operation],
+    leading: dict[int, frozenset[int]],
+    order: list[int],
+) -> None:
     """Appends a region's operations, each after those that make its operands, and none before it is needed."""
     here = program.regions[region]
     done: set[int] = set()
     others = [o for index in here.operations for o in program.operations[index].results]
-    for wanted in (*here.outputs, *others):
-        if not isinstance(wanted, int):
-            continue
+    for wanted in (*_together(here.outputs, leading), *others):
         stack = [wanted]
         while stack:
             maker = makers.get(stack[-1])
@@ -52,12 +89,12 @@ def _append_region(program: Program, region: int, makers: dict[int, Operation], 
             stack.pop()
             done.add(maker.index)
             for body in maker.bodies:
-                _append_region(program, body, makers, order)
+                _append_region(program, body, makers, leading, order)
             order.append(maker.index)
     for index in here.operations:
         if index not in done:  # it has an effect and no result
             for body in program.operations[index].bodies:
-                _append_region(program, body, makers, order)
+                _append_region(program, body, makers, leading, order)
             order.append(index)
 
 

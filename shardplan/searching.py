@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardplan.errors import InfeasibleError
-from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
+from shardplan.memory import WORKSPACE_BYTES, Lifetimes, fused_operations, memory_profile
 from shardplan.order import execution_order
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
@@ -61,7 +61,8 @@ def search_within(problem: Problem, search: Search) -> Found:
     deadline = time.perf_counter() + search.seconds
     limit_bytes = search.limit_bytes
     # XLA schedules a program in several ways, and keeps the one with the lowest peak
-    orders = (execution_order(problem.program), range(len(problem.program.operations)))
+    late = execution_order(problem.program, fused_operations(problem))
+    orders = (late, range(len(problem.program.operations)))
     found = _search(problem, [Lifetimes(problem, order) for order in orders], search, search.seconds)
     if found.solution.status == "infeasible":
         raise InfeasibleError(
