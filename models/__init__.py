@@ -23,6 +23,7 @@ from shardplan.models.training import State as State
 from shardplan.models.training import Training as Training
 
 NAMES = (
+    "bert",
     "dlrm",
     "gnn",
     "gpt",

@@ -1,5 +1,10 @@
 """A GPT: pre-LN transformer blocks, learned positions, causal attention, GELU MLP of four times the width, AdamW.
 
+The published sizes are those of GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020, table 2.1; dense attention
+in every layer). `dropout` is that of GPT-2: of the embeddings, of the attention's weights, and of what each half of a
+block adds. `scan_layers` runs one block over the stacked parameters of all; `checkpoint` keeps of each block only what
+the named policy says, and computes the rest again going backward.
+
 >>> from shardplan.models import gpt
 >>> gpt.training().parameters // 10**6
 93
@@ -16,12 +21,15 @@ import optax
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, checkpoint_policy, make_training
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Sizes. Parameters are float32; `compute_dtype` is that of the layers (lookup, softmax and loss: float32)."""
+    """Sizes. Parameters are float32; `compute_dtype` is that of the layers (lookup, softmax and loss: float32).
+
+    `dropout` is the part that is dropped; `checkpoint` names a policy of `jax.checkpoint_policies`, None keeps all.
+    """
 
     layers: int = 2
     width: int = 1024
@@ -30,6 +38,9 @@ class Config:
     sequence: int = 1024
     batch: int = 16
     tied_head: bool = False
+    dropout: float = 0.0
+    scan_layers: bool = False
+    checkpoint: str | None = None
     compute_dtype: DTypeLike = jnp.float32
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
@@ -64,6 +75,7 @@ class Attention(nn.Module):
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) / per_head[-1] ** 0.5
         causal = jnp.tril(jnp.ones((sequence, sequence), bool))
         weights = jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min))
+        weights = nn.Dropout(self.config.dropout, deterministic=False)(weights)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), value)
         mixed = logical(mixed, *names).reshape(x.shape)
         return dense(name="out")(mixed)
@@ -89,9 +101,10 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         norm = partial(nn.LayerNorm, dtype=self.config.compute_dtype)
+        drop = nn.Dropout(self.config.dropout, deterministic=False)
         names = ("batch", "sequence", "embed")
-        x = logical(x + Attention(self.config, name="attention")(norm(name="attention_norm")(x)), *names)
-        return logical(x + MLP(self.config, name="mlp")(norm(name="mlp_norm")(x)), *names)
+        x = logical(x + drop(Attention(self.config, name="attention")(norm(name="attention_norm")(x))), *names)
+        return logical(x + drop(MLP(self.config, name="mlp")(norm(name="mlp_norm")(x))), *names)
 
 
 class GPT(nn.Module):
@@ -107,8 +120,18 @@ class GPT(nn.Module):
         embed = nn.Embed(config.vocabulary, config.width, embedding_init=normal, name="tokens")
         positions = self.param("positions", normal, (config.sequence, config.width))
         x = logical((embed(tokens) + positions).astype(config.compute_dtype), "batch", "sequence", "embed")
-        for number in range(config.layers):
-            x = Block(config, name=f"layer_{number}")(x)
+        x = nn.Dropout(config.dropout, deterministic=False)(x)
+        block: Any = Block
+        if config.checkpoint is not None:
+            policy = checkpoint_policy(config.checkpoint)
+            block = nn.remat(Block, policy=policy, prevent_cse=not config.scan_layers)
+        if config.scan_layers:
+            split: dict[Any, bool] = {"params": True, "dropout": True}
+            scan = nn.scan(lambda layer, x: (layer(x), None), {"params": 0}, split_rngs=split, length=config.layers)
+            x, _ = scan(block(config, name="layers"), x)
+        else:
+            for number in range(config.layers):
+                x = block(config, name=f"layer_{number}")(x)
         x = nn.LayerNorm(dtype=config.compute_dtype, name="norm")(x)
         if config.tied_head:
             logits = x @ embed.embedding.T.astype(config.compute_dtype)
@@ -121,24 +144,27 @@ def training(config: Config | None = None) -> Training:
     """The training step: mean cross-entropy of the next token, AdamW.
 
     The batch is `inputs` and `labels`, int32 `[batch, sequence]`. Raises `ValueError` where the heads do not divide the
-    width.
+    width, or where there is no such checkpoint policy.
     """
     config = config or Config()
     if config.width % config.heads:
         raise ValueError(f"`heads` must divide `width`: got {config.heads} heads and a width of {config.width}")
+    if config.checkpoint is not None:
+        checkpoint_policy(config.checkpoint)
     model = GPT(config)
     shape = (config.batch, config.sequence)
 
     def init(key: jax.Array) -> State:
-        return dict(model.init(key, jnp.zeros(shape, jnp.int32)))
+        return dict(model.init({"params": key, "dropout": key}, jnp.zeros(shape, jnp.int32)))
 
     def make_batch(key: jax.Array) -> Batch:
         tokens = jax.random.randint(key, (config.batch, config.sequence + 1), 0, config.vocabulary)
         return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
     def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
-        logits = model.apply({"params": params}, batch["inputs"])
+        rngs = {"dropout": batch["key"]} if config.dropout else {}
+        logits: Any = model.apply({"params": params}, batch["inputs"], rngs=rngs)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), others
 
     optimizer = optax.adamw(config.learning_rate, weight_decay=config.weight_decay)
-    return make_training(init, make_batch, loss_function, optimizer)
+    return make_training(init, make_batch, loss_function, optimizer, seed=0 if config.dropout else None)

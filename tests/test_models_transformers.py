@@ -1,15 +1,26 @@
 """The transformers: sizes as published, and options that change how a step is computed, not what it computes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from shardplan.models import llama, load
+import shardplan
+from shardplan.models import gpt, llama, load
+from tests.models_devices import SLOW_DEVICES
 
 # As stated with the weights or in the papers that the modules name; in millions, as precisely as stated.
 PUBLISHED = {
+    ("bert", "bert-base"): (110.1, 0.1),
+    ("bert", "bert-large"): (336.2, 0.1),
+    ("gpt", "gpt2"): (124, 1),
+    ("gpt", "gpt2-medium"): (355, 1),
+    ("gpt", "gpt2-large"): (774, 1),
+    ("gpt", "gpt2-xl"): (1558, 1),
+    ("gpt", "gpt3-6.7b"): (6660, 5),
+    ("gpt", "gpt3-175b"): (174_600, 50),
     ("llama", "llama3-8b"): (8030, 1),
     ("llama", "llama3-70b"): (70554, 1),
 }
@@ -42,6 +53,46 @@ def test_llama_scanned_and_recomputed_is_the_same_step(scan_layers: bool, checkp
         equation.primitive.name for equation in jax.make_jaxpr(training.train_step)(training.state, training.batch).eqns
     }
     assert ("scan" in primitives) == scan_layers
+
+
+def stacked(params):
+    """The parameters of a GPT's layers, stacked as `scan_layers` has them."""
+    names = sorted(name for name in params if name.startswith("layer_"))
+    layers = jax.tree.map(lambda *leaves: np.stack(leaves), *(params[name] for name in names))
+    return {"layers": layers, **{name: value for name, value in params.items() if name not in names}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [None, "nothing_saveable"])
+def test_gpt_scanned_and_recomputed_is_the_same_step(checkpoint: str | None):
+    config = replace(gpt.SMALL, layers=2, checkpoint=checkpoint)
+    unrolled, scanned = gpt.training(config), gpt.training(replace(config, scan_layers=True))
+    state = unrolled.init()
+    new, loss = jax.jit(unrolled.train_step)(state, unrolled.example())
+    arguments = {**scanned.init(), "params": stacked(state["params"])}, scanned.example()
+    new_scanned, loss_scanned = jax.jit(scanned.train_step)(*arguments)
+    np.testing.assert_allclose(loss, loss_scanned, rtol=1e-6)
+    # As a whole: the gradient of a key's bias is nothing but rounding, which Adam makes as large as the others.
+    changed = [jax.tree.leaves(params) for params in (stacked(new["params"]), new_scanned["params"])]
+    difference = np.linalg.norm([np.linalg.norm(first - second) for first, second in zip(*changed, strict=True)])
+    assert difference <= 1e-4 * np.linalg.norm([np.linalg.norm(leaf) for leaf in changed[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"scan_layers": True, "checkpoint": "nothing_saveable"}], ids=["", "scanned"])
+def test_dropout_draws_by_the_step_and_the_same_when_planned(options, tmp_path: Path):
+    """Two steps from one state differ by their number alone, and a plan changes none of the numbers drawn."""
+    training = gpt.training(replace(gpt.SMALL, layers=2, dropout=0.5, **options))
+    state, batch = training.init(), training.example()
+    step = jax.jit(training.train_step)
+    first, again, later = (step({**state, "step": state["step"] + n}, batch)[1] for n in (0, 0, 1))
+    assert first == again
+    assert abs(first - later) > 1e-4
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW_DEVICES)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    planned = shardplan.auto(training.train_step, mesh, hardware=profile)
+    np.testing.assert_allclose(planned(state, batch)[1], first, rtol=1e-5)
 
 
 def test_llama_attention_agrees_with_jax():
