@@ -31,6 +31,7 @@ NAMES = (
     "lstm",
     "mamba",
     "mlp",
+    "moe",
     "resnet",
     "unet3d",
     "vgg",

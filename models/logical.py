@@ -11,7 +11,7 @@ the mesh axes that it stands for.
     with logical_axes(mesh, {"batch": "data", "heads": "model", "mlp": "model"}):
         lowered = jax.jit(train_step, in_shardings=...).lower(state, batch)
 
-The names in use: batch, sequence, embed, heads, kv_heads, head_dim, mlp, vocabulary, experts, capacity, state, height,
+The names in use: batch, sequence, embed, heads, kv_heads, head_dim, mlp, vocabulary, experts, groups, capacity, state, height,
 width, depth, channels, nodes, edges, features, tables.
 """
 
