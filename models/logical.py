@@ -11,8 +11,8 @@ the mesh axes that it stands for.
     with logical_axes(mesh, {"batch": "data", "heads": "model", "mlp": "model"}):
         lowered = jax.jit(train_step, in_shardings=...).lower(state, batch)
 
-The names in use: batch, sequence, embed, heads, kv_heads, head_dim, mlp, vocabulary, experts, groups, capacity, state, height,
-width, depth, channels, nodes, edges, features, tables.
+The names in use: batch, sequence, embed, heads, kv_heads, head_dim, mlp, vocabulary, experts, groups, capacity, state,
+height, width, depth, channels, nodes, edges, features, tables.
 """
 
 from collections.abc import Iterator, Mapping

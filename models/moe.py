@@ -143,7 +143,7 @@ class Attention(nnx.Module):
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        config, (batch, sequence, width) = self.config, x.shape
+        config, (batch, sequence, _) = self.config, x.shape
         shape, size = (batch, sequence, config.kv_heads, -1), config.head_width
         names = ("batch", "sequence", "heads", "head_dim")
         query = logical(self.query(x).reshape(batch, sequence, config.heads, size), *names)
@@ -175,7 +175,7 @@ class Experts(nnx.Module):
         scores = jnp.einsum("gsd,de->gse", grouped.astype(jnp.float32), self.router[...])
         best, chosen = jax.lax.top_k(scores, config.chosen)
         weights = jax.nn.softmax(best)
-        choices = jax.nn.one_hot(chosen, config.experts)
+        choices = jax.nn.one_hot(chosen, config.experts, dtype=jnp.int32)
         run = self.by_capacity if config.routing == "capacity" else self.by_sorting
         mixed = run(grouped, weights, chosen, choices)
         fractions, probabilities = jnp.mean(choices, axis=(1, 2)), jnp.mean(jax.nn.softmax(scores), axis=1)
@@ -185,15 +185,15 @@ class Experts(nnx.Module):
     def by_capacity(self, x: jax.Array, weights: jax.Array, chosen: jax.Array, choices: jax.Array) -> jax.Array:
         """Tokens `[groups, tokens, width]` to the same by places `[groups, tokens, experts, capacity]`.
 
-        `weights` and `chosen` are `[groups, tokens, chosen]`, `choices` the one-hot of `chosen`.
+        `weights` and `chosen` are `[groups, tokens, chosen]`, `choices` the one-hot of `chosen`, int32.
         """
         groups, tokens, count, experts = choices.shape
         in_order = jnp.swapaxes(choices, 1, 2).reshape(groups, count * tokens, experts)
         before = (jnp.cumsum(in_order, axis=1) - in_order).reshape(groups, count, tokens, experts)
         place = jnp.sum(jnp.swapaxes(before, 1, 2) * choices, axis=-1)
         places = jax.nn.one_hot(place, self.config.capacity)  # all zeros where there is no place left
-        combine = jnp.einsum("gsk,gske,gskc->gsec", weights, choices, places).astype(x.dtype)
-        combine = logical(combine, "groups", None, None, None)
+        combine = jnp.einsum("gsk,gske,gskc->gsec", weights, choices.astype(weights.dtype), places)
+        combine = logical(combine.astype(x.dtype), "groups", None, None, None)
         dispatch = (combine > 0).astype(x.dtype)
         names = ("experts", "groups", "capacity")
         inputs = logical(jnp.einsum("gsec,gsd->egcd", dispatch, x), *names, "embed")

@@ -19,6 +19,7 @@ from shardplan.layout import Layout
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
+from shardplan.strategy import Strategy, bytes_of, operand_type
 
 # Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose
 # operands it computes on the way; and updates, which it writes into their first operand where nobody reads that again.
@@ -36,6 +37,19 @@ _ADDITIONS = frozenset({"add", "add_any"})
 
 WORKSPACE_BYTES = 4 * 2**20
 """What XLA:GPU gives cuBLAS to work in while a matrix product runs, whatever its size."""
+
+
+def masked_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> float:
+    """Bytes that one device needs while an operation runs, beside its operands and results.
+
+    XLA:GPU multiplies rows that belong to groups by the matrices of all groups at once: it makes a copy of the rows for
+    each group, zero where the row is not of that group, and transposes all of it.
+    """
+    if operation.primitive.name != "ragged_dot_general":
+        return 0.0
+    rows, _, sizes = (operand_type(problem.program, operand) for operand in operation.operands)
+    split = problem.space.mesh.degree([axis for axes in strategy.operands[0] or () for axis in axes])
+    return 2 * sizes.shape[-1] * bytes_of(rows) / split
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +232,13 @@ class Lifetimes:
                 usage = value.total_bytes * (1 / degrees - 1 / degrees.max())
                 start, end = self.reads[value.index]
                 self._problem.network.add_usage(copy, usage, start, end + 1)
+        for place, operation in enumerate(self.order):
+            variable = self._problem.variable_of_operation(operation.index)
+            if variable is not None:
+                strategies = self._problem.choices[operation.index].strategies
+                usage = np.array([masked_bytes(operation, self._problem, strategy) for strategy in strategies])
+                if usage.any():
+                    self._problem.network.add_usage(variable, usage, place, place + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +300,8 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
                 known = shared.get((value, layout), (first, last))
                 shared[value, layout] = (min(known[0], first), max(known[1], last))
         strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is not None and (masked := masked_bytes(operation, schedule.problem, strategy)):
+            yield Held(None, (), masked, Lifetime(place, place))
         for result, own in zip(operation.results, strategy.results if strategy else (), strict=strategy is not None):
             if own != schedule.assignment.values[result]:
                 yield hold(result, own, place, place)

@@ -17,44 +17,59 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shardplan.rules.expression import Apply, Position, Term, children
+
 
 def usable_splits(rule: Any, n: int) -> list[Any]:
     """The splits of a rule over n blocks that XLA runs as the rule says."""
     gathered = next((gathers for names, gathers in _GATHERED if rule.primitive.startswith(names)), None)
-    return [split for split in rule.splits(n) if gathered is None or not gathered(split)]
+    return [split for split in rule.splits(n) if gathered is None or not gathered(rule, split)]
 
 
-def _every(split: Any) -> bool:
+def _every(rule: Any, split: Any) -> bool:
     return True
 
 
-def _with_neighbours(split: Any) -> bool:
+def _with_neighbours(rule: Any, split: Any) -> bool:
     return any(slot.halo != (0, 0) for slot in split.operands)
 
 
-def _partial(split: Any) -> bool:
+def _partial(rule: Any, split: Any) -> bool:
     return any(slot.reducer is not None for slot in split.results)
 
 
-def _operand_whole(split: Any) -> bool:
+def _operand_whole(rule: Any, split: Any) -> bool:
     """The right-hand sides of a solver are split and its matrix is not; a stack is split along what it stacks."""
     return any(slot.dim is None for slot in split.operands)
 
 
-def _rows_alone(split: Any) -> bool:
-    """Rows are split and the groups' matrices are not: which group a row is in depends on all rows before it."""
-    return split.operands[1].dim is None
+def _rows_or_groups(rule: Any, split: Any) -> bool:
+    """Which group a row is in depends on all rows before it; and XLA gathers the matrices of groups that are split.
+
+    The gradient of the matrices may be split by group: no operand is split then.
+    """
+    groups = split.index == "g" and split.operands[1].dim is not None
+    return groups or split.index in _rows(rule.expression.results[0].body)
 
 
-def _update_whole(split: Any) -> bool:
+def _rows(term: Term) -> set[str]:
+    """The indices of a ragged product that run over the rows: those whose group is asked for."""
+    if isinstance(term, Apply) and term.function in ("group", "in_a_group"):
+        (row, _) = term.arguments
+        assert isinstance(row, Position)
+        return set(row.value.indices())
+    return {name for part in children(term) for name in _rows(part)}
+
+
+def _update_whole(rule: Any, split: Any) -> bool:
     return split.operands[1].dim is None
 
 
 # The first name that fits decides. Custom calls and kernels are never split by XLA.
-_GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any], bool]], ...] = (
+_GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("select_and_scatter_add",), _with_neighbours),
     (("scatter-sub", "scatter_sub"), _partial),
-    (("ragged_dot",), _rows_alone),
+    (("ragged_dot",), _rows_or_groups),
     (("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "dynamic_slice"), _partial),
     (("triangular_solve", "tridiagonal_solve", "ormqr", "stack"), _operand_whole),
     (("dynamic_update_slice",), _update_whole),

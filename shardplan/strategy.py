@@ -216,7 +216,8 @@ class StrategyMaker:
         )
 
 
-_ISLANDS = frozenset({"dot_general", "reduce_sum"})
+_CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general"})
+_ISLANDS = _CONTRACTIONS | {"reduce_sum"}
 
 
 def may_be_island(operation: Operation, strategy: Strategy) -> bool:
@@ -236,7 +237,7 @@ def reduction_dtype(operation: Operation, dtype: Any, reduce_dtype: Any) -> Any:
     if reduce_dtype is None or not _jax.is_float(dtype):
         return dtype
     narrower = _jax.item_bytes(reduce_dtype) < _jax.item_bytes(dtype)
-    return dtype if narrower and operation.primitive.name != "dot_general" else reduce_dtype
+    return dtype if narrower and operation.primitive.name not in _CONTRACTIONS else reduce_dtype
 
 
 def operand_type(program: Program, operand: int | Constant) -> Any:

@@ -31,9 +31,10 @@ from shardplan.errors import ArgumentError, ShardplanError
 DEVICES_PER_HOST = 8
 """GPUs in one host of every target (HGX and DGX boards of H100, H200 and A100)."""
 
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
 """Without a device there is nothing to tune kernels on, and some matrix products then find no Triton tiling at all.
-The collectives are the same without Triton. Other backends ignore the option."""
+The collectives are the same without Triton. CUB's radix sort, which long sorts become, asks a CUDA device for the size
+of its buffers; XLA's own sort needs none. Other backends ignore the options."""
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
