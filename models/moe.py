@@ -238,7 +238,7 @@ class Mixture(nnx.Module):
         self.tokens = nnx.Param(NORMAL(rngs.params(), (config.vocabulary, config.width)))
         if config.scan_layers:
             make = nnx.vmap(lambda rngs: Block(config, rngs))
-            self.layers = nnx.split_rngs(splits=config.layers)(make)(rngs)
+            self.layers: Any = nnx.split_rngs(splits=config.layers)(make)(rngs)
         else:
             self.layers = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config)

@@ -31,6 +31,7 @@ _READS_ON_THE_WAY = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_IN_GROUPS = "ragged_dot_general"
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -45,7 +46,7 @@ def masked_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> 
     XLA:GPU multiplies rows that belong to groups by the matrices of all groups at once: it makes a copy of the rows for
     each group, zero where the row is not of that group, and transposes all of it.
     """
-    if operation.primitive.name != "ragged_dot_general":
+    if operation.primitive.name != _IN_GROUPS:
         return 0.0
     rows, _, sizes = (operand_type(problem.program, operand) for operand in operation.operands)
     split = problem.space.mesh.degree([axis for axes in strategy.operands[0] or () for axis in axes])
@@ -234,11 +235,10 @@ class Lifetimes:
                 self._problem.network.add_usage(copy, usage, start, end + 1)
         for place, operation in enumerate(self.order):
             variable = self._problem.variable_of_operation(operation.index)
-            if variable is not None:
+            if variable is not None and operation.primitive.name == _IN_GROUPS:
                 strategies = self._problem.choices[operation.index].strategies
                 usage = np.array([masked_bytes(operation, self._problem, strategy) for strategy in strategies])
-                if usage.any():
-                    self._problem.network.add_usage(variable, usage, place, place + 1)
+                self._problem.network.add_usage(variable, usage, place, place + 1)
 
 
 @dataclass(frozen=True, slots=True)

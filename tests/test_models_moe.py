@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,7 @@ def test_sorted_tokens_meet_experts_split_along_their_hidden_units():
     assert layouts == {"gate": (None, None, "data"), "up": (None, None, "data"), "down": (None, "data")}
 
 
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "ragged": {"routing": "ragged"},
     "groups": {"groups": 8, "layers": 2},
     "scanned": {"layers": 2, "scan_layers": True, "checkpoint": True},
@@ -174,7 +175,7 @@ def bytes_by_hand(config: moe.Config, mesh: str) -> int:
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("routing", ["capacity", "ragged"])
-def test_what_is_compiled_is_what_was_planned_and_less_than_by_hand(routing: str, mesh: str):
+def test_what_is_compiled_is_what_was_planned_and_less_than_by_hand(routing: Literal["capacity", "ragged"], mesh: str):
     config = replace(WIDE, routing=routing, compute_dtype=jnp.bfloat16)
     audit = shardplan.audit(planned(config, mesh), target="h100")
     assert audit.ok(tolerance=0.02)
