@@ -157,7 +157,7 @@ class Replay:
         operands = self._read_operands(operation, strategy)
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation)
-        filling = fills(operation) and bool(strategy.pending[0])
+        filling = fills(operation) and self._scatters(operation)
         if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
         elif linear:
@@ -177,6 +177,10 @@ class Replay:
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
             self._held[index, planned] = held
+
+    def _scatters(self, operation: Operation) -> bool:
+        """Whether the partial results of an operation with one result are scattered."""
+        return any(step.kind == "reduce-scatter" for step in self._schedule.result_steps(operation, 0))
 
     def _read_operands(self, operation: Operation, strategy: Strategy) -> list[Any]:
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):
