@@ -28,6 +28,7 @@ from shardplan.rules.expression import (
     Read,
     Reduce,
     Term,
+    index,
 )
 
 
@@ -224,6 +225,34 @@ def split(expression: Expression, facts: Facts, name: str, n: int) -> Split:
     if partial and not any(slot.dim is not None and slot.halo == (0, 0) for slot in operands):
         raise Refusal("no operand is split along it, so that partial results would count elements twice")
     return Split(name, operands, results)
+
+
+def padded_split(expression: Expression, facts: Facts, name: str) -> Split:
+    """The way to run the operation with index ``name`` in blocks of any one size, the last of which are shorter or
+    empty; raises :class:`Refusal` if there is none.
+
+    That needs the index to be a whole dimension by itself wherever it is read or written. Then no block differs from
+    one of a single row but in the number of its rows.
+
+    >>> from shardplan.rules.expression import Result
+    >>> i, j = index("i"), index("j")
+    >>> shifted = Expression(
+    ...     operands=("a",), operand_shapes=((5, 7),), result_shapes=((5, 7),), sizes={"i": 5, "j": 7},
+    ...     results=(Result((i, j), Read(0, (i, j * -1 + 6))),))
+    >>> padded_split(shifted, collect(shifted), "i").operands
+    (Slot(dim=0, halo=(0, 0), reducer=None),)
+    >>> padded_split(shifted, collect(shifted), "j")
+    Traceback (most recent call last):
+    shardplan.rules.analysis.Refusal: it is no whole dimension by itself
+    """
+    size, alone = expression.sizes[name], index(name)
+    placed = [(read.at, expression.operand_shapes[n]) for n, reads in enumerate(facts.reads) for read in reads]
+    placed += [(result.at, shape) for result, shape in zip(expression.results, expression.result_shapes, strict=True)]
+    for at, shape in placed:
+        for position, extent in zip(at, shape, strict=False):
+            if position is not None and name in position.indices() and (position != alone or extent != size):
+                raise Refusal("it is no whole dimension by itself")
+    return split(expression, facts, name, size)
 
 
 def _operand_slot(expression: Expression, operand: int, reads: list[Read], name: str, block: int, n: int) -> Slot:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shardplan.rules.analysis import WHOLE, Facts, Refusal, Split, collect, split
+from shardplan.rules.analysis import WHOLE, Facts, Refusal, Split, collect, padded_split, split
 from shardplan.rules.equation import Equation, Tensor, Unknown
 from shardplan.rules.errors import RuleError
 from shardplan.rules.expression import Apply, Constant, Expression, Read, Result, Term
@@ -58,6 +58,22 @@ class Rule:
             found = tuple(s for name in self._indices for s in [self._try(name, n)] if isinstance(s, Split))
             self._splits[n] = found
         return found
+
+    @cached_property
+    def padded_splits(self) -> tuple[Split, ...]:
+        """Every index that can be split over any number of equal blocks once its dimensions are padded."""
+        found = []
+        for name in self._indices:
+            try:
+                found.append(padded_split(self.expression, self._facts, name))  # type: ignore[arg-type]
+            except Refusal:
+                continue
+        return tuple(s for s in found if any(slot is not WHOLE for slot in s.operands + s.results))
+
+    def size(self, name: str) -> int:
+        """How many values an index has."""
+        assert self.expression is not None
+        return self.expression.sizes[name]
 
     def refusals(self, n: int) -> dict[str, str]:
         """For every index that can not be split over ``n`` equal blocks: why."""

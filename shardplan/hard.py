@@ -19,7 +19,7 @@ from math import prod
 from jax.sharding import PartitionSpec
 
 from shardplan.errors import ArgumentError
-from shardplan.layout import LayoutSpace, MeshAxes, from_spec
+from shardplan.layout import LayoutSpace, from_spec
 from shardplan.program import Program, Value
 
 # State is often small or oddly shaped; of dimensions from here on it is worth a word that nothing divides them.
@@ -115,18 +115,20 @@ def agrees(layout: tuple[tuple[int, ...], ...], wanted: HardLayout) -> bool:
     return all(want is None or axes == want for axes, want in zip(layout, wanted, strict=True))
 
 
-def undivided(program: Program, mesh: MeshAxes) -> list[str]:
+def undivided(program: Program, space: LayoutSpace) -> list[str]:
     """A sentence for each argument with data whose first dimension no mesh axis divides, with the sizes that would do.
 
     Data is what no result replaces in the next step. Of a function without a state, arguments count that cannot be
     split on any dimension. Of a state, long dimensions count: a vocabulary.
     """
+    mesh = space.mesh
     if not mesh.splitting:
         return []
     sizes = sorted({mesh.sizes[axis] for axis in mesh.splitting})
     axes = ", ".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in mesh.splitting)
     state = set(program.ties.values())
-    found = _undivided_state([program.values[program.inputs[position]] for position in sorted(state)], sizes, axes)
+    of_state = [program.values[program.inputs[position]] for position in sorted(state)]
+    found = _undivided_state(of_state, sizes, axes, space.padded)
     for position, index in enumerate(program.inputs):
         shape = program.values[index].shape
         batch = shape[0] if shape else 0
@@ -134,23 +136,25 @@ def undivided(program: Program, mesh: MeshAxes) -> list[str]:
         if position in state or not hopeless or batch < 2 or prod(shape) < mesh.device_count or _divides(batch, sizes):
             continue
         better = " or ".join(str(_next(batch, n)) for n in sorted({min(sizes), mesh.device_count}))
+        inside = " but inside the step, padded" if batch in space.padded else ""
         found.append(
             f"no mesh axis ({axes}) divides dimension 0 of `{program.values[index].name}` {list(shape)}: its {batch} "
-            f"rows are not split. {better} rows would be."
+            f"rows are not split{inside}. {better} rows would be."
         )
     return found
 
 
-def _undivided_state(state: Iterable[Value], sizes: list[int], axes: str) -> list[str]:
+def _undivided_state(state: Iterable[Value], sizes: list[int], axes: str, padded: frozenset[int]) -> list[str]:
     """A sentence for each long size of the state that no axis divides, with the first tensor that has it."""
     of_size: dict[int, list[str]] = {}
     for value in state:
         for dim, size in enumerate(value.shape):
             if size >= _LONG and not _divides(size, sizes):
                 of_size.setdefault(size, []).append(f"dimension {dim} of `{value.name}` {list(value.shape)}")
+    inside = "split inside the step alone, padded, and the tensor stored in another layout, which costs its exchange"
     return [
         f"no mesh axis ({axes}) divides {size}, {where[0]}{f' and {len(where) - 1} more' if where[1:] else ''}: it is "
-        f"not split, which can cost much. {_next(size, max(sizes))} would be."
+        f"{inside if size in padded else 'not split, which can cost much'}. {_next(size, max(sizes))} would be split."
         for size, where in of_size.items()
     ]
 

@@ -7,6 +7,16 @@
 7
 >>> str(to_spec(mesh, ((0, 1), ())))
 "P(('data', 'model'),)"
+
+Sizes that the space is told to pad may be split unevenly: each block has the next whole number of rows, and the last
+ones have fewer, or none. XLA pads them, so that a device holds, works on and sends whole blocks.
+
+>>> padded = LayoutSpace(mesh, frozenset({50257})).domain((50257,))
+>>> padded.layouts == space.domain((50264,)).layouts, len(space.domain((50257,)).layouts)
+(True, 1)
+>>> both = padded.position[((0, 1),)]
+>>> round(50257 / float(padded.degrees[both]))      # rows per device
+6283
 """
 
 from __future__ import annotations
@@ -28,6 +38,9 @@ Layout = tuple[tuple[int, ...], ...]
 # orders grows with the factorial of the axes.
 _MOST_AXES_IN_EVERY_ORDER = 2
 
+MOST_PADDING = 1 / 3
+"""What padding may add to a dimension: 12 heads on 8 devices are 16."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeshAxes:
@@ -45,6 +58,14 @@ class MeshAxes:
         """The axes that split anything: those of more than one device."""
         return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
 
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The numbers of blocks that some axes together make, but for 1, ascending."""
+        found = {1}
+        for axis in self.splitting:
+            found |= {n * self.sizes[axis] for n in found}
+        return tuple(sorted(found - {1}))
+
     def degree(self, axes: Sequence[int]) -> int:
         """The number of blocks that ``axes`` together make."""
         return prod(self.sizes[axis] for axis in axes)
@@ -57,12 +78,16 @@ class Domain:
     rank: int
     layouts: tuple[Layout, ...]
     degrees: np.ndarray = field(repr=False)
-    """int [layouts]: over how many devices each layout splits the tensor."""
+    """[layouts]: over how many devices each layout splits the tensor; fewer where a device's part is padded."""
     whole: Domain | None = None
     """The same domain without partial layouts, where this one has them: these come last, with one more entry in front,
     the axes over which the tensor is a sum of the devices' parts."""
     width: float = 1.0
     """The size of an element of a partial tensor while it is reduced, in units of its size afterwards."""
+    padded: frozenset[Layout] = frozenset()
+    """The layouts that split a dimension unevenly."""
+    shape: tuple[int, ...] | None = None
+    """The shape, where there are such layouts."""
 
     @cached_property
     def position(self) -> dict[Layout, int]:
@@ -73,28 +98,54 @@ class Domain:
 
 
 class LayoutSpace:
-    """All layouts over one mesh, by rank, with those that a shape admits."""
+    """All layouts over one mesh, by rank, with those that a shape admits.
 
-    def __init__(self, mesh: MeshAxes) -> None:
+    ``padded`` are sizes that may be split over more blocks than divide them.
+    """
+
+    def __init__(self, mesh: MeshAxes, padded: frozenset[int] = frozenset()) -> None:
         self.mesh = mesh
+        self.padded = padded
         self._of_rank: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         self._domains: dict[tuple[int, bytes], Domain] = {}
         self._by_shape: dict[tuple[int, ...], Domain] = {}
         self._partial: dict[tuple[Domain, float], Domain] = {}
 
     def domain(self, shape: tuple[int, ...]) -> Domain:
-        """Every layout whose axes divide the dimensions of ``shape`` evenly; the replicated one comes first."""
+        """Every layout whose axes divide the dimensions of ``shape``; the replicated one comes first."""
         found = self._by_shape.get(shape)
         if found is None:
             layouts, degrees = self._all_of_rank(len(shape))
             sizes = np.array(shape, dtype=np.int64)
             divides = ((sizes % degrees == 0) & ((sizes > 0) | (degrees == 1))).all(axis=1)
             key = (len(shape), divides.tobytes())
-            if key not in self._domains:
+            if self.padded.intersection(shape):
+                found = self._padded_domain(shape, divides)
+            elif key not in self._domains:
                 kept = np.flatnonzero(divides)
                 self._domains[key] = Domain(len(shape), tuple(layouts[i] for i in kept), degrees[kept].prod(axis=1))
-            found = self._by_shape[shape] = self._domains[key]
+            found = self._by_shape[shape] = found or self._domains[key]
         return found
+
+    def _padded_domain(self, shape: tuple[int, ...], divides: np.ndarray) -> Domain:
+        layouts, degrees = self._all_of_rank(len(shape))
+        sizes = np.array(shape, dtype=np.int64)
+        pads = [[self.pads(size, n) for size, n in zip(shape, row, strict=True)] for row in degrees.tolist()]
+        even = (sizes % degrees == 0) & ((sizes > 0) | (degrees == 1))
+        kept = np.flatnonzero((even | np.array(pads)).all(axis=1))
+        blocks = np.maximum(1, -(-sizes // degrees[kept]))
+        uneven = frozenset(layouts[i] for i in kept if not divides[i])
+        of_blocks = np.where(sizes, sizes / blocks, 1).prod(axis=1)
+        return Domain(len(shape), tuple(layouts[i] for i in kept), of_blocks, padded=uneven, shape=shape)
+
+    def pads(self, size: int, blocks: int) -> bool:
+        """Whether a dimension may be split unevenly: where the padding is little."""
+        return size in self.padded and 0 < padding(size, blocks) <= size * MOST_PADDING
+
+    def line_up(self, size: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
+        """Whether the blocks over the axes ``inner`` lie within those over the first of them, ``outer``."""
+        few, many = self.mesh.degree(outer), self.mesh.degree(inner)
+        return few == 1 or -(-size // few) * few == -(-size // many) * many
 
     def with_partial(self, shape: tuple[int, ...], width: float) -> Domain:
         """The domain of ``shape`` with the layouts in which the tensor is still a sum over some mesh axes."""
@@ -107,11 +158,12 @@ class LayoutSpace:
                 ((pending, *layout), whole.degrees[position])
                 for pending in sums
                 for position, layout in enumerate(whole.layouts)
+                if layout not in whole.padded  # what is partial is reduced inside of a `shard_map`
                 if not set(pending) & {axis for group in layout for axis in group}
             ]
             layouts = (*whole.layouts, *(layout for layout, _ in partial))
             degrees = np.array([*whole.degrees, *(degree for _, degree in partial)])
-            self._partial[key] = Domain(whole.rank, layouts, degrees, whole, width)
+            self._partial[key] = Domain(whole.rank, layouts, degrees, whole, width, whole.padded, whole.shape)
         return self._partial[key]
 
     def orders(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -133,6 +185,11 @@ class LayoutSpace:
         for places in product(range(rank, -1, -1), repeat=len(axes)):
             members = [tuple(axis for axis, place in zip(axes, places, strict=True) if place == d) for d in range(rank)]
             yield from product(*(self.orders(group) for group in members))
+
+
+def padding(size: int, blocks: int) -> int:
+    """The rows that a dimension of ``size`` lacks to be split into equal blocks."""
+    return -size % blocks
 
 
 def replicated(rank: int) -> Layout:

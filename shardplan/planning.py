@@ -18,6 +18,7 @@ from shardplan.hardware import load
 from shardplan.layout import LayoutSpace, to_spec
 from shardplan.mesh import mesh_axes
 from shardplan.options import Options, as_positions
+from shardplan.padding import padded_sizes
 from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
 from shardplan.problem import Problem
@@ -40,7 +41,7 @@ def build_problem(
     """The cost network of a program over a mesh."""
     axes = mesh_axes(mesh)
     prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
-    space = LayoutSpace(axes)
+    space = LayoutSpace(axes, padded_sizes(program, axes))
     hard = hard_layouts(program, space, options.pins).layouts
     return Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
 
@@ -205,5 +206,5 @@ def say(schedule: Schedule, ignored: Sequence[str]) -> None:
                 f"the loop at {operation.source} runs as often as its data say: what it sends is counted once. State "
                 "how often it runs, about, by `with shardplan.trip_count(n):` around it."
             )
-    for message in (*undivided(schedule.program, schedule.space.mesh), *ignored):
+    for message in (*undivided(schedule.program, schedule.space), *ignored):
         warn(message)

@@ -66,7 +66,7 @@ class Prices:
         """Of one byte that a device holds during the step."""
         return _BYTES_SENT_PER_BYTE_STORED * self._per_byte_sent()
 
-    def work(self, flops: float, memory_bytes: float, dtype: Any, degree: int) -> float:
+    def work(self, flops: float, memory_bytes: float, dtype: Any, degree: float) -> float:
         """Of work of so many operations and bytes of memory traffic in all, shared by ``degree`` devices.
 
         In bytes, only what is repeated counts, and by its operations alone; in seconds, all that one device does.

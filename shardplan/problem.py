@@ -76,6 +76,7 @@ class Problem:
             link.target for links in self.links.values() for link in links.inside if link.stacked == "target"
         }
         self._leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
+        self._even = self._find_even()
         self._value_times = self._times_of_values()
         self.variables = Numbering(program, self.choices, self.links, self.generated, self.domain).variables()
 
@@ -151,6 +152,16 @@ class Problem:
                 generated.update(operation.results)
         return frozenset(generated)
 
+    def _find_even(self) -> frozenset[int]:
+        """Values that split evenly alone: a jit's arguments and results, what goes into loops and out of them."""
+        found = {*self._leaving, *(value for region in self.program.regions for value in region.inputs)}
+        found.update(result for o in self.program.operations if o.bodies for result in o.results)
+        return frozenset(found)
+
+    def _lies_evenly(self, value: int) -> bool:
+        """Whether a value is split evenly though copies of it may be padded: an update then reads the value itself."""
+        return value in self._even and bool(self.domain(value).padded)
+
     def _costs_of_following(self) -> dict[int, np.ndarray]:
         """Of values whose layout decides how their operation is split: the price of their operation's work."""
         found = {}
@@ -184,7 +195,9 @@ class Problem:
             operand, layout = operation.operands[halo.operand], strategy.operands[halo.operand]
             if isinstance(operand, int) and operand not in self.generated and layout is not None:
                 value = self.program.values[operand]
-                found.append((halo_step(self.space, layout, halo, value.shape[halo.dim]), value))
+                found.append(
+                    (halo_step(self.space.mesh, self.domain(operand), layout, halo, value.shape[halo.dim]), value)
+                )
         return found
 
     # ---- variables
@@ -203,6 +216,8 @@ class Problem:
         costs = value.total_bytes / domain.degrees * self.prices.per_byte_stored()
         if own is not None:
             costs = costs + own
+        if value.index in self._even:
+            costs = np.where([layout not in domain.padded for layout in domain.layouts], costs, np.inf)
         if value.index in self.program.captured:
             costs[1:] = np.inf  # closed-over arrays live on every device
         if domain.whole is not None and value.index in self._leaving:
@@ -290,7 +305,9 @@ class Problem:
             table = self._tables[key]
             if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
                 seen.add((operand, id(table)))
-                network.add_edge(self.variables.read(operand), variable, table)
+                stored = choices.pointwise and self._lies_evenly(operand)
+                source = self.variables.values[operand] if stored else self.variables.read(operand)
+                network.add_edge(source, variable, table)
 
     def _add_results(self, network: Network, operation: Operation, variable: int) -> None:
         choices = self.choices[operation.index]
@@ -309,7 +326,7 @@ class Problem:
         partial = self.partial(operation, strategy, position)
         if partial.pending and domain.whole is not None:
             row = self.reductions.row(domain.whole, partial)
-            kept = [layout == partial.kept for layout in domain.layouts[len(domain.whole) :]]
+            kept = [partial.island and layout == partial.kept for layout in domain.layouts[len(domain.whole) :]]
             per_byte = np.concatenate([row.per_byte, np.where(kept, 0.0, np.inf)])
             return Priced(per_byte, np.concatenate([row.fixed, np.zeros(len(kept))]))
         if partial.pending:

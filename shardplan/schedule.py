@@ -65,10 +65,18 @@ class Schedule:
             return Route(stored, ())
         key = (value, target)
         if key not in self._routes:
-            source = stored if target == copy else copy
+            source = stored if target == copy else self._nearer(value, target)
             domain = self.problem.domain(value)
             self._routes[key] = Route(source, self.problem.transitions.path(domain, source, target))
         return self._routes[key]
+
+    def _nearer(self, value: int, target: Layout) -> Layout:
+        """The copy, or the value as it is stored where that is cheaper to bring to a layout."""
+        domain, stored, copy = self.problem.domain(value), self.assignment.values[value], self.copy(value)
+        if not domain.padded or stored == copy:
+            return copy
+        prices = self.problem.transitions.table(domain, (target,), self.program.values[value].total_bytes)
+        return min(copy, stored, key=lambda layout: float(prices[domain.position[layout], 0]))
 
     def gathered_anew(self, value: int, target: Layout) -> bool:
         """Whether each operation that needs ``target`` brings the value there for itself, and none keeps it.

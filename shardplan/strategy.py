@@ -15,7 +15,7 @@ from typing import Any
 
 from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, from_spec, replicated
-from shardplan.partitioner import usable_splits
+from shardplan.partitioner import usable_padded_splits, usable_splits
 from shardplan.program import Constant, Operation, Program
 
 
@@ -36,17 +36,19 @@ class Strategy:
     ``operands`` holds the layout that each operand must have (None for literals), ``results`` the layout in which
     each result comes out, ``pending`` per result the axes over which it is still a partial result, in the order in
     which they split the reduced index, with its ``reducers``. ``degree`` is the number of devices that share the
-    work; the others repeat it. ``halos`` are the rows that blocks get from their neighbours.
+    work; the others repeat it. ``halos`` are the rows that blocks get from their neighbours. ``padded`` tells that some
+    index is split unevenly: devices then work on padded blocks, and fewer than there are share the work.
     """
 
     operands: tuple[Layout | None, ...]
     results: tuple[Layout, ...]
     pending: tuple[tuple[int, ...], ...]
     reducers: tuple[str | None, ...]
-    degree: int
+    degree: float
     halos: tuple[Halo, ...] = ()
     possible: bool = True
     """Whether the operation can be split so; a strategy that cannot be stands where a layout has none."""
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,14 @@ def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Cho
     return replace(choices, strategies=tuple(strategies))
 
 
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A split, and the size of the index that it splits."""
+
+    split: Any
+    size: int
+
+
 class StrategyMaker:
     """Derives the choices of operations, once for all equal ones."""
 
@@ -128,40 +138,42 @@ class StrategyMaker:
 
     def _derive(self, rule: Any, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
-        splits = {n: usable_splits(rule, n) for n in self._degrees()}
+        splits = {n: [s for s in self._splits(rule, n) if _reducible(s, results)] for n in self.space.mesh.degrees}
         work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
-        every = [split for found in splits.values() for split in found]
+        every = [sized.split for found in splits.values() for sized in found]
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)
-            strategies = [self._following(layout, splits, ranks) for layout in domain.layouts]
+            sizes = results[0].shape
+            strategies = [self._following(layout, sizes, splits, ranks) for layout in domain.layouts]
             return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), rule.linear, False, *work)
         indices = list(dict.fromkeys(split.index for split in every))
         strategies = list(self._free(indices, splits, ranks))
         return Choices(tuple(strategies), False, False, (), rule.primitive in _ISLANDS, *work)
 
-    def _degrees(self) -> list[int]:
-        mesh = self.space.mesh
-        found = {1}
-        for axis in mesh.splitting:
-            found |= {n * mesh.sizes[axis] for n in found}
-        return sorted(found - {1})
+    def _splits(self, rule: Any, n: int) -> list[_Sized]:
+        """The splits of an operation over n blocks, equal ones or padded."""
+        even = usable_splits(rule, n)
+        padded = usable_padded_splits(rule) if self.space.padded else []
+        return [_Sized(split, rule.size(split.index)) for split in even] + [
+            _Sized(split, size) for split in padded for size in (rule.size(split.index),) if self.space.pads(size, n)
+        ]
 
-    def _following(self, layout: Layout, splits: dict[int, list[Any]], ranks: Any) -> Strategy:
+    def _following(self, layout: Layout, sizes: Sequence[int], splits: dict[int, list[_Sized]], ranks: Any) -> Strategy:
         """The strategy of an operation whose result is wanted as ``layout``; what it cannot split it repeats."""
         assigned = []
         for dim, axes in enumerate(layout):
             for kept in range(len(axes), 0, -1):
-                found = [s for s in splits[self.space.mesh.degree(axes[:kept])] if s.results[0].dim == dim]
-                if found:
+                found = [s for s in splits[self.space.mesh.degree(axes[:kept])] if s.split.results[0].dim == dim]
+                if found and (sizes[dim] not in self.space.padded or self.space.line_up(sizes[dim], axes[:kept], axes)):
                     assigned.append((found[0], axes[:kept]))
                     break
         strategy = self._combine(assigned, ranks)
         return strategy if strategy is not None else self._combine([], ranks)  # type: ignore[return-value]
 
-    def _free(self, indices: list[str], splits: dict[int, list[Any]], ranks: Any) -> Iterator[Strategy]:
+    def _free(self, indices: list[str], splits: dict[int, list[_Sized]], ranks: Any) -> Iterator[Strategy]:
         """Every assignment of mesh axes to indices that divides and gives each tensor one layout."""
         axes = self.space.mesh.splitting
-        by_index = {n: {split.index: split for split in found} for n, found in splits.items()}
+        by_index = {n: {sized.split.index: sized for sized in found} for n, found in splits.items()}
         for places in product(range(len(indices), -1, -1), repeat=len(axes)):
             groups = [
                 tuple(a for a, place in zip(axes, places, strict=True) if place == i) for i in range(len(indices))
@@ -179,8 +191,9 @@ class StrategyMaker:
                     if strategy is not None:
                         yield strategy
 
-    def _combine(self, assigned: list[tuple[Any, tuple[int, ...]]], ranks: Any) -> Strategy | None:
+    def _combine(self, sized: list[tuple[_Sized, tuple[int, ...]]], ranks: Any) -> Strategy | None:
         """The strategy that splits each given index over its axes; None where two indices meet in one dimension."""
+        assigned = [(one.split, axes) for one, axes in sized]
         operands = [list(replicated(rank)) for rank in ranks[0]]
         results = [list(replicated(rank)) for rank in ranks[1]]
         pending: list[tuple[int, ...]] = [()] * len(results)
@@ -205,14 +218,16 @@ class StrategyMaker:
                         return None
                     reducers[position] = slot.reducer
                     pending[position] = (*pending[position], *axes)
-        degree = self.space.mesh.degree([axis for _, axes in assigned for axis in axes])
+        of_axes = [(one.size, self.space.mesh.degree(axes)) for one, axes in sized]
+        padded = any(size % n for size, n in of_axes)
         return Strategy(
             tuple(tuple(layout) for layout in operands),
             tuple(tuple(layout) for layout in results),
             tuple(pending),
             tuple(reducers),
-            degree,
+            prod(size / -(-size // n) if size % n else n for size, n in of_axes),
             tuple(halos),
+            padded=padded,
         )
 
 
@@ -223,9 +238,10 @@ _ISLANDS = _CONTRACTIONS | {"reduce_sum"}
 def may_be_island(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation with a partial result can run as itself on the blocks of its operands, in a ``shard_map``.
 
-    That is so where its parameters name no sizes: contractions and sums, which are those that XLA reduces worse.
+    That is so where its parameters name no sizes: contractions and sums, which are those that XLA reduces worse. Blocks
+    in a ``shard_map`` are equal.
     """
-    return operation.primitive.name in _ISLANDS and set(strategy.reducers) == {"sum"}
+    return not strategy.padded and operation.primitive.name in _ISLANDS and set(strategy.reducers) == {"sum"}
 
 
 def reduction_dtype(operation: Operation, dtype: Any, reduce_dtype: Any) -> Any:
@@ -263,9 +279,15 @@ def _no_halo(split: Any) -> bool:
     return all(slot.halo == (0, 0) for slot in split.operands)
 
 
-def _determined_by_result(splits: dict[int, list[Any]]) -> bool:
+def _reducible(sized: _Sized, results: Sequence[Any]) -> bool:
+    """Whether XLA has a collective for the partial results of a split: none combines the bits of integers."""
+    slots = zip(sized.split.results, results, strict=True)
+    return all(slot.reducer not in ("and", "or") or result.dtype == bool for slot, result in slots)
+
+
+def _determined_by_result(splits: dict[int, list[_Sized]]) -> bool:
     for found in splits.values():
-        dims = [split.results[0].dim for split in found]
+        dims = [sized.split.results[0].dim for sized in found]
         if None in dims or len(set(dims)) != len(dims):
             return False
     return True

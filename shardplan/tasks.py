@@ -24,7 +24,7 @@ def time_prices(problem: Problem, hardware: HardwareProfile | str | Path | None)
     return Prices("time", problem.prices.hardware if hardware is None else load(hardware), problem.space.mesh)
 
 
-def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree: int = 1) -> float:
+def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree: float = 1) -> float:
     """The seconds of an operation by one of ``degree`` devices that share it, in all its turns; a loop has none of its
     own."""
     choices = problem.choices.get(operation.index)

@@ -18,14 +18,14 @@ found over all layouts of the tensor, so that no recipe is fixed. Costs are ring
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from shardplan.layout import Domain, Layout, LayoutSpace
+from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes
 from shardplan.prices import Prices
 from shardplan.strategy import Halo
 
@@ -106,7 +106,7 @@ class Transitions:
         previous = np.broadcast_to(np.arange(count)[:, None], (count, count)).copy()
         steps: dict[tuple[int, int], Step] = {}
         for source, layout in enumerate(domain.layouts):
-            for step in self._steps(layout):
+            for step in self._steps(domain, layout):
                 target = domain.position.get(step.layout)
                 if target is None:
                     continue
@@ -143,27 +143,37 @@ class Transitions:
             return 0.0, 0.0
         return step.fraction * self.prices.per_byte(step.axes), self.prices.per_collective(step.kind, step.axes)
 
-    def _steps(self, layout: Layout) -> Iterator[Step]:
+    def _steps(self, domain: Domain, layout: Layout) -> Iterator[Step]:
         """Every single step from a layout (its target may lie outside of the domain)."""
         mesh = self.space.mesh
-        local = 1.0 / mesh.degree([axis for axes in layout for axis in axes])
+        local = 1.0 / float(domain.degrees[domain.position[layout]])
         used = {axis for axes in layout for axis in axes}
         for dim, axes in enumerate(layout):
             for axis in mesh.splitting:
-                if axis not in used:
+                if axis not in used and self._line_up(domain, dim, axes, (*axes, axis)):
                     yield Step("slice", (axis,), _with(layout, dim, (*axes, axis)), 0.0)
+            if not axes and domain.shape is not None:  # blocks over some axes need not lie within those over the first
+                free = [axis for axis in mesh.splitting if axis not in used]
+                for group in (group for size in range(2, len(free) + 1) for group in combinations(free, size)):
+                    for order in self.space.orders(group):
+                        yield Step("slice", order, _with(layout, dim, order), 0.0)
             for kept in range(len(axes)):
                 gone = axes[kept:]
                 n = mesh.degree(gone)
                 whole = local * n
-                yield Step("all-gather", gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n)
+                if self._line_up(domain, dim, axes[:kept], axes):
+                    yield Step("all-gather", gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n)
             if axes:
-                yield from self._exchanges(layout, dim, local)
+                yield from self._exchanges(domain, layout, dim, local)
             for order in self.space.orders(tuple(sorted(axes))):
                 if order != axes:
                     yield Step("collective-permute", tuple(sorted(axes)), _with(layout, dim, order), local)
 
-    def _exchanges(self, layout: Layout, dim: int, local: float) -> Iterator[Step]:
+    def _line_up(self, domain: Domain, dim: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
+        """Whether a dimension's blocks over ``inner`` axes make up those over ``outer``; even ones always do."""
+        return domain.shape is None or self.space.line_up(domain.shape[dim], outer, inner)
+
+    def _exchanges(self, domain: Domain, layout: Layout, dim: int, local: float) -> Iterator[Step]:
         """All-to-alls of a dimension's minor axes to the minor place of another, and swaps of axes by permutes."""
         mesh = self.space.mesh
         axes = layout[dim]
@@ -174,13 +184,26 @@ class Transitions:
             for kept in range(len(axes)):
                 moved = axes[kept:]
                 n = mesh.degree(moved)
-                target = _with(_with(layout, dim, axes[:kept]), other, (*layout[other], *moved))
-                yield Step("all-to-all", moved, target, local * (n - 1) / n)
+                joined = (*layout[other], *moved)
+                target = _with(_with(layout, dim, axes[:kept]), other, joined)
+                if self._line_up(domain, dim, axes[:kept], axes) and self._line_up(
+                    domain, other, layout[other], joined
+                ):
+                    sent = local * self._padding(domain, other, layout[other], joined)
+                    yield Step("all-to-all", moved, target, sent * (n - 1) / n)
         for position, axis in enumerate(axes):
             for free in mesh.splitting:
                 if free not in used and mesh.sizes[free] == mesh.sizes[axis]:
                     swapped = (*axes[:position], free, *axes[position + 1 :])
                     yield Step("collective-permute", (axis, free), _with(layout, dim, swapped), local)
+
+    def _padding(self, domain: Domain, dim: int, before: Sequence[int], after: Sequence[int]) -> float:
+        """By how much a block of a dimension grows where it is padded to be split further."""
+        fewer, more = self.space.mesh.degree(before), self.space.mesh.degree(after)
+        if domain.shape is None or domain.shape[dim] % more == 0:
+            return 1.0
+        size = domain.shape[dim]
+        return (-(-size // more) * more) / (-(-size // fewer) * fewer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +225,10 @@ class Partial:
         return (tuple(sorted(self.pending)), *self.layout)
 
 
-def halo_step(space: LayoutSpace, layout: Layout, halo: Halo, size: int) -> Step:
+def halo_step(mesh: MeshAxes, domain: Domain, layout: Layout, halo: Halo, size: int) -> Step:
     """The exchange of a halo by the blocks of a tensor in ``layout``, whose dimension of the halo has ``size`` rows."""
-    local = 1.0 / space.mesh.degree([axis for axes in layout for axis in axes])
-    fraction = local * halo.rows / (size / space.mesh.degree(halo.axes))
+    local = 1.0 / float(domain.degrees[domain.position[layout]])
+    fraction = local * halo.rows / (size / mesh.degree(halo.axes))
     return Step("collective-permute", halo.axes, layout, fraction)
 
 
@@ -247,8 +270,7 @@ class Reductions:
     def _solve(self, domain: Domain, partial: Partial) -> tuple[Priced, np.ndarray, tuple[_Reduced, ...]]:
         key = (domain, partial)
         if key not in self._rows:
-            ways = self._ways(partial.layout, partial.pending, partial.island)
-            ways = [way for way in ways if way.layout in domain.position]
+            ways = self._ways(domain, partial.layout, partial.pending, partial.island)
             after = self._transitions.priced(domain)
             places = [domain.position[way.layout] for way in ways]
             per_byte = after.per_byte[places] + [[way.per_byte * partial.width] for way in ways]
@@ -266,14 +288,15 @@ class Reductions:
         first = [self._transitions.path(domain, way.layout, target)[:1] for target in domain.layouts]
         return np.array([np.inf if steps and steps[0].kind == "slice" else 0.0 for steps in first])
 
-    def _ways(self, own: Layout, pending: tuple[int, ...], island: bool) -> list[_Reduced]:
+    def _ways(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> list[_Reduced]:
         """Ways to reduce all of ``pending``, the cheapest per layout in which they end."""
         best: dict[Layout, _Reduced] = {}
         groups = self._groups(pending) if island else [pending]
         for group in groups:
             rest = tuple(axis for axis in pending if axis not in group)
-            for step in self._steps(own, group):
-                after = self._ways(step.layout, rest, island) if rest else [_Reduced(step.layout, 0.0, 0.0, ())]
+            for step in self._steps(domain, own, group):
+                done = [_Reduced(step.layout, 0.0, 0.0, ())]
+                after = self._ways(domain, step.layout, rest, island) if rest else done
                 per_byte, fixed = self._transitions.price(step)
                 for way in after:
                     total = per_byte + _LONGER_PATH + way.per_byte
@@ -286,12 +309,16 @@ class Reductions:
         orders = [order for group in subsets for order in self._transitions.space.orders(group)]
         return sorted(orders, key=lambda order: order != axes)  # among equals, the order that needs no island
 
-    def _steps(self, own: Layout, group: tuple[int, ...]) -> Iterator[Step]:
-        local = 1.0 / self._mesh.degree([axis for axes in own for axis in axes])
+    def _steps(self, domain: Domain, own: Layout, group: tuple[int, ...]) -> Iterator[Step]:
+        """Ways to reduce over a group of axes at once; onto an uneven dimension nothing is scattered."""
+        local = 1.0 / float(domain.degrees[domain.position[own]])
         n = self._mesh.degree(group)
         yield Step("all-reduce", group, own, 2 * local * (n - 1) / n)
         for dim, axes in enumerate(own):
-            yield Step("reduce-scatter", group, _with(own, dim, (*axes, *group)), local * (n - 1) / n)
+            scattered = _with(own, dim, (*axes, *group))
+            uneven = domain.shape is not None and domain.shape[dim] % self._mesh.degree(scattered[dim])
+            if scattered in domain.position and not uneven:
+                yield Step("reduce-scatter", group, scattered, local * (n - 1) / n)
 
 
 @dataclass(frozen=True, slots=True)

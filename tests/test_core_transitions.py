@@ -31,10 +31,12 @@ SHAPES = {1: (32,), 2: (32, 64), 3: (32, 16, 64)}
 class Case:
     """Transitions and reductions over a mesh of compile-only GPUs."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
+    def __init__(self, sizes: tuple[int, ...], padded: tuple[int, ...] = ()) -> None:
         self.axes = MeshAxes(NAMES[: len(sizes)], sizes)
         self.mesh: Mesh = gpu_mesh("h100", sizes, self.axes.names)
-        self.transitions = Transitions(LayoutSpace(self.axes), Prices("bytes", load("h100"), self.axes))
+        self.transitions = Transitions(
+            LayoutSpace(self.axes, frozenset(padded)), Prices("bytes", load("h100"), self.axes)
+        )
         self.reductions = Reductions(self.transitions)
 
     def domain(self, rank: int) -> Domain:
@@ -113,6 +115,54 @@ def test_sampled_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_transitions_compile_to_what_they_cost(sizes: tuple[int, ...], rank: int) -> None:
     check_transitions(Case(sizes), rank, count=400, at_once=5)
+
+
+# ---- sizes that the axes do not divide, inside of a step
+
+
+def check_padded(case: Case, shape: tuple[int, ...], count: int, at_once: int) -> None:
+    """Tensors that come and go whole, between them in uneven layouts."""
+    domain, size = case.transitions.space.domain(shape), 4.0 * np.prod(shape)
+    pairs = [(s, t) for s, t in pairs_of(domain, None) if {s, t} & domain.padded]
+    pairs = random.Random(1).sample(pairs, min(count, len(pairs)))
+    wrong = []
+    for start in range(0, len(pairs), at_once):
+        whole = replicated(len(shape))
+        ways = [(whole, a, b, whole) for a, b in pairs[start : start + at_once]]
+        routes = [[case.transitions.path(domain, *leg) for leg in itertools.pairwise(way)] for way in ways]
+
+        def program(arrays: list[jax.Array]) -> list[jax.Array]:
+            results = []
+            for array, route in zip(arrays, routes, strict=True):  # noqa: B023
+                held = array * 2.0
+                for number, steps in enumerate(route):
+                    held = jnp.sin(held) if number else held
+                    for step in steps:
+                        held = jax.lax.with_sharding_constraint(held, case.sharding(step.layout))
+                results.append(jnp.cos(held))
+            return results
+
+        ends = [case.sharding(whole)] * len(routes)
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.float32)] * len(routes)
+        found = compiled_bytes(jax.jit(program, in_shardings=(ends,), out_shardings=ends).lower(arguments))
+        expected = expected_bytes([steps for route in routes for steps in route], [size] * 3 * len(routes))
+        if abs(found.total() - expected.total()) > 3 * len(routes):  # rounding of each
+            wrong.append((pairs[start : start + at_once], expected, found))
+    assert not wrong
+
+
+@compiles_for_gpus
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
+def test_sampled_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
+    check_padded(Case(sizes, (101, 21)), (101, 16, 21), count=6, at_once=6)
+
+
+@compiles_for_gpus
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("shape", [(101,), (21, 101), (101, 16), (101, 16, 12)], ids=str)
+def test_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    check_padded(Case(sizes, (101, 21, 12)), shape, count=60, at_once=1)
 
 
 # ---- reductions
