@@ -125,6 +125,28 @@ class Audit:
         """Compiled bytes beyond those that the plan has for the operation they lead back to, or that lead to none."""
         return sum(max(traffic.difference, 0) for traffic in self.operations)
 
+    @property
+    def overlapped_bytes(self) -> float:
+        """Compiled bytes that are sent while kernels run, by the compiler's schedule."""
+        return sum(traffic.overlapped_bytes for traffic in self.compiled.traffic().values())
+
+    def overlap(self, limit: int = 10) -> str:
+        """The compiled collectives that send most, as a table: how many kernels run between start and end of each.
+
+        A collective that is marked synchronous has none beside it, wherever its end stands.
+        """
+        found = sorted(self.compiled.collectives, key=lambda one: -one.bytes_sent * one.times)
+        rows = [
+            (
+                *(one.kind, axes_text(one.axes(self.compiled.mesh_axes)), one.source, str(one.times)),
+                *(megabytes(one.bytes_sent * one.times), "yes" if one.synchronous else "no"),
+                str(0 if one.synchronous else one.kernels_meanwhile),
+            )
+            for one in found[:limit]
+        ]
+        header = ("collective", "mesh axes", "source", "times", "compiled MB", "synchronous", "kernels meanwhile")
+        return text_table(header, rows, numbers=(3, 4, 6))
+
     def details(self, limit: int = 10) -> str:
         """The operations whose compiled bytes differ most from the planned ones, as a table."""
         rows = [
@@ -142,10 +164,11 @@ class Audit:
             planned, found = self.predicted.get(key, nothing), compiled.get(key, nothing)
             counts = (str(planned.times), str(found.times))
             sizes = (megabytes(planned.bytes_sent), megabytes(found.bytes_sent), _signed(difference))
-            rows.append((kind, axes_text(axes), *counts, *sizes))
+            rows.append((kind, axes_text(axes), *counts, *sizes, megabytes(found.overlapped_bytes)))
         total, peak = self.compiled.communication_bytes, self.compiled.memory.peak
-        rows.append(("total", "", "", "", *_pair(self.predicted_bytes, total)))
-        rows.append(("peak memory", "", "", "", *_pair(self.predicted_peak_bytes, peak)))
+        beside = megabytes(self.overlapped_bytes)
+        rows.append(("total", "", "", "", *_pair(self.predicted_bytes, total), beside))
+        rows.append(("peak memory", "", "", "", *_pair(self.predicted_peak_bytes, peak), ""))
         return rows
 
     def _verdict(self) -> str:
@@ -156,16 +179,19 @@ class Audit:
         place = f" for {self.target}" if self.target else ""
         mesh = ", ".join(f"{name}={size}" for name, size in self.compiled.mesh_axes.items())
         title = f"Audit{place}, mesh ({mesh}); per device and step, compiled in {self.compiled.compile_seconds:.1f} s"
-        return "\n".join((title, text_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 7)), self._verdict()))
+        return "\n".join((title, text_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 8)), self._verdict()))
 
     def _repr_html_(self) -> str:
-        return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 7), caption=self._verdict())
+        return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 8), caption=self._verdict())
 
 
 _SAME_SIZE = 0.01
 """A planned and a compiled collective whose sizes differ by no more are the same one: padding makes some larger."""
 
-_AUDIT_HEADER = ("collective", "mesh axes", "planned", "compiled", "predicted MB", "compiled MB", "difference")
+_AUDIT_HEADER = (
+    *("collective", "mesh axes", "planned", "compiled", "predicted MB", "compiled MB", "difference"),
+    "beside other work",
+)
 
 
 def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> Audit:

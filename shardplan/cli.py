@@ -17,6 +17,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -34,6 +35,12 @@ from shardplan.plan_file import library_version
 from shardplan.plan_report import plan_record
 from shardplan.search import METHODS
 from shardplan.target import targets
+
+_FROM_FILE = ("audit", "explain")
+"""The commands that take a saved plan."""
+
+_STEP = "step"
+"""The entry of a plan's statistics that names its step as the command line was given it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, command=name)
         return added
 
     planning = command("plan", _plan, "Plan a step: layouts, collectives, memory, and how near the optimum that is.")
@@ -96,8 +103,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     """The options of every command that plans; with ``from_file``, a saved plan may take the place of planning."""
-    parser.add_argument("step", help="module:attribute of a training step with its state and batch, or what makes one")
-    mesh = parser.add_mutually_exclusive_group(required=True)
+    text = "module:attribute of a training step with its state and batch, or what makes one"
+    if from_file:
+        text += "; or the file of a plan that this command line saved, which names its step"
+    parser.add_argument("step", help=text)
+    mesh = parser.add_mutually_exclusive_group(required=not from_file)
     mesh.add_argument("--mesh", help="data=2,model=4, or a number of devices")
     if from_file:
         mesh.add_argument("--plan", metavar="FILE", help="a saved plan of this step, instead of planning")
@@ -108,6 +118,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     parser.add_argument("--donate", metavar="POSITIONS", help="arguments to donate, as 0,1 (default: the state)")
     parser.add_argument("--reduce-dtype", metavar="DTYPE", help="a narrower type in which partial sums may travel")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of search (default: %(default)s)")
+    parser.add_argument("--refine", type=int, default=1, metavar="N", help="compile N plans and keep the best")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -126,15 +137,36 @@ def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
         "donate_argnums": parse_positions(options.donate.split(",")) if options.donate else step.donated,
         "reduce_dtype": dtype,
         "time_limit": options.time_limit,
+        "refine": options.refine,
     }
 
 
 def _make_plan(options: argparse.Namespace) -> Plan:
-    """The plan that the options ask for: read from a file and bound to the step, or made."""
+    """The plan that the options ask for: read from a file and bound to its step, or made."""
+    if options.command in _FROM_FILE and options.step.endswith(".json"):
+        if options.plan or options.mesh:
+            raise ArgumentError(f"the plan `{options.step}` has its mesh and its step: leave out --plan and --mesh")
+        loaded = Plan.load(options.step)
+        step = load_step(_step_of(loaded, options))
+        return loaded.bind(step.fn, *step.args)
     step = load_step(options.step)
-    if getattr(options, "plan", None):
+    if options.command in _FROM_FILE and options.plan:
         return Plan.load(options.plan).bind(step.fn, *step.args)
-    return make_plan(step.fn, parse_mesh(options.mesh), *step.args, **_plan_options(options, step))
+    if options.mesh is None:
+        raise ArgumentError("say which mesh to plan for (--mesh data=2,model=4), or give a saved plan (--plan FILE)")
+    plan = make_plan(step.fn, parse_mesh(options.mesh), *step.args, **_plan_options(options, step))
+    return replace(plan, statistics={**plan.statistics, _STEP: options.step})
+
+
+def _step_of(plan: Plan, options: argparse.Namespace) -> str:
+    """The step that a saved plan names."""
+    name = plan.statistics.get(_STEP)
+    if not isinstance(name, str):
+        raise ArgumentError(
+            f"the plan `{options.step}` does not say which step it is for (it was saved from Python): name the step, "
+            f"as `shardplan {options.command} module:attribute --plan {options.step}`"
+        )
+    return name
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -180,8 +212,21 @@ def _audit(options: argparse.Namespace) -> int:
         "predicted_peak_bytes": float(found.predicted_peak_bytes),
         "compiled_peak_bytes": found.compiled.memory.peak,
         "within_tolerance": agrees,
+        "overlapped_bytes": found.overlapped_bytes,
+        "collectives": [
+            {
+                "kind": one.kind,
+                "axes": one.axes(found.compiled.mesh_axes),
+                "bytes": one.bytes_sent,
+                "times": one.times,
+                "synchronous": one.synchronous,
+                "kernels_meanwhile": one.kernels_meanwhile,
+                "source": one.source,
+            }
+            for one in found.compiled.collectives
+        ],
     }
-    _print(options, record, found if agrees else f"{found}\n\n{found.details()}")
+    _print(options, record, f"{found}\n\n{found.overlap()}" if agrees else f"{found}\n\n{found.details()}")
     return 0 if agrees else 1
 
 

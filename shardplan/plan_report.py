@@ -186,9 +186,11 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             for (kind, axes), (times, sent) in planned_traffic(plan).items()
         ],
         "layouts": {argument.path: list(argument.spec) for argument in plan.arguments},
+        **({"refined": plan.statistics["refined"]} if "refined" in plan.statistics else {}),
     }
 
 
+_REFINED_HEADER = ("way", "predicted MB", "compiled MB", "compiled peak MB", "ms", "result")
 _TRAFFIC_HEADER = ("collective", "mesh axes", "times", "MB sent")
 _MESH_HEADER = ("mesh", "MB sent", "objective", "at least")
 _LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "also in")
@@ -204,6 +206,11 @@ def plan_text(plan: Plan) -> str:
             []
             if "meshes" not in plan.statistics
             else ["", text_table(_MESH_HEADER, _mesh_rows(plan), numbers=(1, 2, 3))]
+        ),
+        *(
+            []
+            if "refined" not in plan.statistics
+            else ["", text_table(_REFINED_HEADER, _refined_rows(plan), numbers=(1, 2, 3, 4))]
         ),
         "",
         text_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3)),
@@ -251,6 +258,17 @@ def _mesh_rows(plan: Plan) -> list[tuple[str, ...]]:
         )
         for row in plan.statistics["meshes"]
     ]
+
+
+def _refined_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The ways in which the step was planned and compiled, and which plan this is."""
+    rows = []
+    for row in plan.statistics["refined"]:
+        sizes = [row.get(name) for name in ("predicted_bytes", "compiled_bytes", "compiled_peak_bytes")]
+        cells = ["" if size is None else megabytes(size) for size in sizes]
+        seconds = f"{1e3 * row['compiled_seconds']:.2f}" if "compiled_seconds" in row else ""
+        rows.append((row["way"], *cells, seconds, "kept" if row["kept"] else row["result"]))
+    return rows
 
 
 def _layout_rows(groups: list[LayoutGroup]) -> list[tuple[str, ...]]:

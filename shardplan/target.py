@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh
 from shardplan.errors import ArgumentError, ShardplanError
 
 DEVICES_PER_HOST = 8
-"""GPUs in one host of every target (HGX and DGX boards of H100, H200 and A100)."""
+"""GPUs in one host of every target (HGX and DGX boards of A100, H100, H200 and B200)."""
 
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
 """Without a device there is nothing to tune kernels on, and some matrix products then find no Triton tiling at all.
@@ -47,7 +47,7 @@ def targets() -> tuple[str, ...]:
     """The names of the GPU types that programs can be compiled for.
 
     >>> targets()
-    ('a100', 'h100', 'h200')
+    ('a100', 'b200', 'h100', 'h200')
     """
     files = resources.files("shardplan").joinpath("gpu_targets").iterdir()
     return tuple(sorted(file.name.removesuffix(".txtpb") for file in files if file.name.endswith(".txtpb")))

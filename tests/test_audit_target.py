@@ -190,7 +190,7 @@ def test_meshes():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("v100", (8,), ("x",)), "no GPU target `v100`: choose one of a100, h100, h200"),
+        (("v100", (8,), ("x",)), "no GPU target `v100`: choose one of a100, b200, h100, h200"),
         (("h100", (2, 4), ("x",)), "1 axis names"),
         (("h100", (0,), ("x",)), "at least one"),
         (("h100", (8,), ("x",), 3), "`3` hosts: choose a divisor of 8"),

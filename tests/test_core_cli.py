@@ -9,8 +9,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import jax
 import pytest
 
+import shardplan
 from shardplan.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -125,9 +127,43 @@ def test_an_audit_outside_of_its_tolerance_is_status_1(capsys: pytest.CaptureFix
     assert run(f"{command} --tolerance -1", capsys)[0] == 1
 
 
+@needs_compiler
+def test_a_saved_plan_is_audited_without_naming_its_step(capsys: pytest.CaptureFixture[str]):
+    run("plan train:step --mesh data=8 --pin 1/inputs=data --pin '0/*=' --save plan.json", capsys)
+    status, output, errors = run("audit plan.json --tolerance 0.02 --json", capsys)
+    record = json.loads(output)
+    assert (status, errors) == (0, "")
+    assert 0 <= record["overlapped_bytes"] <= record["compiled_bytes"]
+    assert record["compiled_bytes"] == sum(c["bytes"] * c["times"] for c in record["collectives"]) > 0
+    status, output, _ = run("audit plan.json", capsys)
+    assert "kernels meanwhile" in output and "beside other work" in output
+
+
+def test_a_plan_saved_from_python_does_not_name_its_step(capsys: pytest.CaptureFixture[str]):
+    shape = jax.ShapeDtypeStruct((64, 64), "float32")
+    shardplan.plan(lambda x, w: x @ w, 8, shape, shape).save("plan.json")
+    status, _, errors = run("audit plan.json", capsys)
+    assert status == 2
+    assert "does not say which step it is for" in errors and "--plan plan.json" in errors
+
+
+@needs_compiler
+def test_refined_by_the_compiler(capsys: pytest.CaptureFixture[str]):
+    status, output, _ = run("plan train:step --mesh data=8 --refine 2 --json", capsys)
+    assert status == 0
+    rows = json.loads(output)["refined"]
+    assert [row["way"] for row in rows] == ["as asked", "objective time"]
+    assert sum(row["kept"] for row in rows) == 1
+    assert "objective time" in run("plan train:step --mesh data=8 --refine 2", capsys)[1]
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        ("audit train:step", "say which mesh to plan for"),
+        ("audit plan.json --mesh 8", "leave out --plan and --mesh"),
+        ("audit nothing.json", "cannot read the plan `nothing.json`"),
+        ("plan train:step --mesh 8 --refine 99", "refine is a number of plans from 1 to 8"),
         ("plan nothere:step --mesh 8", "cannot import `nothere` for the step `nothere:step`"),
         ("plan train:nothing --mesh 8", "there is no step `train:nothing`"),
         ("plan train --mesh 8", "a step is named `module:attribute`, got `train`"),
