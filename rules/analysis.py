@@ -283,7 +283,7 @@ def _read_slot(read: Read, shape: tuple[int, ...], sizes: Mapping[str, int], nam
         step, low, high = interval(position, name, block, sizes, n)
         if step == 0:
             continue
-        if not _ends_are_met(position, name):
+        if not ends_are_met(position, name):
             raise Refusal("it occurs in one position in ways that pull apart, so that the ends are not known exactly")
         extent = shape[dim]
         if step * n != extent:
@@ -297,7 +297,7 @@ def _read_slot(read: Read, shape: tuple[int, ...], sizes: Mapping[str, int], nam
     return slot
 
 
-def _ends_are_met(position: Affine, name: str) -> bool:
+def ends_are_met(position: Affine, name: str) -> bool:
     """Whether all parts of a position that depend on the index reach their ends together: they grow with it."""
     parts = [(c, atom) for c, atom in position.terms if atom == name or name in Affine(((1, atom),)).indices()]
     grows = all(c > 0 and (isinstance(atom, str) or atom.kind == "//") for c, atom in parts)

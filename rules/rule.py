@@ -12,7 +12,7 @@ j [None, 1] [(1, None)]
 k [1, 0] [(None, 'sum')]
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from shardplan.rules.expression import Apply, Constant, Expression, Read, Result
 from shardplan.rules.freeze import frozen
 from shardplan.rules.linear import linear_sets
 from shardplan.rules.table import express
+from shardplan.rules.uneven import uneven_split
 from shardplan.rules.work import floating_point_operations
 
 _MOST_CACHED = 100_000
@@ -62,10 +63,17 @@ class Rule:
     @cached_property
     def padded_splits(self) -> tuple[Split, ...]:
         """Every index that can be split over any number of equal blocks once its dimensions are padded."""
+        return self._possible(lambda name: padded_split(self.expression, self._facts, name))  # type: ignore[arg-type]
+
+    def uneven_splits(self, n: int) -> tuple[Split, ...]:
+        """Every index that can be split over ``n`` blocks of which the last is shorter, or that read such blocks."""
+        return self._possible(lambda name: uneven_split(self.expression, self._facts, name, n))  # type: ignore[arg-type]
+
+    def _possible(self, split_of: Callable[[str], Split]) -> tuple[Split, ...]:
         found = []
         for name in self._indices:
             try:
-                found.append(padded_split(self.expression, self._facts, name))  # type: ignore[arg-type]
+                found.append(split_of(name))
             except Refusal:
                 continue
         return tuple(s for s in found if any(slot is not WHOLE for slot in s.operands + s.results))

@@ -53,15 +53,17 @@ class Verdict:
         return f"{self.operation}: {self.index} in {self.blocks} blocks {outcome}"
 
 
-def verify(function: Callable[..., Any], *operands: Any, blocks: Sequence[int] = BLOCKS) -> tuple[Verdict, ...]:
-    """Run every operation of ``function`` on these operands whole and in every derived split.
+def verify(
+    function: Callable[..., Any], *operands: Any, blocks: Sequence[int] = BLOCKS, uneven: bool = False
+) -> tuple[Verdict, ...]:
+    """Run every operation of ``function`` on these operands whole and in every derived split, or every uneven one.
 
     Returns a verdict for each operation, index and number of blocks; nothing is raised for a split that is wrong.
     ``operands``: arrays of any shapes; values matter as indices do, for instance.
     """
     verdicts: list[Verdict] = []
     for operation in operations(function, *operands):
-        verdicts += verify_operation(operation, blocks)
+        verdicts += verify_operation(operation, blocks, uneven)
     return tuple(verdicts)
 
 
@@ -72,9 +74,10 @@ def verify_or_raise(function: Callable[..., Any], *operands: Any, blocks: Sequen
         raise RuleError("refuted by execution:\n" + "\n".join(wrong))
 
 
-def verify_operation(operation: Operation, blocks: Sequence[int]) -> list[Verdict]:
+def verify_operation(operation: Operation, blocks: Sequence[int], uneven: bool = False) -> list[Verdict]:
     """The verdicts on one operation."""
-    splits = [(n, split) for n in blocks for split in operation.rule.splits(n)]
+    splits_of = operation.rule.uneven_splits if uneven else operation.rule.splits
+    splits = [(n, split) for n in blocks for split in splits_of(n)]
     if not splits:
         return []
     run = jax.jit(operation.run)
@@ -162,7 +165,7 @@ def _held(operand: Any, slot: Slot, block: int | None, n: int, reducer: str | No
     if slot.dim is None:
         return operand
     shape = np.shape(operand)
-    size = shape[slot.dim] // n
+    size = -(-shape[slot.dim] // n)
     place = np.arange(shape[slot.dim])
     low, high = slot.halo
     start = 0 if block is None else block * size
@@ -218,10 +221,10 @@ _COMBINE = {
 def _together(parts: list[np.ndarray], slot: Slot, empty: np.ndarray | None) -> np.ndarray:
     """The whole result from the blocks'. ``empty``: what a block without elements gives, which counts only once."""
     if slot.dim is not None:
-        size = parts[0].shape[slot.dim] // len(parts)
-        return np.concatenate(
-            [part.take(range(block * size, (block + 1) * size), slot.dim) for block, part in enumerate(parts)], slot.dim
-        )
+        extent = parts[0].shape[slot.dim]
+        size = -(-extent // len(parts))
+        rows = [range(block * size, min((block + 1) * size, extent)) for block in range(len(parts))]
+        return np.concatenate([part.take(own, slot.dim) for part, own in zip(parts, rows, strict=True)], slot.dim)
     if slot.reducer is None:
         return parts[-1] if all(_equal(parts[0], part) for part in parts) else np.full_like(parts[0], 0)
     total = parts[0]
