@@ -49,7 +49,7 @@ CONFIGS = {
     "unet3d-256": Config(volume=(256, 256, 256), batch=1),
     "unet3d-512": Config(volume=(512, 512, 512), batch=1, norm="group", remat=True),
 }
-# Biases before a normalisation have gradients that are nothing but rounding, of which Adam makes full steps: small ones.
+# Biases before a normalisation have gradients that are nothing but rounding, of which Adam makes full steps.
 SMALL = Config(levels=2, width=8, volume=(32, 16, 16), batch=1, learning_rate=1e-4)
 BENCHMARK = Config(volume=(256, 256, 256), batch=1)
 
