@@ -15,7 +15,14 @@ the bytes against the rule's: 175 of 203 agreed, and the others are here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from shardplan.program import Operation
+
+if TYPE_CHECKING:
+    from shardplan.strategy import Strategy
+
+ISLANDS = frozenset({"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated"})
 
 from shardplan.rules.expression import Apply, Position, Term, children
 
@@ -90,3 +97,37 @@ _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("fft", "symmetric_product", "custom_linear_solve", "cudnn_fusion", "pallas_call", "ffi_call"), _every),
     (("dot_product_attention_fp8",), _every),
 )
+
+
+def may_be_island(operation: Operation, strategy: Strategy) -> bool:
+    """Whether an operation with a partial result can run as itself on the blocks of its operands, in a ``shard_map``.
+
+    That is so where its parameters name no sizes, and where no block needs rows of its neighbours: contractions, sums
+    and convolutions, which are those that XLA reduces worse. Blocks in a ``shard_map`` are equal.
+    """
+    name = operation.primitive.name
+    if name not in ISLANDS or set(strategy.reducers) != {"sum"} or strategy.halos or strategy.padded:
+        return False
+    return name != "conv_general_dilated" or not _has_groups(operation)
+
+
+def needs_island(operation: Operation, strategy: Strategy) -> bool:
+    """Whether XLA, left alone, would gather what an operation sums over: space, where the data are dilated.
+
+    That is the gradient of a transposed convolution's weights.
+    """
+    if operation.primitive.name != "conv_general_dilated" or not any(strategy.pending):
+        return False
+    _, _, *space = operation.params["dimension_numbers"].lhs_spec
+    data = strategy.operands[0]
+    dilated = [dim for dim, dilation in zip(space, operation.params["lhs_dilation"], strict=True) if dilation > 1]
+    return data is not None and any(set(data[dim]) & set(strategy.pending[0]) for dim in dilated)
+
+
+def runs(operation: Operation, strategy: Strategy) -> bool:
+    """Whether an operation runs as a strategy says, by itself or in an island."""
+    return not needs_island(operation, strategy) or may_be_island(operation, strategy)
+
+
+def _has_groups(operation: Operation) -> bool:
+    return operation.params["feature_group_count"] > 1 or operation.params["batch_group_count"] > 1

@@ -17,10 +17,11 @@ from shardplan import _jax
 from shardplan.control import Links, links_of, slice_layout
 from shardplan.deferred import DeferredSums
 from shardplan.layout import Domain, Layout, LayoutSpace
+from shardplan.partitioner import may_be_island, needs_island
 from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
-from shardplan.strategy import Choices, Strategy, StrategyMaker, may_be_island, passing_on, reduction_dtype
+from shardplan.strategy import Choices, Strategy, StrategyMaker, passing_on, reduction_dtype
 from shardplan.transition import Partial, Priced, Step, Transitions, halo_step
 from shardplan.variables import Numbering
 
@@ -176,9 +177,14 @@ class Problem:
         choices, times = self.choices[operation.index], self.times(operation)
         key = (id(choices), "work", times)
         if key not in self._tables:
-            costs = [self._price_of(operation, s) if s.possible else np.inf for s in choices.strategies]
+            costs = [
+                self._price_of(operation, s) if self._possible(operation, s) else np.inf for s in choices.strategies
+            ]
             self._tables[key] = times * np.array(costs)
         return self._tables[key]
+
+    def _possible(self, operation: Operation, strategy: Strategy) -> bool:
+        return strategy.possible and (self.islands or not needs_island(operation, strategy))
 
     def _price_of(self, operation: Operation, strategy: Strategy) -> float:
         choices = self.choices[operation.index]

@@ -13,9 +13,10 @@ from typing import Any
 
 from shardplan.control import Link, slice_layout
 from shardplan.layout import Layout, replicated
+from shardplan.partitioner import may_be_island, needs_island
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
-from shardplan.strategy import Strategy, may_be_island, reduction_dtype
+from shardplan.strategy import Strategy, reduction_dtype
 from shardplan.transition import Step
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -144,7 +145,7 @@ class Schedule:
         if not reducing:
             return travelling  # the result stays partial, which only an island can say
         followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
-        needed = len(reducing) > 1
+        needed = len(reducing) > 1 or needs_island(operation, strategy)
         if reducing[0].kind == "reduce-scatter":
             # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
             in_order = reducing[0].axes == strategy.pending[0] and _splits_one(strategy, reducing[0].axes)

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, from_spec, replicated
-from shardplan.partitioner import usable_padded_splits, usable_splits
+from shardplan.partitioner import ISLANDS, runs, usable_padded_splits, usable_splits
 from shardplan.program import Constant, Operation, Program
 
 
@@ -116,7 +116,7 @@ class StrategyMaker:
         rule = rules.derive(operation.primitive, operation.params, operands, results)
         key = id(rule)
         if key not in self._by_rule:
-            self._by_rule[key] = self._derive(rule, operands, results)
+            self._by_rule[key] = self._derive(rule, operation, operands, results)
             self._kept_rules.append(rule)
         return rule, self._by_rule[key]
 
@@ -136,7 +136,7 @@ class StrategyMaker:
         strategy = Strategy(of_operands, of_results, nothing, (None,) * len(results), degree)
         return Choices((strategy,), False, False, (), False, 0, 0, (*operands, *results)[0].dtype)
 
-    def _derive(self, rule: Any, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
+    def _derive(self, rule: Any, operation: Operation, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
         splits = {n: [s for s in self._splits(rule, n) if _reducible(s, results)] for n in self.space.mesh.degrees}
         work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
@@ -147,8 +147,8 @@ class StrategyMaker:
             strategies = [self._following(layout, sizes, splits, ranks) for layout in domain.layouts]
             return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), rule.linear, False, *work)
         indices = list(dict.fromkeys(split.index for split in every))
-        strategies = list(self._free(indices, splits, ranks))
-        return Choices(tuple(strategies), False, False, (), rule.primitive in _ISLANDS, *work)
+        strategies = [s for s in self._free(indices, splits, ranks) if runs(operation, s)]
+        return Choices(tuple(strategies), False, False, (), operation.primitive.name in ISLANDS, *work)
 
     def _splits(self, rule: Any, n: int) -> list[_Sized]:
         """The splits of an operation over n blocks, equal ones or padded."""
@@ -232,16 +232,6 @@ class StrategyMaker:
 
 
 _CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general"})
-_ISLANDS = _CONTRACTIONS | {"reduce_sum"}
-
-
-def may_be_island(operation: Operation, strategy: Strategy) -> bool:
-    """Whether an operation with a partial result can run as itself on the blocks of its operands, in a ``shard_map``.
-
-    That is so where its parameters name no sizes: contractions and sums, which are those that XLA reduces worse. Blocks
-    in a ``shard_map`` are equal.
-    """
-    return not strategy.padded and operation.primitive.name in _ISLANDS and set(strategy.reducers) == {"sum"}
 
 
 def reduction_dtype(operation: Operation, dtype: Any, reduce_dtype: Any) -> Any:

@@ -1,0 +1,68 @@
+"""Sums of convolutions run in islands where XLA would move the whole, and come out as in the unplanned step."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.target import gpu_mesh
+from tests.models_devices import SLOW_DEVICES
+
+STEPS = {
+    "convolution": nn.Conv(16, (3, 3)),
+    "of one pixel": nn.Conv(16, (1, 1), strides=(2, 2)),
+    "transposed": nn.ConvTranspose(16, (2, 2), strides=(2, 2)),
+    "transposed, overlapping": nn.ConvTranspose(16, (3, 3), strides=(2, 2)),
+    "grouped": nn.Conv(16, (2, 2), strides=(2, 2), feature_group_count=4),
+}
+
+
+def gradients(module: nn.Module, shape: tuple[int, ...]):
+    """A step of gradients with respect to weights and images, and its arguments' shapes."""
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    weights = jax.eval_shape(lambda x: module.init(jax.random.key(0), x), images)
+
+    def step(weights, images):
+        loss = lambda weights, images: jnp.sum(jnp.sin(module.apply(weights, jnp.cos(images))))  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(weights, images)
+
+    return step, weights, images
+
+
+@pytest.mark.parametrize("pin", [P(None, ("x", "y")), P(("x", "y"))], ids=["space", "batch"])
+@pytest.mark.parametrize("name", [n if n[:2] == "tr" else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
+def test_gradients_are_those_of_the_unplanned_step(name: str, pin: P, tmp_path: Path):
+    step, weights, images = gradients(STEPS[name], (8, 32, 16, 16))
+    key = jax.random.key(0)
+    arrays = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape), (weights, images))
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW_DEVICES)
+    planned = shardplan.auto(step, jax.make_mesh((2, 4), ("x", "y")), hardware=profile, pins={"1": pin})
+    for one, other in zip(*map(jax.tree.leaves, (planned(*arrays), jax.jit(step)(*arrays))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
+@pytest.mark.parametrize("name", ["transposed", "transposed, overlapping", "convolution"])
+def test_compiled_bytes_are_the_planned_ones(name: str, sizes: tuple[int, ...]):
+    axes = ("x", "y")[: len(sizes)]
+    step, weights, images = gradients(STEPS[name], (1, 512, 512, 16))
+    plan = shardplan.plan(step, gpu_mesh("h100", sizes, axes), weights, images, pins={"1": P(None, axes)})
+    audit = shardplan.audit(plan)
+    assert audit.predicted_bytes > 0
+    assert audit.ok()
+
+
+def test_without_islands_nothing_is_summed_over_dilated_space():
+    step, weights, images = gradients(STEPS["transposed"], (1, 512, 512, 16))
+    mesh = jax.sharding.AbstractMesh((8,), ("x",))
+    plans = [shardplan.plan(step, mesh, weights, images, pins={"1": P(None, "x")}, islands=i) for i in (True, False)]
+    assert 100 * plans[0].communication_bytes < plans[1].communication_bytes
