@@ -18,13 +18,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardplan.program import Operation
+from shardplan.rules.expression import Apply, Position, Term, children
 
 if TYPE_CHECKING:
     from shardplan.strategy import Strategy
 
 ISLANDS = frozenset({"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated"})
-
-from shardplan.rules.expression import Apply, Position, Term, children
 
 
 def usable_splits(rule: Any, n: int) -> list[Any]:
