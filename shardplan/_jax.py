@@ -74,11 +74,12 @@ def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int
 
 @dataclass(frozen=True, slots=True)
 class ShardMapSpecs:
-    """Mesh axes with their sizes, and the ``PartitionSpec``s of a ``shard_map``."""
+    """Mesh axes with their sizes, the ``PartitionSpec``s of a ``shard_map``, and its body."""
 
     axes: dict[str, int]
     operands: tuple[jax.sharding.PartitionSpec, ...]
     results: tuple[jax.sharding.PartitionSpec, ...]
+    body: Any
 
 
 def shard_map_specs(params: dict[str, Any]) -> ShardMapSpecs | None:
@@ -86,7 +87,7 @@ def shard_map_specs(params: dict[str, Any]) -> ShardMapSpecs | None:
     mesh = params["mesh"]
     if set(params.get("newly_manual_axes", params.get("manual_axes", mesh.axis_names))) != set(mesh.axis_names):
         return None
-    return ShardMapSpecs(dict(mesh.shape), tuple(params["in_specs"]), tuple(params["out_specs"]))
+    return ShardMapSpecs(dict(mesh.shape), tuple(params["in_specs"]), tuple(params["out_specs"]), params["jaxpr"])
 
 
 def barrier_mask(equation: Equation) -> tuple[bool, ...]:

@@ -22,7 +22,7 @@ from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, passing_on, reduction_dtype
-from shardplan.transition import Partial, Priced, Step, Transitions, halo_step
+from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_step
 from shardplan.variables import Numbering
 
 
@@ -189,14 +189,16 @@ class Problem:
     def _price_of(self, operation: Operation, strategy: Strategy) -> float:
         choices = self.choices[operation.index]
         price = self.prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
-        for step, value in self.halos(operation, strategy):
+        for step, value in self.exchanges(operation, strategy):
             per_byte, per_collective = self.transitions.price(step)
             price += per_byte * value.total_bytes + per_collective
         return price
 
-    def halos(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
-        """The exchanges between neighbours that a strategy needs, with the tensor whose rows are sent."""
-        found = []
+    def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
+        """The exchanges between neighbours that a strategy needs, with the tensor whose rows are sent; and what a
+        region calls by name, as fractions of its largest result."""
+        results = [self.program.values[result] for result in operation.results]
+        found = called_steps(self.space.mesh, strategy, results)
         for halo in strategy.halos:
             operand, layout = operation.operands[halo.operand], strategy.operands[halo.operand]
             if isinstance(operand, int) and operand not in self.generated and layout is not None:

@@ -189,9 +189,9 @@ class Schedule:
         return [sent for sent in found if sent.region not in skipped]
 
     def _sent_by(self, operation: Operation, strategy: Strategy) -> Iterator[Sent]:
-        """The collectives of an operation itself: exchanges with neighbours, and those of its results."""
+        """The collectives of an operation itself: exchanges with neighbours, those of a region, and of its results."""
         times, region = self.problem.times(operation), operation.region
-        for step, tensor in self.problem.halos(operation, strategy):
+        for step, tensor in self.problem.exchanges(operation, strategy):
             yield Sent(step, tensor, operation, step.fraction * tensor.total_bytes, times, region)
         for position, result in enumerate(operation.results):
             tensor = self.program.values[result]

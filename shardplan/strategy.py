@@ -17,6 +17,7 @@ from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, from_spec, replicated
 from shardplan.partitioner import ISLANDS, runs, usable_padded_splits, usable_splits
 from shardplan.program import Constant, Operation, Program
+from shardplan.regions import Named, collectives_of_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Strategy:
     halos: tuple[Halo, ...] = ()
     possible: bool = True
     """Whether the operation can be split so; a strategy that cannot be stands where a layout has none."""
+    calls: tuple[Named, ...] = ()
+    """The collectives that the operation itself calls by name: a region that the user split by hand."""
     padded: bool = False
 
 
@@ -133,7 +136,8 @@ class StrategyMaker:
         )
         of_results = tuple(from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.results, results, strict=True))
         nothing, degree = ((),) * len(results), mesh.device_count
-        strategy = Strategy(of_operands, of_results, nothing, (None,) * len(results), degree)
+        calls = collectives_of_region(specs.body, specs.axes)
+        strategy = Strategy(of_operands, of_results, nothing, (None,) * len(results), degree, calls=calls)
         return Choices((strategy,), False, False, (), False, 0, 0, (*operands, *results)[0].dtype)
 
     def _derive(self, rule: Any, operation: Operation, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
@@ -240,7 +244,7 @@ def reduction_dtype(operation: Operation, dtype: Any, reduce_dtype: Any) -> Any:
     That is their own, as XLA does it, unless the user names another: a wider one for every sum of floats, a narrower
     one for contractions (gradients and activations) alone, since plain sums are statistics and losses.
     """
-    if reduce_dtype is None or not _jax.is_float(dtype):
+    if reduce_dtype is None or not _jax.is_float(dtype) or operation.primitive.name == "shard_map":
         return dtype
     narrower = _jax.item_bytes(reduce_dtype) < _jax.item_bytes(dtype)
     return dtype if narrower and operation.primitive.name not in _CONTRACTIONS else reduce_dtype

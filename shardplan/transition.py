@@ -27,7 +27,8 @@ import numpy as np
 
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes
 from shardplan.prices import Prices
-from shardplan.strategy import Halo
+from shardplan.program import Value
+from shardplan.strategy import Halo, Strategy
 
 # Among paths of equal price the shorter one.
 _LONGER_PATH = 1e-12
@@ -223,6 +224,18 @@ class Partial:
     def kept(self) -> Layout:
         """The layout in which the tensor keeps this state: as many parts in front as the pending axes have devices."""
         return (tuple(sorted(self.pending)), *self.layout)
+
+
+def called_steps(mesh: MeshAxes, strategy: Strategy, results: Sequence[Value]) -> list[tuple[Step, Value]]:
+    """The collectives that an operation calls by name, as fractions of its largest result."""
+    if not strategy.calls or not results:
+        return []
+    layout, value = max(zip(strategy.results, results, strict=True), key=lambda pair: pair[1].total_bytes)
+    share = 1 / max(value.total_bytes, 1)
+    return [
+        (Step(call.kind, tuple(map(mesh.names.index, call.axes)), layout, share * call.bytes), value)
+        for call in strategy.calls
+    ]
 
 
 def halo_step(mesh: MeshAxes, domain: Domain, layout: Layout, halo: Halo, size: int) -> Step:

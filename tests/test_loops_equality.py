@@ -101,6 +101,11 @@ def test_shard_map_region_on_the_same_mesh(looped: bool) -> None:
 
     planned = shardplan.auto(fn, mesh)
     assert_equal_trees(planned(WEIGHTS, X), jax.jit(fn)(WEIGHTS, X))
+    # its own sum counts as what it sends: of half the rows, over 4 devices, once more than the loop runs
+    runs = 1 + looped * WEIGHTS.shape[0]
+    called = [c for c in planned.plan(WEIGHTS, X).collectives if c.operation.endswith("shard_map")]
+    sums = [c for c in called if c.kind == "all-reduce" and c.axes == ("y",)]
+    assert sum(c.bytes * c.times for c in sums) == runs * 2 * 3 / 4 * X.nbytes / 2
 
 
 def test_gradient_through_a_shard_map_region() -> None:
