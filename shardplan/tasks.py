@@ -127,7 +127,7 @@ class _PlanTasks:
 
     def _collective(self, sent: Sent, reader: int | None) -> None:
         value = sent.tensor.index
-        made = self._number((value, sent.step.layout, reader))
+        made = self._number(("sent", len(self.tasks)))  # neighbours' rows are sent each way in the same layout
         self._append(sent, self._found(reader, value, None), made)
         self.last[reader, value] = made
         self.brought.setdefault((value, sent.step.layout), made)

@@ -135,6 +135,18 @@ def test_what_reads_a_gathered_tensor_waits_for_it():
     assert first < events["all-gather 1"].end
 
 
+def test_rows_go_to_both_neighbours():
+    def step(image, window):
+        return jax.lax.conv_general_dilated(image, window, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    image, window = jax.ShapeDtypeStruct((1, 512, 512, 16), "float32"), jax.ShapeDtypeStruct((3, 3, 16, 16), "float32")
+    plan = shardplan.plan(step, MESH, image, window, pins={"0": PartitionSpec(None, "data")})
+    assert [c.kind for c in plan.collectives] == ["collective-permute"] * 2
+    (_, first, _), (_, second, _), (kind, end, _) = [(e.kind, e.end, e.name) for e in shardplan.simulate(plan).events]
+    assert kind == "compute"
+    assert end >= max(first, second)
+
+
 def loops(x, weights, flag):
     def body(carry, weight):
         return jnp.tanh(carry @ weight), None
