@@ -75,6 +75,10 @@ def solve(
         pass
     except KeyboardInterrupt:
         run.interrupted = True
+    if run.choices is None and run.cost == math.inf and not run.proven_infeasible:
+        # The time was over before anything was found: a poor assignment serves better than none.
+        with contextlib.suppress(Infeasible, KeyboardInterrupt):
+            run.offer(tofu.greedy(network))
     return run.solution(method)
 
 

@@ -80,6 +80,11 @@ def largest_first(run: Run) -> None:
     run.offer(greedy.finish())
 
 
+def greedy(network: Network) -> NDArray[np.int64]:
+    """One variable after another, each with what is cheapest given those before it; it may end in an exclusion."""
+    return _Greedy(network).finish()
+
+
 def _annotations(network: Network) -> list[Annotation]:
     missing = [network.names[v] for v in range(len(network)) if v not in network.annotations]
     if missing:

@@ -30,6 +30,7 @@ from shardplan.cli_arguments import Step, load_step, parse_bytes, parse_mesh, pa
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.hardware import profiles
+from shardplan.placing import PLACEMENT_METHODS
 from shardplan.plan import Plan
 from shardplan.plan_file import library_version
 from shardplan.plan_report import plan_record
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     planning.add_argument("--save", metavar="FILE", help="write the plan to a file")
     comparing = command("compare", _compare, "Plan a step by several methods, side by side.")
     _add_step(comparing)
-    known = ", ".join(dict.fromkeys((*BASELINES, *METHODS)))
+    known = ", ".join(dict.fromkeys((*BASELINES, *METHODS, *PLACEMENT_METHODS)))
     comparing.add_argument("--methods", default=",".join(DEFAULT_METHODS), help=f"of {known} (default: %(default)s)")
     auditing = command("audit", _audit, "Compile a plan for GPUs without one, and hold the plan against that.")
     _add_step(auditing, from_file=True)
@@ -192,6 +193,7 @@ def _compare(options: argparse.Namespace) -> int:
             "objective": _number(row.objective),
             "gap": _number(row.gap),
             "peak_bytes": _number(row.peak_bytes),
+            "simulated_seconds": _number(row.simulated_seconds),
             "seconds": row.seconds,
             "note": row.note,
         }

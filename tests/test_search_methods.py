@@ -177,3 +177,14 @@ def test_the_package_knows_no_jax() -> None:
         "assert not [name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib')]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("method", ["auto", "exact"])
+def test_without_time_there_is_a_valid_solution(method: str):
+    """The time is over before the first sweep: what is found then is poor, but keeps the exclusions."""
+    network = gpt(4).network((2, 4))
+    solution = solve(network, method=method, time_limit=1e-4)
+    assert solution.status == "feasible"
+    assert solution.cost == pytest.approx(network.cost(solution.choices))
+    assert np.isfinite(solution.cost)
+    assert solution.lower_bound <= solution.cost
