@@ -19,8 +19,11 @@ from shardplan.search.solver import Effort, GraphSolver, Watch
 
 __all__ = ["Start", "folded_start"]
 
-_CLOSER = 1.0
-"""The gap of the small graph, as a share of what is asked of the whole one."""
+_CLOSE = 2e-4
+"""The gap at which the small graph has given what it can: pruning the whole one is quicker from there on."""
+
+_CLOSER = 0.6
+"""The gap asked of the small graph, as a share of that of the whole one, which may come out larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,11 @@ class Start:
 
 
 def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Start, int] | None:
-    """A start for a graph by its repeated layers, with the sweeps that it took; `None` where it has none."""
-    folded = fold(graph)
+    """A start for a graph by its repeated layers, with the sweeps that it took; `None` where it has none.
+
+    Where usage binds, layers are not alike: they use memory at other times. There is no start then.
+    """
+    folded = None if any(graph.spans) else fold(graph)
     if folded is None:
         return None
     small = folded.graph
@@ -46,7 +52,7 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> tupl
 def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Start, int]:
     """Messages and an assignment of a small graph, as good as they get."""
     quiet = Watch(small.tick, watch.seconds_left)
-    solver = GraphSolver(small.copy(), math.inf, effort, _CLOSER * gap, quiet)
+    solver = GraphSolver(small.copy(), math.inf, effort, max(_CLOSER * gap, _CLOSE), quiet)
     solver.prunes = False
     relaxation = solver.sweep_until_prunable()
     messages = relaxation.messages()

@@ -13,6 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.extrapolation import Extrapolation
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
 from shardplan.search.messages import Sweeper
@@ -44,6 +45,7 @@ class Relaxation:
         self.bound, self.cost = -math.inf, math.inf
         self.choices: Index | None = None
         self.sweeps = 0
+        self.extrapolation = Extrapolation(self.sweeper)
         self.profile: Profile | None = None
         self.instants: list[int] = []
         self.amounts = np.zeros((0, len(self.base)))
@@ -62,7 +64,7 @@ class Relaxation:
 
     def improve(self, upper: float) -> None:
         """One sweep up and down, a decoded assignment, a step of the prices. upper: cost of the best known."""
-        bound = self._sweep(self.prices)
+        bound = self._sweep(self.prices) if self.profile is not None else self._sweep_on()
         gain = bound - self.bound
         if gain > 0:
             self.bound, self.best_prices = bound, self.prices
@@ -90,6 +92,11 @@ class Relaxation:
     def settled(self) -> bool:
         """Whether the prices hardly move any more."""
         return not len(self.prices) or self._length < 0.02
+
+    def _sweep_on(self) -> float:
+        """A sweep where there are no prices, along the way that the messages go."""
+        self.sweeps += 1
+        return self.graph.constant + self.extrapolation.sweep()
 
     def _sweep(self, prices: Array) -> float:
         sweeper, profile = self.sweeper, self.profile

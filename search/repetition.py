@@ -29,7 +29,7 @@ __all__ = ["Folded", "Repetition", "find_repetition", "fold"]
 
 _ROUNDS = 4
 _FEWEST = 9
-_KEPT = 3
+_KEPT = 2
 _SIZES_TRIED = 3
 _WORTH_FOLDING = 0.6
 
