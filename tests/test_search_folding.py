@@ -1,0 +1,193 @@
+"""Repeated layers are left out and given back: never another optimum, never a false bound."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shardplan.search import Network, solve, testing
+from shardplan.search.extrapolation import Extrapolation
+from shardplan.search.folding import folded_start
+from shardplan.search.graph import Graph
+from shardplan.search.messages import Sweeper
+from shardplan.search.model import Model
+from shardplan.search.programs import gpt
+from shardplan.search.reductions import shrink
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.repetition import fold
+from shardplan.search.solver import Effort, Watch
+
+WIDTH, CHOICES = 4, 3
+Table = NDArray[np.float64]
+
+
+class Layers:
+    """Random layers: all variables of one joined with each other, and some with those of the next layer."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.costs = [rng.integers(0, 9, CHOICES).astype(float) for _ in range(WIDTH)]
+        pairs = list(itertools.combinations(range(WIDTH), 2))
+        across = [(a, b) for a in range(WIDTH) for b in range(WIDTH) if rng.random() < 0.4] or [(0, 1)]
+        self.inside = {pair: self._table(rng) for pair in pairs}
+        self.across = {pair: self._table(rng) for pair in across}
+
+    def _table(self, rng: np.random.Generator) -> Table:
+        table = rng.integers(0, 30, (CHOICES, CHOICES)).astype(float)
+        table[rng.random(table.shape) < 0.1] = np.inf
+        np.fill_diagonal(table, np.diagonal(np.where(np.isinf(table), 5.0, table)))  # something always fits
+        return table
+
+    def add(self, net: Network, previous: list[int] | None) -> list[int]:
+        """One more layer; returns its variables."""
+        layer = [net.add_variable(costs) for costs in self.costs]
+        for (a, b), table in self.inside.items():
+            net.add_edge(layer[a], layer[b], table)
+        if previous is not None:
+            for (a, b), table in self.across.items():
+                net.add_edge(previous[a], layer[b], table)
+        return layer
+
+
+def stacked(*parts: tuple[Layers, int], ends: bool = True) -> tuple[Network, list[list[int]]]:
+    """Stacks of layers one after another, with a cost of their own for the first and the last variable."""
+    net, layers = Network(), []
+    previous: list[int] | None = None
+    for layer, count in parts:
+        for _ in range(count):
+            previous = layer.add(net, previous)
+            layers.append(previous)
+    if ends:
+        for v, favourite in ((layers[0][0], 0), (layers[-1][0], 2)):
+            end = net.add_variable(np.where(np.arange(CHOICES) == favourite, 0.0, 40.0))
+            net.add_edge(end, v, 25.0 * (1 - np.eye(CHOICES)))
+    return net, layers
+
+
+def optimum(net: Network, layers: list[list[int]]) -> float:
+    """By dynamic programming over whole layers."""
+    states = np.array(list(itertools.product(range(CHOICES), repeat=WIDTH)))
+    place = {v: (i, k) for i, layer in enumerate(layers) for k, v in enumerate(layer)}
+    own = [sum(net.costs[v][states[:, k]] for k, v in enumerate(layer)) for layer in layers]
+    step = [np.zeros((len(states), len(states))) for _ in layers]
+    for u, v, index in net.edges:
+        table = net.tables[index]
+        if u not in place:
+            own[place[v][0]] = own[place[v][0]] + (net.costs[u][:, None] + table).min(axis=0)[states[:, place[v][1]]]
+            continue
+        (i, a), (j, b) = place[u], place[v]
+        if i == j:
+            own[i] = own[i] + table[states[:, a], states[:, b]]
+        else:
+            step[j] = step[j] + table[states[:, a][:, None], states[:, b][None, :]]
+    best = own[0]
+    for costs, between in zip(own[1:], step[1:], strict=True):
+        best = (best[:, None] + between).min(axis=0) + costs
+    return float(best.min())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_optimum_is_that_of_all_layers(seed: int) -> None:
+    net, layers = stacked((Layers(seed), 11 + seed))
+    solution = solve(net, gap=0.0, time_limit=30)
+    assert solution.cost == pytest.approx(optimum(net, layers), rel=1e-12)
+    assert solution.lower_bound <= optimum(net, layers) * (1 + 1e-9)
+    assert net.cost(solution.choices) == solution.cost
+
+
+def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
+    tight = folded = 0
+    for seed in range(20):
+        net, layers = stacked((Layers(seed), 30))
+        graph = Graph.of(net)
+        best = optimum(net, layers)
+        found = folded_start(graph, Effort(), 1e-3, Watch(lambda: None, lambda: 60.0))
+        if found is None:
+            continue
+        start, folded = found[0], folded + 1
+        relaxation = Relaxation(graph)
+        relaxation.load(start.messages)
+        relaxation.improve(math.inf)
+        assert relaxation.bound <= best * (1 + 1e-9)
+        assert start.choices is not None
+        cost = graph.cost(start.choices)
+        assert cost >= best * (1 - 1e-9)
+        if np.isfinite(cost):
+            assert net.cost(graph.expand(start.choices)) == pytest.approx(cost, rel=1e-12)
+        plain = Relaxation(graph)
+        plain.improve(math.inf)
+        tight += best - relaxation.bound < 0.5 * (best - plain.bound)
+    assert folded >= 15
+    assert tight >= 0.6 * folded
+
+
+def test_several_stacks_fold_and_every_variable_is_stood_for() -> None:
+    net, _ = stacked((Layers(1), 20), (Layers(2), 25))
+    graph = Graph.of(net)
+    folded = fold(graph)
+    assert folded is not None
+    left = len(folded.graph.live())
+    assert left < 20 * WIDTH
+    assert set(folded.variable) == set(graph.live())
+    for v, stand_in in folded.variable.items():
+        assert graph.costs[v] is folded.graph.costs[stand_in]
+    for (v, w), (x, y) in folded.edge.items():
+        assert graph.neighbours[v][w] is folded.graph.neighbours[x][y]
+
+
+def test_networks_without_repetition_are_left_alone() -> None:
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        assert fold(Graph.of(testing.random_grid(rng, 8, 8))) is None
+        assert fold(Graph.of(testing.random_chain(rng, 40))) is None
+    net, _ = stacked((Layers(0), 5))
+    assert fold(Graph.of(net)) is None
+
+
+def test_usage_that_binds_is_not_folded() -> None:
+    net, layers = stacked((Layers(0), 30))
+    for time, layer in enumerate(layers):
+        net.add_usage(layer[0], [3.0, 2.0, 1.0], time, len(layers))
+    net.usage_limit = 60.0
+    assert folded_start(Graph.of(net), Effort(), 1e-3, Watch(lambda: None, lambda: 60.0)) is None
+
+
+def test_the_folded_graph_does_not_grow_with_the_layers() -> None:
+    sizes, sweeps = [], []
+    for layers in (14, 28, 42):
+        net = gpt(layers, batch=8, length=128, width=256, vocabulary=1024).network((2, 2))
+        graph = Graph.of(net)
+        shrink(graph)
+        folded = fold(graph)
+        assert folded is not None
+        sizes.append(len(folded.graph.live()))
+        found = folded_start(graph, Effort(), 1e-3, Watch(lambda: None, lambda: 60.0))
+        assert found is not None
+        sweeps.append(found[1])
+    assert max(sizes) <= min(sizes) + 2
+    assert max(sweeps) <= 2 * min(sweeps)
+
+
+def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
+    sooner = 0
+    for seed in range(20):
+        net = testing.random_grid(np.random.default_rng(seed), 3, 4, 3)
+        _, best = testing.brute_force(net)
+        graph = Graph.of(net)
+        index = {v: i for i, v in enumerate(graph.live())}
+        pairs = [(v, w) for v in index for w in graph.neighbours[v] if v < w]
+        model = Model(
+            [np.asarray(graph.costs[v]) for v in index],
+            [(index[v], index[w]) for v, w in pairs],
+            [graph.neighbours[v][w] for v, w in pairs],
+        )
+        fast, plain = Extrapolation(Sweeper(model)), Sweeper(model)
+        bounds = [graph.constant + fast.sweep() for _ in range(16)]
+        for _ in range(16):
+            plain.up()
+            slow = graph.constant + plain.down()
+        assert max(bounds) <= best + 1e-9
+        sooner += max(bounds) >= slow - 1e-9
+    assert sooner >= 15
