@@ -133,6 +133,7 @@ def lowest_peak(run: Run, sweeps: int = 300) -> None:
     relaxation = Relaxation(graph)
     for _ in range(sweeps):
         relaxation.improve(math.inf)
+        run.check()
         run.iterations += 1
         total = float(relaxation.best_prices.sum())
         if relaxation.bound > 0 and total > 0:

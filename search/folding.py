@@ -9,12 +9,14 @@ layers being equal; where they are, two sweeps of the whole graph reach the boun
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Messages
 from shardplan.search.repetition import Folded, fold
+from shardplan.search.run import Stop
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
 __all__ = ["Start", "folded_start"]
@@ -54,12 +56,15 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Sta
     quiet = Watch(small.tick, watch.seconds_left)
     solver = GraphSolver(small.copy(), math.inf, effort, max(_CLOSER * gap, _CLOSE), quiet)
     solver.prunes = False
-    relaxation = solver.sweep_until_prunable()
-    messages = relaxation.messages()
-    if not solver.closed:
-        solver.prune(relaxation)
-        solver.prunes = True
-        solver.solve()
+    messages: Messages = {}
+    # Where the time is over, what was found by then is lifted all the same.
+    with contextlib.suppress(Stop):
+        relaxation = solver.sweep_until_prunable()
+        messages = relaxation.messages()
+        if not solver.closed:
+            solver.prune(relaxation)
+            solver.prunes = True
+            solver.solve()
     hint = solver.graph.hint
     if hint is None:
         return Start(messages, None), solver.sweeps
@@ -69,7 +74,7 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Sta
 
 def _lifted(folded: Folded, found: Start) -> Start:
     """A start for the whole graph."""
-    messages = {edge: found.messages[stand_in] for edge, stand_in in folded.edge.items()}
+    messages = {edge: found.messages[w] for edge, w in folded.edge.items() if w in found.messages}
     if found.choices is None:
         return Start(messages, None)
     return Start(messages, {v: found.choices[stand_in] for v, stand_in in folded.variable.items()})

@@ -13,6 +13,7 @@ A variable whose usage could bind stays, as its cheapest choice alone does not s
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,7 +144,11 @@ def follow(graph: Graph) -> int:
     heap = [(len(neighbours[v]), v) for v in graph.live()]
     heapq.heapify(heap)
     count = 0
-    while heap:
+    for number in itertools.count():
+        if not heap:
+            break
+        if number % 256 == 0:
+            graph.tick()
         degree, v = heapq.heappop(heap)
         if graph.costs[v] is None:
             continue
@@ -215,7 +220,7 @@ def drop_dominated(graph: Graph) -> int:
     """
     count = 0
     for number, v in enumerate(graph.live()):
-        if number % 64 == 0:
+        if number % 8 == 0:
             graph.tick()
         costs = graph.costs[v]
         assert costs is not None

@@ -39,7 +39,9 @@ class Relaxation:
     def __init__(self, graph: Graph, prices: dict[int, float] | None = None) -> None:
         self.graph = graph
         self.live = graph.live()
+        graph.tick()
         self.sweeper = Sweeper(_model(graph, self.live))
+        graph.tick()
         self.order = [self.live[i] for i in np.argsort(self.sweeper.place)]
         self.base: Array = self.sweeper.costs.copy()
         self.bound, self.cost = -math.inf, math.inf
@@ -69,7 +71,7 @@ class Relaxation:
         if gain > 0:
             self.bound, self.best_prices = bound, self.prices
         if self.profile is None:
-            if self.sweeps % 10 == 5:
+            if self.sweeps == 1 or self.sweeps % 10 == 5:
                 self.offer(self.sweeper.decode())
             return
         choices = self.sweeper.decode(2 if self.sweeps % 5 == 1 else 0)

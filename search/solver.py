@@ -28,6 +28,7 @@ _SWEEPS = 20
 _FIRST_SWEEPS = 2
 _WORTH_PRUNING = 0.2
 _FEW_CHOICES = 4000
+_SECONDS_PER_ENTRY = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +265,9 @@ class GraphSolver:
         entries = sum(t.size for v in live for w, t in graph.neighbours[v].items() if v < w)
         # Without any assignment yet, a model that is far too large to be solved may still give one.
         if entries > self.effort.closable * (1 if graph.hint is not None else 20):
+            return
+        # Building the model and its first relaxation know no time limit.
+        if entries * _SECONDS_PER_ENTRY > self.watch.seconds_left():
             return
         result = close(graph, self.effort.closing, self.watch.seconds_left())
         self.raise_lower(min(graph.constant + result.lower_bound, self.upper))

@@ -22,6 +22,11 @@ from shardplan.search import Solution, solve
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5
 
+# Networks with more table entries than this (many layers on three or more mesh axes) take a minute for that, and a few
+# seconds for a tenth of a percent, which is good enough there.
+_LARGE = 3e7
+_PRECISION_OF_LARGE = 1e-3
+
 # Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
 # search ends with the best plan by then, after so many times the seconds of the search without a limit.
 _PRECISION_WITHIN_LIMIT = 1e-3
@@ -113,10 +118,22 @@ def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:
 def _search(
     problem: Problem, orders: Sequence[Lifetimes], search: Search, seconds: float, precision: float = _PRECISION
 ) -> Found:
+    entries = sum(problem.network.tables[table].size for _, _, table in problem.network.edges)
+    precision = max(precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
     solution = solve(problem.network, method=search.method, gap=precision, time_limit=seconds)
+    if solution.status == "unknown" and problem.network.usage_limit is None:
+        solution = _as_it_is(problem, solution)
     schedule = Schedule(problem, problem.decode(solution.choices))
     peaks = [float(memory_profile(lifetimes, schedule, search.donated).max()) for lifetimes in orders]
     return Found(schedule, solution, min(peaks), orders[int(np.argmin(peaks))])
+
+
+def _as_it_is(problem: Problem, solution: Solution) -> Solution:
+    """Where the time was over before anything was found: the first choices, which split nothing, where they may."""
+    cost = problem.network.cost(solution.choices)
+    if not np.isfinite(cost):
+        raise InfeasibleError("no layout of the step was found in the time: give it more (time_limit)")
+    return replace(solution, cost=cost, status="feasible")
 
 
 def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) -> str:
