@@ -46,6 +46,19 @@ def usable_padded_splits(rule: Any) -> list[Any]:
     return [split for split in rule.padded_splits if gathered is None or not gathered(rule, split)]
 
 
+_WINDOWED = ("conv_general_dilated", "reduce_window", "select_and_scatter_add")
+
+
+def has_windows(primitive: str) -> bool:
+    """Whether an operation moves windows over dimensions that XLA splits unevenly too, by exact halos."""
+    return primitive.startswith(_WINDOWED)
+
+
+def usable_uneven_splits(rule: Any, n: int) -> list[Any]:
+    """The splits of windows over blocks that do not divide what they read or give which XLA runs as the rule says."""
+    return list(rule.uneven_splits(n)) if has_windows(rule.primitive) else []
+
+
 def _every(rule: Any, split: Any) -> bool:
     return True
 
@@ -125,6 +138,10 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
 
 def runs(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation runs as a strategy says, by itself or in an island."""
+    if operation.primitive.name == "select_and_scatter_add" and strategy.halos:
+        windows, strides = operation.params["window_dimensions"], operation.params["window_strides"]
+        if any(windows[halo.dim] > strides[halo.dim] for halo in strategy.halos):
+            return False  # the windows overlap, and XLA sends several times the halo
     return not needs_island(operation, strategy) or may_be_island(operation, strategy)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, from_spec, replicated
-from shardplan.partitioner import ISLANDS, runs, usable_padded_splits, usable_splits
+from shardplan.partitioner import ISLANDS, runs, usable_padded_splits, usable_splits, usable_uneven_splits
 from shardplan.program import Constant, Operation, Program
 from shardplan.regions import Named, collectives_of_region
 
@@ -142,7 +142,10 @@ class StrategyMaker:
 
     def _derive(self, rule: Any, operation: Operation, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
-        splits = {n: [s for s in self._splits(rule, n) if _reducible(s, results)] for n in self.space.mesh.degrees}
+        shapes = [tensor.shape for tensor in (*operands, *results)]
+        splits = {
+            n: [s for s in self._splits(rule, shapes, n) if _reducible(s, results)] for n in self.space.mesh.degrees
+        }
         work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
         every = [sized.split for found in splits.values() for sized in found]
         if len(results) == 1 and _determined_by_result(splits):
@@ -154,13 +157,18 @@ class StrategyMaker:
         strategies = [s for s in self._free(indices, splits, ranks) if runs(operation, s)]
         return Choices(tuple(strategies), False, False, (), operation.primitive.name in ISLANDS, *work)
 
-    def _splits(self, rule: Any, n: int) -> list[_Sized]:
+    def _splits(self, rule: Any, shapes: Sequence[tuple[int, ...]], n: int) -> list[_Sized]:
         """The splits of an operation over n blocks, equal ones or padded."""
-        even = usable_splits(rule, n)
-        padded = usable_padded_splits(rule) if self.space.padded else []
-        return [_Sized(split, rule.size(split.index)) for split in even] + [
-            _Sized(split, size) for split in padded for size in (rule.size(split.index),) if self.space.pads(size, n)
-        ]
+        found = usable_splits(rule, n)
+        if self.space.padded:
+            found += [s for s in usable_padded_splits(rule) if self.space.pads(rule.size(s.index), n)]
+            split = {s.index for s in found}
+            windows = [s for s in usable_uneven_splits(rule, n) if s.index not in split]
+            found += [s for s in windows if all(self._lies_in(size, n) for size in split_sizes(s, shapes))]
+        return [_Sized(split, rule.size(split.index)) for split in found]
+
+    def _lies_in(self, size: int, n: int) -> bool:
+        return size % n == 0 or self.space.pads(size, n)
 
     def _following(self, layout: Layout, sizes: Sequence[int], splits: dict[int, list[_Sized]], ranks: Any) -> Strategy:
         """The strategy of an operation whose result is wanted as ``layout``; what it cannot split it repeats."""
@@ -271,6 +279,12 @@ def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:
 
 def _no_halo(split: Any) -> bool:
     return all(slot.halo == (0, 0) for slot in split.operands)
+
+
+def split_sizes(split: Any, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """The sizes of the dimensions that a split divides, of tensors with these shapes: operands, then results."""
+    slots = zip((*split.operands, *split.results), shapes, strict=True)
+    return [shape[slot.dim] for slot, shape in slots if slot.dim is not None]
 
 
 def _reducible(sized: _Sized, results: Sequence[Any]) -> bool:

@@ -241,7 +241,7 @@ def called_steps(mesh: MeshAxes, strategy: Strategy, results: Sequence[Value]) -
 def halo_step(mesh: MeshAxes, domain: Domain, layout: Layout, halo: Halo, size: int) -> Step:
     """The exchange of a halo by the blocks of a tensor in ``layout``, whose dimension of the halo has ``size`` rows."""
     local = 1.0 / float(domain.degrees[domain.position[layout]])
-    fraction = local * halo.rows / (size / mesh.degree(halo.axes))
+    fraction = local * halo.rows / -(-size // mesh.degree(halo.axes))
     return Step("collective-permute", halo.axes, layout, fraction)
 
 
