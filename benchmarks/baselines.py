@@ -39,7 +39,7 @@ class Baseline:
     Attributes:
         stage: what the data axis splits of the state: 0 nothing, 1 the optimizer's part (ZeRO-1), 3 all of it (ZeRO-3;
             weights are gathered to compute).
-        gathers: of weights: "once", "again" for the backward pass instead of being kept, or left "to XLA".
+        gathered_by_xla: where weights are gathered is left to XLA, which then may send activations instead.
         weights: patterns of parameter paths (`layer_0/mlp/up/kernel`; * is anything) to the split over `tensor`, the
             first that matches; a dimension that does not divide stays whole.
         batch: how the batch lies, as far as its leaves have dimensions.
@@ -50,7 +50,7 @@ class Baseline:
     data: int = 1
     tensor: int = 1
     stage: int = 0
-    gathers: str = "once"
+    gathered_by_xla: bool = False
     weights: Weights = ()
     batch: PartitionSpec = field(default_factory=lambda: PartitionSpec("data"))
     activations: Layouts = field(default_factory=lambda: {"batch": "data"})
@@ -116,6 +116,7 @@ def lower(
     Weights that the model computes with in `compute_dtype` are gathered in it.
     """
     state, batch = training.state, training.batch
+    _check_batch(baseline, batch, mesh)
     specs = specs_of(baseline, state["params"], mesh)
     shard = partial(jax.tree.map, partial(NamedSharding, mesh), is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     state_shardings = shard(_state_specs(state, specs))
@@ -128,6 +129,15 @@ def lower(
     )
     with logical_axes(mesh, baseline.activations) if baseline.activations else nullcontext():
         return step.lower(state, batch)
+
+
+def _check_batch(baseline: Baseline, batch: Batch, mesh: Mesh) -> None:
+    """Raises `ValueError` where no leaf of the batch can be split as it should: all devices would do the same work."""
+    asked = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis in str(baseline.batch)}
+    split = str([fitting(baseline.batch, leaf.shape, mesh) for leaf in jax.tree.leaves(batch)])
+    missing = [axis for axis in asked if axis not in split]
+    if missing:
+        raise ValueError(f"`{baseline.title}` splits the batch over `{missing[0]}`, which divides no leaf of it")
 
 
 def _state_specs(state: State, specs: Specs) -> State:
@@ -181,18 +191,15 @@ class Gathering:
 
         @jax.custom_vjp
         def gathered(params: Any) -> Any:
-            return self.constrain(self.converted(params), specs.computing)
+            # Held as they are kept while they are converted, or XLA gathers first and converts what it gathered.
+            converted = self.constrain(self.converted(params), specs.kept)
+            return self.constrain(converted, specs.computing)
 
         def backward(_: None, gradients: Any) -> tuple[Any]:
             return (jax.tree.map(lambda x, d: x.astype(d), self.constrain(gradients, specs.updating), types),)
 
         gathered.defvjp(lambda params: (gathered(params), None), backward)
         return gathered(params)
-
-
-def _worth_keeping(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keeps for the backward pass what was computed, not what was gathered or merely converted."""
-    return primitive.name not in ("sharding_constraint", "convert_element_type", "transpose", "reshape")
 
 
 def step_by_hand(
@@ -207,11 +214,8 @@ def step_by_hand(
         return lambda state, batch: training.train_step(state, batch)
 
     def loss_of(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
-        weights = params if baseline.gathers == "to XLA" else gathering.gather(params, specs)
+        weights = params if baseline.gathered_by_xla else gathering.gather(params, specs)
         return loss_function(weights, others, batch)
-
-    if baseline.gathers == "again":
-        loss_of = jax.checkpoint(loss_of, policy=_worth_keeping)
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         others = {name: value for name, value in state.items() if name not in ("params", "opt_state", "step")}

@@ -6,6 +6,7 @@ mesh of `data` x `tensor` devices, and any mesh of 8 devices can take it, since 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from jax.sharding import PartitionSpec as P
 
@@ -21,13 +22,15 @@ ATTENTION: Weights = (
     *((f"*/{name}/bias", P(T)) for name in ("query", "key", "value", "up", "gate")),
     ("*/out/kernel", ROW),
 )
-VOCABULARY: Weights = (("tokens/embedding", COLUMN), ("tokens", COLUMN), ("head/kernel", COLUMN))
+VOCABULARY: Weights = (("*tokens*", ROW), ("head/kernel", COLUMN))
 TRANSFORMER: Weights = (
     *ATTENTION,
     *((f"*/{name}/kernel", COLUMN) for name in ("up", "gate")),
     ("*/down/kernel", ROW),
     *VOCABULARY,
 )
+# The rows of a table that are looked up come split by columns, and are exchanged for whole ones of the own examples.
+TABLE: Weights = (("*tokens*", P(None, (D, T))),)
 INSIDE: Layouts = {"batch": D, "heads": T, "kv_heads": T, "mlp": T, "vocabulary": T}
 # Activations between the blocks are split along the sequence (Korthikanti et al., 2022); inside they are not.
 SEQUENCE: Layouts = {
@@ -62,10 +65,8 @@ def data_parallel(activations: Layouts | None = None) -> tuple[Baseline, ...]:
     return (
         Baseline("data parallelism", 8, activations=names),
         Baseline("ZeRO-1", 8, stage=1, activations=names),
-        Baseline("FSDP by input shardings", 8, stage=3, gathers="to XLA", activations={}),
-        Baseline("ZeRO-3", 8, stage=3, gathers="to XLA", activations=names),
-        Baseline("ZeRO-3, weights gathered whole", 8, stage=3, activations=names),
-        Baseline("ZeRO-3, weights gathered twice", 8, stage=3, gathers="again", activations=names),
+        Baseline("FSDP by input shardings", 8, stage=3, gathered_by_xla=True, activations={}),
+        Baseline("ZeRO-3", 8, stage=3, gathered_by_xla=True, activations=names),
     )
 
 
@@ -78,13 +79,16 @@ def two_axes(name: str, weights: Weights, activations: Layouts, batch: P | None 
     )
 
 
-def transformer() -> tuple[Baseline, ...]:
+def transformer(tied: bool = False) -> tuple[Baseline, ...]:
+    """`tied` where the table of the tokens is the head too, so that its rows are split, not its columns."""
+    weights = TRANSFORMER if tied else (*TABLE, *TRANSFORMER)
     return (
         *data_parallel(),
-        Baseline("Megatron", 1, 8, weights=TRANSFORMER, activations=INSIDE),
-        Baseline("Megatron, sequence parallel", 1, 8, weights=TRANSFORMER, activations=SEQUENCE),
-        *two_axes("FSDP x Megatron", TRANSFORMER, INSIDE),
-        *two_axes("FSDP x Megatron, sequence parallel", TRANSFORMER, SEQUENCE),
+        Baseline("Megatron", 1, 8, weights=weights, activations=INSIDE),
+        Baseline("Megatron, sequence parallel", 1, 8, weights=weights, activations=SEQUENCE),
+        *two_axes("FSDP x Megatron", weights, INSIDE),
+        *two_axes("FSDP x Megatron, sequence parallel", weights, SEQUENCE),
+        *(() if tied else (Baseline("ZeRO-3, table by columns", 8, stage=3, weights=TABLE),)),
     )
 
 
@@ -95,6 +99,7 @@ def mixture() -> tuple[Baseline, ...]:
         ("*/experts/gate", P(D, None, T)),
         ("*/experts/up", P(D, None, T)),
         ("*/experts/down", P(D, T)),
+        *TABLE,
         *TRANSFORMER,
     )
     sent: Layouts = {"batch": D, "experts": D, "groups": D}
@@ -102,6 +107,7 @@ def mixture() -> tuple[Baseline, ...]:
         ("*/experts/gate", P(None, None, T)),
         ("*/experts/up", P(None, None, T)),
         ("*/experts/down", P(None, T)),
+        *TABLE,
         *TRANSFORMER,
     )
     return (
@@ -111,7 +117,6 @@ def mixture() -> tuple[Baseline, ...]:
             "expert parallelism, ZeRO-3",
             8,
             stage=3,
-            gathers="to XLA",
             weights=experts,
             activations=sent,
         ),
@@ -158,7 +163,7 @@ def vgg() -> tuple[Baseline, ...]:
 
 
 def volumes() -> tuple[Baseline, ...]:
-    return (*data_parallel(), *spatial("depth"), *spatial("height", 2))
+    return (*spatial("depth"), *spatial("height", 2), *data_parallel())
 
 
 def recurrent() -> tuple[Baseline, ...]:
@@ -218,16 +223,18 @@ def state_space() -> tuple[Baseline, ...]:
 
 
 RECIPES: dict[str, Callable[[], tuple[Baseline, ...]]] = {
-    "mlp": multilayer,
-    "resnet": residual,
-    "wide_resnet": residual,
-    "vgg": vgg,
-    "unet3d": volumes,
-    "lstm": recurrent,
-    "gnn": graph,
+    "bert": partial(transformer, tied=True),
     "dlrm": tables,
-    "moe": mixture,
+    "gnn": graph,
+    "lstm": recurrent,
     "mamba": state_space,
+    "mlp": multilayer,
+    "moe": mixture,
+    "resnet": residual,
+    "t5": partial(transformer, tied=True),
+    "unet3d": volumes,
+    "vgg": vgg,
+    "wide_resnet": residual,
 }
 
 
