@@ -24,6 +24,7 @@ from shardplan.models.training import Training as Training
 
 NAMES = (
     "bert",
+    "dit",
     "dlrm",
     "gnn",
     "gpt",
@@ -33,8 +34,10 @@ NAMES = (
     "mlp",
     "moe",
     "resnet",
+    "t5",
     "unet3d",
     "vgg",
+    "vit",
     "wide_resnet",
 )
 """The models, each a module of this package."""

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
+from shardplan.models.stacked import separate_layers, stacked_layers
 from shardplan.models.training import Batch, State, Training, checkpoint_policy, make_training
 
 
@@ -150,12 +151,8 @@ class Llama(nnx.Module):
         normal = nnx.initializers.normal(0.02)
         # The lookup stays in float32, so that the gradient of a token's row is summed over its places in float32.
         self.tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=normal, rngs=rngs)
-        stacked = nnx.split_rngs(splits=config.layers)(nnx.vmap(partial(Block, config)))(rngs)
-        self.layers: Any = stacked
-        if not config.scan_layers:
-            definition, state = nnx.split(stacked)
-            slices = [jax.tree.map(lambda leaf, n=n: leaf[n], state) for n in range(config.layers)]
-            self.layers = nnx.List([nnx.merge(definition, state) for state in slices])
+        make_layers = stacked_layers if config.scan_layers else separate_layers
+        self.layers: Any = make_layers(partial(Block, config), config.layers, rngs)
         dtype = config.compute_dtype
         self.norm = nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(config.width, config.vocabulary, use_bias=False, dtype=dtype, rngs=rngs)

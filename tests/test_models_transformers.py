@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.models import gpt, llama, load
+from shardplan.models import bert, dit, gpt, llama, load, t5, vit
 from tests.models_devices import SLOW_DEVICES
 
 # As stated with the weights or in the papers that the modules name; in millions, as precisely as stated.
@@ -21,12 +21,28 @@ PUBLISHED = {
     ("gpt", "gpt2-xl"): (1558, 1),
     ("gpt", "gpt3-6.7b"): (6660, 5),
     ("gpt", "gpt3-175b"): (174_600, 50),
+    ("t5", "t5-small"): (60.51, 0.01),
+    ("t5", "t5-base"): (222.9, 0.1),
+    ("t5", "t5-large"): (737.7, 0.1),
+    ("t5", "t5-3b"): (2851.6, 0.1),
+    ("vit", "vit-b16"): (86.57, 0.01),
+    ("vit", "vit-l16"): (304.33, 0.01),
+    ("vit", "vit-h14"): (632.05, 0.01),
+    ("dit", "dit-s-2"): (33, 1),
+    ("dit", "dit-b-2"): (130, 1),
+    ("dit", "dit-xl-2"): (675, 1),
     ("llama", "llama3-8b"): (8030, 1),
     ("llama", "llama3-70b"): (70554, 1),
 }
 
 
-@pytest.mark.parametrize(("name", "config"), PUBLISHED)
+QUICK = {"gpt2", "bert-base", "t5-small", "vit-b16", "dit-s-2", "llama3-8b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [pytest.param(*case, marks=[] if case[1] in QUICK else [pytest.mark.slow]) for case in PUBLISHED],
+)
 def test_number_of_parameters_is_the_published_one(name: str, config: str):
     millions, precision = PUBLISHED[name, config]
     module = load(name)
@@ -111,6 +127,65 @@ def test_llama_attention_agrees_with_jax():
     value = attention.value(x).reshape(2, 16, 2, 8)
     mixed = jax.nn.dot_product_attention(turned(attention.query, 8), turned(attention.key, 2), value, is_causal=True)
     np.testing.assert_allclose(attention(x), attention.out(mixed.reshape(2, 16, 64)), atol=1e-5)
+
+
+def test_t5_tells_near_distances_apart_and_far_ones_roughly():
+    config = t5.Config()
+    ahead_and_behind = np.asarray(t5.buckets_of_distances(300, 300, True, config))
+    # A query at 150 and keys before it: 8 distances by themselves, then ranges that grow, up to 128.
+    assert list(ahead_and_behind[150, [150, 149, 143, 142, 139, 138, 100, 22, 0]]) == [0, 1, 7, 8, 8, 9, 13, 15, 15]
+    assert list(ahead_and_behind[150, [151, 157, 158, 299]]) == [17, 23, 24, 31]
+    behind = np.asarray(t5.buckets_of_distances(300, 300, False, config))
+    assert list(behind[200, [200, 185, 184, 72, 0, 201, 299]]) == [0, 15, 16, 31, 31, 0, 0]
+
+
+@pytest.mark.slow
+def test_t5_writes_looking_back_and_reads_everything():
+    config = replace(t5.SMALL, dropout=0.0)
+    training = t5.training(config)
+    params, batch = training.init()["params"], training.example()
+    apply = jax.jit(lambda inputs, written: t5.T5(config).apply({"params": params}, inputs, written))
+    before = apply(batch["inputs"], batch["targets"])
+    after = apply(batch["inputs"], batch["targets"].at[:, 9].add(1))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert not np.allclose(before[:, 9:], after[:, 9:])
+    assert not np.allclose(before[:, 0], apply(batch["inputs"].at[:, -1].add(1), batch["targets"])[:, 0])
+
+
+@pytest.mark.slow
+def test_bert_does_not_see_what_is_not_there():
+    config = replace(bert.SMALL, dropout=0.0)
+    training = bert.training(config)
+    params, batch = training.init()["params"], training.example()
+    present = np.arange(config.sequence) < np.full((config.batch, 1), 20)
+    rest = batch["segments"], present, batch["places"] % 20
+    apply = jax.jit(lambda tokens: bert.Bert(config).apply({"params": params}, tokens, *rest))
+    before, hidden = apply(batch["tokens"]), apply(batch["tokens"].at[:, 20:].set(0))
+    np.testing.assert_array_equal(before[0], hidden[0])
+    assert not np.allclose(before[0], apply(batch["tokens"].at[:, 5].set(0))[0])
+
+
+@pytest.mark.slow
+def test_dit_begins_with_no_noise_and_draws_by_the_step():
+    """Gates and head begin with zero, so that the first loss is the square of the noise, which each step draws."""
+    training = dit.training(dit.SMALL)
+    state, batch = training.init(), training.example()
+    step = jax.jit(training.train_step)
+    (_, first), (_, again), (_, later) = (step({**state, "step": state["step"] + n}, batch) for n in (0, 0, 1))
+    assert first == again != later
+    assert first == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.slow
+def test_vit_in_equinox_learns_and_keeps_its_type():
+    training = vit.training(replace(vit.SMALL, dropout=0.0))
+    state, batch, losses = training.init(), training.example(), []
+    step = jax.jit(training.train_step)
+    for _ in range(5):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    assert losses == sorted(losses, reverse=True)
+    assert isinstance(state["params"], vit.ViT)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ ALLOWED = {
     "rules": ("shardplan.rules", "jax", "jaxlib", "numpy"),
     "search": ("shardplan.search", "numpy", "ortools"),
     "shardplan": ("shardplan", "jax", "jaxlib", "numpy", "ortools"),
-    "models": ("shardplan", "jax", "jaxlib", "numpy", "flax", "optax", "rich"),
+    "models": ("shardplan", "jax", "jaxlib", "numpy", "equinox", "flax", "optax", "rich"),
 }
 FORBIDDEN = {
     "rules": ("jax.sharding", "jax.experimental"),
