@@ -8,33 +8,22 @@ read what it is computed from instead, so these live longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from shardplan import _jax
 from shardplan.control import Link
+from shardplan.fusion import fused_operations, fuses_operands, readers_of, stored_values
 from shardplan.layout import Layout
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy, bytes_of, operand_type
 
-# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose
-# operands it computes on the way; and updates, which it writes into their first operand where nobody reads that again.
-_MOVES = frozenset(
-    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
-    | {"gather", "dynamic_slice", "concatenate", "copy", "copy_p", "stop_gradient"}
-)
-_READS_ON_THE_WAY = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
-)
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-_IN_GROUPS = "ragged_dot_general"
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
-
-_ADDITIONS = frozenset({"add", "add_any"})
+_IN_GROUPS = "ragged_dot_general"
 
 WORKSPACE_BYTES = 4 * 2**20
 """What XLA:GPU gives cuBLAS to work in while a matrix product runs, whatever its size."""
@@ -61,72 +50,6 @@ class Lifetime:
     end: int
 
 
-def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
-    """Per value, the operations that read it."""
-    readers: dict[int, list[Operation]] = {}
-    for operation in operations:
-        for operand in operation.operands:
-            if isinstance(operand, int):
-                readers.setdefault(operand, []).append(operation)
-    return readers
-
-
-def fused_operations(problem: Problem) -> frozenset[int]:
-    """The operations that XLA:GPU makes part of the kernels that read them, by index.
-
-    A sum of a scatter into zeros and another value is a scatter into that value: the sum is the kernel.
-    """
-    merged = _merged_scatters(problem)
-    sums = frozenset(merged.values())
-    found = set(merged)
-    for operation in problem.program.operations:
-        if operation.primitive is _jax.optimization_barrier:
-            found.add(operation.index)  # it passes on the memory of its operands, which it needs
-        elif not operation.bodies and operation.index not in sums and _computes_on_the_way(problem, operation):
-            found.add(operation.index)
-    return frozenset(found)
-
-
-def _merged_scatters(problem: Problem) -> dict[int, int]:
-    """Scatters into zeros that nothing but an addition reads, with that addition."""
-    readers = readers_of(problem.program.operations)
-    leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
-    zeros = {
-        operation.results[0]
-        for operation in problem.program.operations
-        if operation.primitive.name == "broadcast_in_dim" and _is_zero(operation.operands[0])
-    }
-    merged = {}
-    for operation in problem.program.operations:
-        if operation.primitive.name not in ("scatter-add", "scatter_add") or operation.results[0] in leaving:
-            continue
-        found = readers.get(operation.results[0], [])
-        if (
-            operation.operands[0] in zeros
-            and len(found) == 1
-            and found[0].primitive.name in _ADDITIONS
-            and found[0].region == operation.region
-        ):
-            merged[operation.index] = found[0].index
-    return merged
-
-
-def _is_zero(operand: int | Constant) -> bool:
-    return isinstance(operand, Constant) and operand.value == 0
-
-
-def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
-    name = operation.primitive.name
-    return name not in _PRODUCTS and (problem.choices[operation.index].pointwise or name in _MOVES)
-
-
-def _fuses_operands(problem: Problem, operation: Operation) -> bool:
-    """Whether an operation computes its operands on the way instead of reading them from memory."""
-    if operation.primitive is _jax.optimization_barrier or operation.bodies:
-        return False
-    return _computes_on_the_way(problem, operation) or operation.primitive.name in _READS_ON_THE_WAY
-
-
 class Lifetimes:
     """The lifetimes of a program's held values, whatever the layouts are, where operations run in ``order``."""
 
@@ -139,6 +62,7 @@ class Lifetimes:
         outputs = {o for o in program.outputs if isinstance(o, int)}
         readers = readers_of(self.order)
         self._fused = fused_operations(problem)
+        stored = stored_values(problem, self._fused)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         for operation in self.order:
@@ -150,8 +74,10 @@ class Lifetimes:
         for operation in reversed(self.order):
             start, place = self.start(operation), self.place[operation.index]
             for result in operation.results:
-                needed = result in outputs or any(not _fuses_operands(problem, r) for r in readers.get(result, ()))
-                if (needed or operation.index not in self._fused) and result not in problem.generated:
+                needed = result in outputs or any(not fuses_operands(problem, r) for r in readers.get(result, ()))
+                if (
+                    needed or result in stored or operation.index not in self._fused
+                ) and result not in problem.generated:
                     self.held[result] = Lifetime(start, last_read.get(result, place))
             until = max((last_read.get(r, place) for r in operation.results if r not in self.held), default=0)
             for operand in operation.operands:
@@ -293,6 +219,8 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     for place, operation in enumerate(lifetimes.order):
         if operation.primitive.name == "dot_general":
             yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
+        elif operation.primitive.name == "select_and_scatter_add":
+            yield Held(None, (), _window_places(schedule, operation), Lifetime(place, place))
         for value, layout, first, last in _brought_for(lifetimes, schedule, operation):
             if schedule.gathered_anew(value, layout) and not operation.bodies:
                 yield hold(value, layout, place, place)
@@ -307,6 +235,19 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
                 yield hold(result, own, place, place)
     for (operand, wanted), (first, last) in shared.items():
         yield hold(operand, wanted, first, last)
+
+
+def _window_places(schedule: Schedule, operation: Operation) -> float:
+    """Bytes on one device of the places that a pooling gradient scatters to: XLA:GPU finds them first, for every window
+    an int32 per dimension."""
+    source = operation.operands[0]
+    strategy = schedule.assignment.strategies.get(operation.index)
+    if not isinstance(source, int) or strategy is None:
+        return 0.0
+    value, domain = schedule.program.values[source], schedule.problem.domain(source)
+    layout = strategy.operands[0]
+    degree = 1.0 if layout is None else float(domain.degrees[domain.position[layout]])
+    return 4.0 * len(value.shape) * prod(value.shape) / degree
 
 
 def _brought_for(

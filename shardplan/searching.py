@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardplan.errors import InfeasibleError
-from shardplan.memory import WORKSPACE_BYTES, Lifetimes, fused_operations, memory_profile
+from shardplan.fusion import fused_operations
+from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule

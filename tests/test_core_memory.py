@@ -7,7 +7,8 @@ import pytest
 
 import shardplan
 from shardplan.errors import InfeasibleError
-from shardplan.memory import WORKSPACE_BYTES, Lifetimes, fused_operations, memory_profile
+from shardplan.fusion import fused_operations
+from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.tracing import trace_program
 
@@ -74,6 +75,23 @@ def test_a_scatter_into_zeros_and_its_sum_with_another_value_are_one_buffer():
     indices = jax.ShapeDtypeStruct((n,), jnp.int32)
     # x, w and the result; the sum in float32 and its operand, or its bfloat16 copy, with that of w
     assert _peak_on_one(step, _square(n), _square(n), indices) < (4 + 4 + 2 + 4 + 4 + 2.1) * n * n
+
+
+def _stored_by(function):
+    """The primitives of the values that are held while a function of two bfloat16 matrices runs."""
+    half = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    problem = shardplan.plan(function, jax.sharding.AbstractMesh((1,), ("x",)), half, half).schedule.problem
+    makers = {o.results[0]: o.primitive.name for o in problem.program.operations}
+    return {makers.get(value) for value in Lifetimes(problem, range(len(problem.program.operations))).held}
+
+
+def test_what_many_kernels_read_is_stored_where_computing_it_anew_reads_more():
+    def sums(total, count):
+        return [jnp.sum(jnp.cos(total * k), axis=0) for k in range(count)]
+
+    assert "add" not in _stored_by(lambda a, b: sums(a @ b + b @ a, 2))
+    assert "add" in _stored_by(lambda a, b: sums(a @ b + b @ a, 5))
+    assert "convert_element_type" not in _stored_by(lambda a, b: sums((a @ b).astype(jnp.float32), 5))
 
 
 def test_a_copy_for_a_loop_is_held_while_the_loop_runs():

@@ -1,0 +1,144 @@
+"""Fusion: which operations XLA:GPU makes part of the kernels that read them, and which values it stores all the same.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> square = jax.ShapeDtypeStruct((64, 64), "float32")
+>>> plan = shardplan.plan(lambda x, w: jnp.sum(jnp.tanh(x @ w)), 1, square, square)
+>>> fused = fused_operations(plan.schedule.problem)
+>>> [operation.primitive.name for operation in plan.program.operations if operation.index in fused]
+['tanh']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardplan import _jax
+from shardplan.problem import Problem
+from shardplan.program import Constant, Operation
+
+# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose
+# operands it computes on the way.
+_MOVES = frozenset(
+    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
+    | {"gather", "dynamic_slice", "concatenate", "copy", "copy_p", "stop_gradient"}
+)
+_READS_ON_THE_WAY = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
+)
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+_ADDITIONS = frozenset({"add", "add_any"})
+
+
+def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
+    """Per value, the operations that read it."""
+    readers: dict[int, list[Operation]] = {}
+    for operation in operations:
+        for operand in operation.operands:
+            if isinstance(operand, int):
+                readers.setdefault(operand, []).append(operation)
+    return readers
+
+
+def fused_operations(problem: Problem) -> frozenset[int]:
+    """The operations that XLA:GPU makes part of the kernels that read them, by index.
+
+    A sum of a scatter into zeros and another value is a scatter into that value: the sum is the kernel.
+    """
+    merged = _merged_scatters(problem)
+    sums = frozenset(merged.values())
+    found = set(merged)
+    for operation in problem.program.operations:
+        if operation.primitive is _jax.optimization_barrier:
+            found.add(operation.index)  # it passes on the memory of its operands, which it needs
+        elif not operation.bodies and operation.index not in sums and _computes_on_the_way(problem, operation):
+            found.add(operation.index)
+    return frozenset(found)
+
+
+def _merged_scatters(problem: Problem) -> dict[int, int]:
+    """Scatters into zeros that nothing but an addition reads, with that addition."""
+    readers = readers_of(problem.program.operations)
+    leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
+    zeros = {
+        operation.results[0]
+        for operation in problem.program.operations
+        if operation.primitive.name == "broadcast_in_dim" and _is_zero(operation.operands[0])
+    }
+    merged = {}
+    for operation in problem.program.operations:
+        if operation.primitive.name not in ("scatter-add", "scatter_add") or operation.results[0] in leaving:
+            continue
+        found = readers.get(operation.results[0], [])
+        if (
+            operation.operands[0] in zeros
+            and len(found) == 1
+            and found[0].primitive.name in _ADDITIONS
+            and found[0].region == operation.region
+        ):
+            merged[operation.index] = found[0].index
+    return merged
+
+
+def _is_zero(operand: int | Constant) -> bool:
+    return isinstance(operand, Constant) and operand.value == 0
+
+
+def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
+    name = operation.primitive.name
+    return name not in _PRODUCTS and (problem.choices[operation.index].pointwise or name in _MOVES)
+
+
+def fuses_operands(problem: Problem, operation: Operation) -> bool:
+    """Whether an operation computes its operands on the way instead of reading them from memory."""
+    if operation.primitive is _jax.optimization_barrier or operation.bodies:
+        return False
+    return _computes_on_the_way(problem, operation) or operation.primitive.name in _READS_ON_THE_WAY
+
+
+def stored_values(problem: Problem, fused: frozenset[int]) -> frozenset[int]:
+    """Values that XLA:GPU computes once and stores, though every operation that reads them could compute them anew.
+
+    Fusing a value into n kernels that read it lets each of them read the value's own operands; not fusing it reads
+    these once, writes the value and reads it n times. XLA takes what moves fewer bytes.
+    """
+    program = problem.program
+    needed = _needed_in_memory(problem)
+    kernels = _kernels_reading(problem, fused, needed)
+    sizes = [value.total_bytes for value in program.values]
+    sources: dict[int, frozenset[int]] = {}
+    stored = set()
+    for operation in program.operations:
+        if operation.index not in fused or len(operation.results) != 1:
+            continue
+        result = operation.results[0]
+        operands = [o for o in operation.operands if isinstance(o, int) and o not in problem.generated]
+        read = frozenset[int]().union(*(sources.get(o, frozenset((o,))) for o in operands))
+        count, size = len(kernels.get(result, ())), sum(sizes[o] for o in read)
+        if (count - 1) * size > (count + 1) * sizes[result]:
+            stored.add(result)
+        sources[result] = frozenset((result,)) if result in stored or result in needed else read
+    return frozenset(stored)
+
+
+def _needed_in_memory(problem: Problem) -> frozenset[int]:
+    """Values that leave a region, or that an operation reads which computes no operand on the way."""
+    needed = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
+    for operation in problem.program.operations:
+        if not fuses_operands(problem, operation):
+            needed |= {o for o in operation.operands if isinstance(o, int)}
+    return frozenset(needed)
+
+
+def _kernels_reading(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> dict[int, frozenset[int]]:
+    """Per value, the kernels that compute with it: operations outside of ``fused``, and those that make what is
+    ``needed`` in memory."""
+    kernels: dict[int, frozenset[int]] = {}
+    for operation in reversed(problem.program.operations):
+        reading = frozenset((operation.index,))
+        if operation.index in fused and not needed & {*operation.results}:
+            reading = frozenset[int]().union(*(kernels.get(result, frozenset()) for result in operation.results))
+        for operand in operation.operands:
+            if isinstance(operand, int):
+                kernels[operand] = kernels.get(operand, frozenset()) | reading
+    return kernels
