@@ -74,15 +74,13 @@ class Lifetimes:
         for operation in reversed(self.order):
             start, place = self.start(operation), self.place[operation.index]
             for result in operation.results:
-                needed = result in outputs or any(not fuses_operands(problem, r) for r in readers.get(result, ()))
-                if (
-                    needed or result in stored or operation.index not in self._fused
-                ) and result not in problem.generated:
+                passed = operation.primitive is _jax.optimization_barrier
+                read = not passed and any(not fuses_operands(problem, r) for r in readers.get(result, ()))
+                needed = result in outputs or result in stored or read
+                if (needed or operation.index not in self._fused) and result not in problem.generated:
                     self.held[result] = Lifetime(start, last_read.get(result, place))
-            until = max((last_read.get(r, place) for r in operation.results if r not in self.held), default=0)
-            for operand in operation.operands:
-                if isinstance(operand, int):
-                    last_read[operand] = max(last_read.get(operand, 0), place, until)
+            for operand, until in self._needed_until(operation, last_read):
+                last_read[operand] = max(last_read.get(operand, 0), place, until)
         for link in (link for links in problem.links.values() for link in links.enter if link.stacked):
             if link.target in readers:  # one slice of a stack; other operands are the outer ones, or a carry's result
                 first = self.place[readers[link.target][0].index]
@@ -95,6 +93,18 @@ class Lifetimes:
         for value, found in readers.items():
             first = self.start(found[0])
             self.reads[value] = (first, max(last_read[value], first))
+
+    def _needed_until(self, operation: Operation, last_read: dict[int, int]) -> Iterator[tuple[int, int]]:
+        """The operands that an operation's results are computed from on the way, with the last place that reads these.
+
+        What passes a barrier is each operand's own memory.
+        """
+        place = self.place[operation.index]
+        ends = [last_read.get(r, place) if r not in self.held else 0 for r in operation.results]
+        passed = operation.primitive is _jax.optimization_barrier
+        for position, operand in enumerate(operation.operands):
+            if isinstance(operand, int):
+                yield operand, ends[position] if passed else max(ends, default=0)
 
     def _share_in_place(self, last_read: dict[int, int]) -> None:
         """Lets a result take the memory of an operand of its size that is read for the last time."""
@@ -262,8 +272,12 @@ def _brought_for(
     strategy = schedule.assignment.strategies.get(operation.index)
     if strategy is not None:
         wanted += [(o, layout, place) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+    ends: dict[int | Constant, int] = {}
+    if operation.primitive is _jax.optimization_barrier:  # what passes it lives on in the same memory
+        pairs = zip(operation.operands, operation.results, strict=True)
+        ends = {operand: lifetimes.reads[result][1] for operand, result in pairs if result in lifetimes.reads}
     for operand, layout, first in wanted:
         if not isinstance(operand, int) or layout is None or operand not in values:
             continue
         if layout not in (values[operand], schedule.copy(operand)):
-            yield operand, layout, first, place
+            yield operand, layout, first, ends.get(operand, place)

@@ -165,3 +165,14 @@ def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
     assert "by the planner's count none is below" in message
     assert "float32[2048, 512]" in message and "donate_argnums" in message
     assert f"{caught.value.least_peak_bytes / 1e6:.1f} MB" in message
+
+
+def test_what_passes_a_barrier_stays_in_its_memory_until_its_own_last_reader():
+    n = 1024
+
+    def step(x, w):
+        early, late = jax.lax.optimization_barrier((x @ w, x @ x))
+        return ((early @ w) @ w) @ late
+
+    # x, w and the result; `late`, and two products in a row
+    assert _peak_on_one(step, _square(n), _square(n)) == 6 * 4 * n * n
