@@ -14,6 +14,7 @@ from math import prod
 
 import numpy as np
 
+from shardplan import _jax
 from shardplan.control import Link
 from shardplan.fusion import fused_operations, fuses_operands, readers_of, stored_values
 from shardplan.layout import Layout
