@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Messages
@@ -26,6 +26,10 @@ _CLOSE = 2e-4
 
 _CLOSER = 0.6
 """The gap asked of the small graph, as a share of that of the whole one, which may come out larger."""
+
+_LAST_SWEEPS = 20
+_SHARE_OF_TIME = 0.5
+"""Of the time that is left, what is kept for the whole graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +57,25 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> tupl
 
 def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Start, int]:
     """Messages and an assignment of a small graph, as good as they get."""
-    quiet = Watch(small.tick, watch.seconds_left)
+    allowed = _SHARE_OF_TIME * watch.seconds_left()
+
+    def tick() -> None:
+        if watch.seconds_left() < allowed:
+            raise Stop
+
+    small.tick = tick
+    quiet = Watch(tick, watch.seconds_left)
     solver = GraphSolver(small.copy(), math.inf, effort, max(_CLOSER * gap, _CLOSE), quiet)
-    solver.prunes = False
-    messages: Messages = {}
+    solver.prunes, solver.patience = False, 1
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
-        relaxation = solver.sweep_until_prunable()
-        messages = relaxation.messages()
-        if not solver.closed:
-            solver.prune(relaxation)
+        solver.sweep_until_prunable()
+    messages = {} if solver.relaxation is None else solver.relaxation.messages()
+    if solver.relaxation is not None and not solver.closed:
+        # What stays open is mostly at the ends, and little beside the cost of all layers.
+        solver.effort = replace(effort, sweeps=solver.sweeps + _LAST_SWEEPS, closing=0.1 * effort.closing)
+        with contextlib.suppress(Stop):
+            solver.prune(solver.relaxation)
             solver.prunes = True
             solver.solve()
     hint = solver.graph.hint

@@ -72,10 +72,14 @@ class GraphSolver:
         self.watch = watch
         self.prices: dict[int, float] = {}
         self.sweeps = 0
+        self.relaxation: Relaxation | None = None
+        """The last one that was swept."""
         self.messages: Messages = {}
         """Of the graph as it is, for the next relaxation to start from."""
         self.prunes = True
         """Whether `sweep_until_prunable` ends where much can be pruned."""
+        self.patience = 3
+        """After so many turns that hardly raise the bound, messages count as stalled."""
         self.stalled = False
         """Whether the messages have stopped to help."""
         self._estimate = 0.0
@@ -103,7 +107,7 @@ class GraphSolver:
                 return
             before = self._choices()
             relaxation = self.sweep_until_prunable()
-            if self.stalled and not self.closed:
+            if not self.closed and (self.stalled or not self.may_sweep()):
                 self._dive(relaxation)
             if self.closed:
                 return
@@ -157,6 +161,7 @@ class GraphSolver:
         """Messages, until much can be pruned or they do not help any more; assignments found are accepted."""
         relaxation = Relaxation(self.graph, self.prices)
         relaxation.load(self.messages)
+        self.relaxation = relaxation
         bounds: list[float] = []
         trial, wait = 0, 1
         while self.may_sweep():
@@ -174,11 +179,14 @@ class GraphSolver:
                 trial += wait
             if self.closed or (self.prunes and relaxation.prunable(self.upper) > _WORTH_PRUNING):
                 break
-            if turn >= 4 and bounds[-1] - bounds[-4] < 0.05 * (self.upper - self.lower) and relaxation.settled:
+            if turn > self.patience and self._hardly_risen(bounds) and relaxation.settled:
                 self.stalled = True
                 break
         self.prices = relaxation.price_by_time()
         return relaxation
+
+    def _hardly_risen(self, bounds: list[float]) -> bool:
+        return bounds[-1] - bounds[-1 - self.patience] < 0.05 * (self.upper - self.lower)
 
     def _sweep(self, relaxation: Relaxation, sweeps: int) -> None:
         for _ in range(sweeps):
