@@ -1,0 +1,106 @@
+"""What crosses between two hosts of eight GPUs, planned as 16 alike and as they are: `python -m benchmarks.hosts`.
+
+The network between the hosts has a tenth of the bandwidth inside of one. Plans are predictions here: nothing is
+compiled.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["SHARDPLAN_CACHE_DIR"] = ""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+import shardplan
+from benchmarks.documents import Document, progress
+from shardplan.hardware import HardwareProfile, Link, load
+from shardplan.models import load as load_model
+from shardplan.tables import megabytes
+
+MODELS = ("gpt", "llama", "mlp", "resnet")
+HOSTS, PER_HOST = 2, 8
+TIMES_SLOWER = 10
+
+INTRODUCTION = (
+    "A training step on 16 H100, two hosts of eight, whose network has a tenth of the bandwidth inside of a host, "
+    'planned for `objective="time"`: as one axis of 16 devices with the links of one host (flat), and as a mesh of '
+    "hosts by devices with the links as they are. *MB across* is what each device sends per step in collectives that "
+    "span both hosts. *MB out of a host* is what leaves one host in all, where every such collective is a ring in the "
+    "order of the devices: a ring over all 16 leaves a host once, eight rings over one device of each host leave it "
+    "eight times."
+)
+HEADER = (
+    *("step", "flat: MB across", "hosts x devices: MB across", "part"),
+    *("flat: MB out of a host", "hosts x devices: MB out of a host", "part"),
+)
+
+
+def slower_between_hosts() -> HardwareProfile:
+    """An H100 machine whose network is ten times slower than its NVLink."""
+    profile = load("h100")
+    link = Link(profile.intra_host.bytes_per_second / TIMES_SLOWER, profile.inter_host.latency_seconds)
+    return replace(profile, name="h100 with a slow network", inter_host=link)
+
+
+def across_hosts(plan: Any, sizes: tuple[int, ...]) -> tuple[float, float]:
+    """Bytes that one device sends in collectives that span hosts, and bytes that leave a host, per step.
+
+    `sizes` are those of the plan's mesh axes, devices numbered in row-major order, host by host.
+    """
+    names = tuple(plan.mesh_axes)
+    devices = np.arange(prod(sizes)).reshape(sizes)
+    sent, leaving = 0.0, 0.0
+    for collective in plan.collectives:
+        over = [names.index(axis) for axis in collective.axes]
+        others = [axis for axis in range(len(sizes)) if axis not in over]
+        groups = devices.transpose(others + over).reshape(-1, prod(sizes[axis] for axis in over)) // PER_HOST
+        steps_out = int(((groups == 0) & (np.roll(groups, -1, axis=1) != 0)).sum())
+        amount = collective.bytes * collective.times
+        sent += amount if steps_out else 0.0
+        leaving += amount * steps_out
+    return sent, leaving
+
+
+def row(model: str) -> tuple[str, ...]:
+    """The figures of a model's step in its benchmark configuration."""
+    module = load_model(model)
+    training = module.training(module.BENCHMARK)
+    found = []
+    for axes, hardware in (
+        ({"device": HOSTS * PER_HOST}, replace(load("h100"), devices_per_host=HOSTS * PER_HOST)),
+        ({"host": HOSTS, "device": PER_HOST}, slower_between_hosts()),
+    ):
+        sizes = tuple(axes.values())
+        mesh = jax.sharding.AbstractMesh(sizes, tuple(axes))
+        options: dict[str, Any] = {"objective": "time", "hardware": hardware, "donate_argnums": 0}
+        plan = shardplan.plan(training.train_step, mesh, training.state, training.batch, **options)
+        found.append(across_hosts(plan, sizes))
+    (sent_flat, out_flat), (sent, out) = found
+    return (model, *_compared(sent_flat, sent), *_compared(out_flat, out))
+
+
+def _compared(flat: float, found: float) -> tuple[str, str, str]:
+    return megabytes(flat), megabytes(found), f"{found / flat:.2f}" if flat else "-"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=MODELS, help="these models; the document is left as it is")
+    options = parser.parse_args(arguments)
+    document = Document("hosts", "Two hosts of eight GPUs", INTRODUCTION, "hosts", writes=not options.only)
+    table = document.table(HEADER)
+    with progress() as shown:
+        for model in shown.track(options.only or MODELS, description="hosts"):
+            table.add(row(model))
+    document.print()
+
+
+if __name__ == "__main__":
+    main()
