@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -31,16 +32,17 @@ WORKSPACE_BYTES = 4 * 2**20
 
 
 def masked_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> float:
-    """Bytes that one device needs while an operation runs, beside its operands and results.
+    """Bytes of the copies of its rows that one device makes for an operation on rows that belong to groups.
 
-    XLA:GPU multiplies rows that belong to groups by the matrices of all groups at once: it makes a copy of the rows for
-    each group, zero where the row is not of that group, and transposes all of it.
+    XLA:GPU multiplies the rows by the matrices of all groups at once: it makes a copy of the rows for each group, zero
+    where the row is not of that group, and transposes all of it. It merges equal copies, and keeps them from the
+    forward pass for the gradient of the matrices; the transposed ones live as long as the operation runs.
     """
     if operation.primitive.name != _IN_GROUPS:
         return 0.0
     rows, _, sizes = (operand_type(problem.program, operand) for operand in operation.operands)
     split = problem.space.mesh.degree([axis for axes in strategy.operands[0] or () for axis in axes])
-    return 2 * sizes.shape[-1] * bytes_of(rows) / split
+    return sizes.shape[-1] * bytes_of(rows) / split
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class Lifetimes:
             variable = self._problem.variable_of_operation(operation.index)
             if variable is not None and operation.primitive.name == _IN_GROUPS:
                 strategies = self._problem.choices[operation.index].strategies
-                usage = np.array([masked_bytes(operation, self._problem, strategy) for strategy in strategies])
+                usage = np.array([2 * masked_bytes(operation, self._problem, strategy) for strategy in strategies])
                 self._problem.network.add_usage(variable, usage, place, place + 1)
 
 
@@ -239,13 +241,28 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
                 known = shared.get((value, layout), (first, last))
                 shared[value, layout] = (min(known[0], first), max(known[1], last))
         strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is not None and (masked := masked_bytes(operation, schedule.problem, strategy)):
-            yield Held(None, (), masked, Lifetime(place, place))
         for result, own in zip(operation.results, strategy.results if strategy else (), strict=strategy is not None):
             if own != schedule.assignment.values[result]:
                 yield hold(result, own, place, place)
     for (operand, wanted), (first, last) in shared.items():
         yield hold(operand, wanted, first, last)
+    yield from _masked_rows(lifetimes, schedule)
+
+
+def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """The copies of rows that belong to groups, see `masked_bytes`."""
+    kept: dict[Any, tuple[float, int, int]] = {}
+    for place, operation in enumerate(lifetimes.order):
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if operation.primitive.name != _IN_GROUPS or strategy is None:
+            continue
+        size = masked_bytes(operation, schedule.problem, strategy)
+        yield Held(None, (), size, Lifetime(place, place))
+        rows, _, sizes = (o if isinstance(o, int) else id(o) for o in operation.operands)
+        key = rows, sizes, strategy.operands[0]
+        kept[key] = size, kept.get(key, (size, place, place))[1], place
+    for size, first, last in kept.values():
+        yield Held(None, (), size, Lifetime(first, last))
 
 
 def _window_places(schedule: Schedule, operation: Operation) -> float:
