@@ -147,3 +147,9 @@ def runs(operation: Operation, strategy: Strategy) -> bool:
 
 def _has_groups(operation: Operation) -> bool:
     return operation.params["feature_group_count"] > 1 or operation.params["batch_group_count"] > 1
+
+
+def splits_one(strategy: Strategy, axes: tuple[int, ...]) -> bool:
+    """Whether ``axes`` together split one dimension of every operand that they split."""
+    touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]
+    return all(axes in layout for layout in touching)

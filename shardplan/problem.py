@@ -17,7 +17,7 @@ from shardplan import _jax
 from shardplan.control import Links, links_of, slice_layout
 from shardplan.deferred import DeferredSums
 from shardplan.layout import Domain, Layout, LayoutSpace
-from shardplan.partitioner import may_be_island, needs_island
+from shardplan.partitioner import may_be_island, needs_island, splits_one
 from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
@@ -348,7 +348,9 @@ class Problem:
         dtype = self.program.values[operation.results[position]].dtype
         travelling = reduction_dtype(operation, dtype, self.reduce_dtype) if island else dtype
         width = _jax.item_bytes(travelling) / _jax.item_bytes(dtype)
-        return Partial(strategy.results[position], strategy.pending[position], island, width)
+        pending = strategy.pending[position]
+        scatters = len(pending) < 2 or splits_one(strategy, pending)
+        return Partial(strategy.results[position], pending, island, width, scatters)
 
     def _add_outputs(self, network: Network) -> None:
         for number, position in self.program.ties.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardplan.control import Link, slice_layout
 from shardplan.layout import Layout, replicated
-from shardplan.partitioner import may_be_island, needs_island
+from shardplan.partitioner import may_be_island, needs_island, splits_one
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
 from shardplan.strategy import Strategy, reduction_dtype
@@ -148,7 +148,7 @@ class Schedule:
         needed = len(reducing) > 1 or needs_island(operation, strategy)
         if reducing[0].kind == "reduce-scatter":
             # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
-            in_order = reducing[0].axes == strategy.pending[0] and _splits_one(strategy, reducing[0].axes)
+            in_order = reducing[0].axes == strategy.pending[0] and splits_one(strategy, reducing[0].axes)
             needed = needed or followed_by_slice or (len(reducing[0].axes) > 1 and not in_order)
         return travelling if needed or travelling != dtype else None
 
@@ -229,9 +229,3 @@ class Schedule:
             if operation.region in skipped:
                 skipped |= {*operation.bodies}
         return skipped
-
-
-def _splits_one(strategy: Strategy, axes: tuple[int, ...]) -> bool:
-    """Whether ``axes`` together split one dimension of every operand that they split."""
-    touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]
-    return all(axes in layout for layout in touching)

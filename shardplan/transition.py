@@ -212,13 +212,15 @@ class Partial:
     """A partial result: split as ``layout`` and pending over mesh axes, in the order in which these split what is
     reduced.
 
-    ``width`` is the size of an element while it is reduced, in units of the size that it has afterwards.
+    ``width`` is the size of an element while it is reduced, in units of the size that it has afterwards. ``scatters``:
+    whether XLA, left alone, may scatter: not where the pending axes split several dimensions of what is reduced.
     """
 
     layout: Layout
     pending: tuple[int, ...]
     island: bool
     width: float = 1.0
+    scatters: bool = True
 
     @property
     def kept(self) -> Layout:
@@ -284,6 +286,8 @@ class Reductions:
         key = (domain, partial)
         if key not in self._rows:
             ways = self._ways(domain, partial.layout, partial.pending, partial.island)
+            if not (partial.island or partial.scatters):
+                ways = [way for way in ways if way.steps[-1].kind == "all-reduce"]
             after = self._transitions.priced(domain)
             places = [domain.position[way.layout] for way in ways]
             per_byte = after.per_byte[places] + [[way.per_byte * partial.width] for way in ways]

@@ -66,3 +66,11 @@ def test_without_islands_nothing_is_summed_over_dilated_space():
     mesh = jax.sharding.AbstractMesh((8,), ("x",))
     plans = [shardplan.plan(step, mesh, weights, images, pins={"1": P(None, "x")}, islands=i) for i in (True, False)]
     assert 100 * plans[0].communication_bytes < plans[1].communication_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+def test_sums_over_two_dimensions_of_space_are_not_scattered():
+    step, weights, images = gradients(nn.Conv(256, (3, 3)), (1, 512, 512, 256))
+    plan = shardplan.plan(step, gpu_mesh("h100", (2, 4), ("x", "y")), weights, images, pins={"1": P(None, "x", "y")})
+    assert shardplan.audit(plan).ok()
