@@ -124,16 +124,20 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
 
 
 def needs_island(operation: Operation, strategy: Strategy) -> bool:
-    """Whether XLA, left alone, would gather what an operation sums over: space, where the data are dilated.
+    """Whether XLA, left alone, would gather what an operation sums over.
 
-    That is the gradient of a transposed convolution's weights.
+    That is space in the gradient of a convolution's weights, where the data are dilated (of a transposed convolution)
+    and where the weights' channels are split besides.
     """
     if operation.primitive.name != "conv_general_dilated" or not any(strategy.pending):
         return False
     _, _, *space = operation.params["dimension_numbers"].lhs_spec
     data = strategy.operands[0]
-    dilated = [dim for dim, dilation in zip(space, operation.params["lhs_dilation"], strict=True) if dilation > 1]
-    return data is not None and any(set(data[dim]) & set(strategy.pending[0]) for dim in dilated)
+    if data is None:
+        return False
+    dilations = zip(space, operation.params["lhs_dilation"], strict=True)
+    summed = [dilation for dim, dilation in dilations if set(data[dim]) & set(strategy.pending[0])]
+    return bool(summed) and (max(summed) > 1 or any(strategy.results[0]))
 
 
 def runs(operation: Operation, strategy: Strategy) -> bool:
