@@ -70,7 +70,9 @@ def test_without_islands_nothing_is_summed_over_dilated_space():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
-def test_sums_over_two_dimensions_of_space_are_not_scattered():
-    step, weights, images = gradients(nn.Conv(256, (3, 3)), (1, 512, 512, 256))
-    plan = shardplan.plan(step, gpu_mesh("h100", (2, 4), ("x", "y")), weights, images, pins={"1": P(None, "x", "y")})
+@pytest.mark.parametrize("size", [512, 64], ids=["space alone", "channels too"])
+def test_sums_over_two_dimensions_of_space_are_not_scattered_nor_split_by_channels(size: int):
+    step, weights, images = gradients(nn.Conv(256, (3, 3)), (1, size, size, 256))
+    pins = {"1": P(None, "x", "y"), "0/*/kernel": P()} if size == 64 else {"1": P(None, "x", "y")}
+    plan = shardplan.plan(step, gpu_mesh("h100", (2, 4), ("x", "y")), weights, images, pins=pins)
     assert shardplan.audit(plan).ok()
