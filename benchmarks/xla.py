@@ -124,9 +124,56 @@ def precision() -> list[tuple[str, str]]:
     return [(name, compiled(f, mesh, out, *operands)) for name, f, out in cases]
 
 
+def uneven() -> list[tuple[str, ...]]:
+    """Tables of 101 rows, which 8 does not divide, and of 104, which it does; constrained inside of the step."""
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    rows, columns, whole, count, width = P("x"), P(None, "x"), P(), 64, 32
+
+    def held(array: Any, spec: P) -> Any:
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+    def logits(h: Any, t: Any) -> Any:
+        return held(held(h, whole) @ held(t, rows).T, columns)
+
+    def partial(h: Any, g: Any) -> Any:
+        gradient = held(jnp.einsum("bv,bd->vd", g, h), whole)
+        return held(held(jnp.sin(held(gradient, rows)), rows), columns)
+
+    batch, ids = ((count, width), jnp.float32, whole), ((count,), jnp.int32, whole)
+    found: dict[str, list[str]] = {}
+    for size in (101, 104):
+        table, split = ((size, width), jnp.float32, columns), ((count, width), jnp.float32, rows)
+        cases: dict[str, tuple[Callable[..., Any], P, Any]] = {
+            "split by features into split by rows, then into whole": (
+                lambda t: held(jnp.sin(held(t, rows)), whole),
+                whole,
+                (table,),
+            ),
+            "into split by rows, then a product over the rows": (
+                lambda h, t: held(logits(h, t) @ held(t, rows), whole),
+                whole,
+                (batch, table),
+            ),
+            "into split by rows, then a lookup of 64 rows": (
+                lambda t, i: held(held(t, rows)[i], whole),
+                whole,
+                (table, ids),
+            ),
+            "partial sums into split by rows, then by features": (
+                partial,
+                columns,
+                (split, ((count, size), jnp.float32, rows)),
+            ),
+        }
+        for name, (fn, out, arguments) in cases.items():
+            found.setdefault(name, []).append(compiled(fn, mesh, out, *arguments))
+    return [(name, *sent) for name, sent in found.items()]
+
+
 def main() -> None:
     table("Reductions", ("partial sums", "by constraints", "in an island"), reductions())
     table("Halos", ("operation, split over 8", "compiled"), halos())
+    table("Sizes that do not divide", ("program", "101 rows", "104 rows"), uneven())
     table("Precision", ("bfloat16, contraction split over 8", "compiled"), precision())
 
 

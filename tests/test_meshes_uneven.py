@@ -16,6 +16,7 @@ import shardplan
 from shardplan.errors import ShardplanWarning
 from shardplan.layout import LayoutSpace, MeshAxes, padding
 from shardplan.padding import padded_sizes
+from shardplan.partitioner import usable_padded_splits
 from shardplan.rules import rule_of
 from shardplan.rules.samples import samples
 from shardplan.tracing import trace_program
@@ -214,6 +215,23 @@ def test_an_index_that_can_be_padded_splits_in_the_same_way_evenly() -> None:
                 checked += 1
                 assert split in rule.splits(2)
     assert checked > 100
+
+
+def test_updates_of_a_scatter_are_not_padded() -> None:
+    """XLA was measured to write their padding into the first row."""
+    shapes = [
+        jax.ShapeDtypeStruct((64, 8), "f4"),
+        jax.ShapeDtypeStruct((21, 1), "i4"),
+        jax.ShapeDtypeStruct((21, 8), "f4"),
+    ]
+    rule = rule_of(scatter_add, *shapes)
+    assert {split.index for split in rule.padded_splits} > {split.index for split in usable_padded_splits(rule)}
+    assert all(slot.reducer is None for split in usable_padded_splits(rule) for slot in split.results)
+
+
+def scatter_add(x: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Array:
+    rows = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    return jax.lax.scatter_add(x, ids, updates, rows)
 
 
 def test_a_shifted_index_is_not_padded() -> None:
