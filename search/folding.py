@@ -76,6 +76,8 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Sta
         solver.effort = replace(effort, sweeps=solver.sweeps + _LAST_SWEEPS, closing=0.1 * effort.closing)
         with contextlib.suppress(Stop):
             solver.prune(solver.relaxation)
+            solver.reduce()
+            solver.dive(solver.relax_again())
             solver.prunes = True
             solver.solve()
     hint = solver.graph.hint

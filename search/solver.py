@@ -107,8 +107,8 @@ class GraphSolver:
                 return
             before = self._choices()
             relaxation = self.sweep_until_prunable()
-            if not self.closed and (self.stalled or not self.may_sweep()):
-                self._dive(relaxation)
+            if self.stalled and not self.closed:
+                self.dive(relaxation)
             if self.closed:
                 return
             self.prune(relaxation)
@@ -226,7 +226,7 @@ class GraphSolver:
                 self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)
                 return
 
-    def _dive(self, relaxation: Relaxation) -> None:
+    def dive(self, relaxation: Relaxation) -> None:
         """Solves the graph on the choices near the least min-marginals, with noise on the costs.
 
         Where many assignments are equally good by the relaxation, and most of them contradict themselves, noise makes

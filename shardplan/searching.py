@@ -25,7 +25,7 @@ _PRECISION = 1e-5
 
 # Networks with more table entries than this (many layers on three or more mesh axes) take a minute for that, and a few
 # seconds for a tenth of a percent, which is good enough there.
-_LARGE = 3e7
+_LARGE = 5e7
 _PRECISION_OF_LARGE = 1e-3
 
 # Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
