@@ -8,6 +8,7 @@ its sum is reduced as planned, and the filling comes last.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax
@@ -19,8 +20,15 @@ from shardplan.program import Operation
 
 
 def fills(operation: Operation) -> bool:
-    """Whether the operation looks up rows, and gives another value where there is none."""
-    return operation.primitive.name == "gather" and operation.params["mode"] == GatherScatterMode.FILL_OR_DROP
+    """Whether the operation looks up rows, and gives another value where there is none.
+
+    Single elements (a loss that looks up one logit of each row) are no rows: there is little to send, and XLA would
+    merge their scattered sum with those of gradients, for which all logits would have to wait.
+    """
+    params = operation.params
+    if operation.primitive.name != "gather" or params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return False
+    return prod(params["slice_sizes"]) > 1
 
 
 def unfilled_params(operation: Operation) -> dict[str, Any]:
