@@ -32,6 +32,8 @@ class Branching:
         self.solver = solver
         self.effort = replace(effort, dives=False)
         self.nodes = 0
+        self.estimate = 0.0
+        """Seconds that the branches' sweeps should have taken, the same on every machine."""
         self.settled = math.inf
         """The least bound of the branches that need no further look."""
         # Ties in the bound go to the branch that was made last, which is the deepest.
@@ -72,6 +74,8 @@ class Branching:
             branch.solve()
         except Infeasible:
             return
+        finally:
+            self.estimate += branch.estimate
         if branch.upper < parent.upper and graph.hint is not None:
             full = graph.expand(graph.hint)
             found = {w: int(full[w]) for w in parent.graph.live()}

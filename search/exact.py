@@ -28,7 +28,9 @@ def exact(run: Run) -> None:
     solver = _minimise(run, sweeping=1.0, closing=0.5)
     with run.stage("branch"):
         branching = Branching(solver, _BRANCH)
-        while not solver.closed and branching.step():
+        before = run.work
+        while not solver.closed and run.work < run.work_limit and branching.step():
+            run.work = before + branching.estimate
             _report(run, solver)
     _report(run, solver)
 
@@ -62,7 +64,8 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     def report() -> None:
         _report(run, solver)
 
-    effort = Effort(seconds=sweeping * run.time_limit, closing=closing * run.time_limit)
+    limit = min(run.time_limit, run.work_limit)
+    effort = Effort(seconds=sweeping * limit, closing=closing * limit)
     upper = graph.cost(graph.hint) if graph.hint is not None else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left))
     with run.stage("reduce"):
@@ -74,6 +77,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
             solver.sweeps += start[1]
     with run.stage("search"):
         solver.solve()
+    run.work += solver.estimate
     report()
     if solver.lower == math.inf:
         raise Infeasible("nothing satisfies the exclusions and the usage limit")
@@ -103,7 +107,8 @@ def _improve(run: Run, solver: GraphSolver) -> None:
     small = sum(graph.size(v) for v in graph.live()) <= _BRANCHABLE
     branching = Branching(solver, _BRANCH) if small else None
     turn = 1 + int(2 * _BRANCH.sweeps * relaxation.seconds_per_sweep / _SECONDS_PER_PART)
-    while not solver.closed:
+    while not solver.closed and run.work < run.work_limit:
+        run.work += turn * _SECONDS_PER_PART * (1 if branching is None else 2)  # by turns of equal work
         for _ in range(turn):
             if local.step(watch):
                 solver.accept(graph.hint, local.upper)

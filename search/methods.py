@@ -54,6 +54,7 @@ def solve(
     time_limit: float = 60.0,
     gap: float = 1e-6,
     progress: ProgressCallback | None = None,
+    work_limit: float = math.inf,
 ) -> Solution:
     """Finds a choice for every variable with the least cost.
 
@@ -63,12 +64,15 @@ def solve(
     gap: the search ends when the cost is proven to be within this share of the optimum.
     progress: called now and then with a `Progress`; the search ends when it returns False. A `KeyboardInterrupt`
         also ends it. Either way the best found so far is returned, with the status `interrupted`.
+    work_limit: estimated seconds (`Solution.work`) after which the search ends, at the same place on every machine.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method `{method}`; there are {', '.join(sorted(METHODS))}")
-    if not (time_limit > 0 and gap >= 0):
-        raise ValueError(f"expected time_limit > 0 and gap >= 0, got {time_limit} and {gap}")
-    run = Run(network, time_limit, gap, progress)
+    if not (time_limit > 0 and gap >= 0 and work_limit > 0):
+        raise ValueError(
+            f"expected time_limit > 0, gap >= 0 and work_limit > 0, got {time_limit}, {gap} and {work_limit}"
+        )
+    run = Run(network, time_limit, gap, progress, work_limit)
     try:
         _search(run, METHODS[method])
     except Stop:

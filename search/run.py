@@ -26,10 +26,20 @@ class Stop(Exception):
 class Run:
     """Keeps what a search has found, so that it can end at any moment with the best of it."""
 
-    def __init__(self, network: Network, time_limit: float, gap: float, progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        time_limit: float,
+        gap: float = 1e-6,
+        progress: ProgressCallback | None = None,
+        work_limit: float = math.inf,
+    ) -> None:
         self.network = network
         self.gap = gap
         self.time_limit = time_limit
+        self.work_limit = work_limit
+        self.work = 0.0
+        """Estimated seconds of what was done: the same for the same network, however fast the machine."""
         self.started = time.monotonic()
         self.deadline = self.started + time_limit
         self.progress = progress
@@ -145,6 +155,7 @@ class Run:
             status=self._status(lower_bound),
             method=method,
             iterations=self.iterations,
+            work=self.work,
             seconds=dict(self.seconds),
             peak_usage=peak[0],
             peak_time=peak[1],

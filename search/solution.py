@@ -39,6 +39,7 @@ class Solution:
     status: a key of `STATUSES`.
     iterations: sweeps of message passing, over all stages.
     seconds: by stage.
+    work: the estimated seconds of sweeps, local search and branching: the same on every machine.
     peak_usage, peak_time: the highest usage of `choices`, and the first time that has it.
     least_peak_bound: no assignment has a lower peak than this (0 where nothing was proven).
     """
@@ -50,6 +51,7 @@ class Solution:
     method: str
     iterations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    work: float = 0.0
     peak_usage: float = 0.0
     peak_time: int = 0
     least_peak_bound: float = 0.0

@@ -82,7 +82,8 @@ class GraphSolver:
         """After so many turns that hardly raise the bound, messages count as stalled."""
         self.stalled = False
         """Whether the messages have stopped to help."""
-        self._estimate = 0.0
+        self.estimate = 0.0
+        """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced = False
 
     def begin(self, messages: Messages, choices: dict[int, int] | None) -> None:
@@ -141,7 +142,7 @@ class GraphSolver:
 
     def may_sweep(self) -> bool:
         """Whether the effort allows another round."""
-        return self.sweeps < self.effort.sweeps and self._estimate < self.effort.seconds
+        return self.sweeps < self.effort.sweeps and self.estimate < self.effort.seconds
 
     def accept(self, choices: dict[int, int], cost: float) -> None:
         """Takes a valid assignment of the graph into account."""
@@ -192,7 +193,7 @@ class GraphSolver:
         for _ in range(sweeps):
             relaxation.improve(self.upper)
             self.sweeps += 1
-            self._estimate += relaxation.seconds_per_sweep
+            self.estimate += relaxation.seconds_per_sweep
             self.raise_lower(relaxation.bound)
             if relaxation.choices is not None and relaxation.cost < self.upper:
                 self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)

@@ -29,9 +29,11 @@ _LARGE = 5e7
 _PRECISION_OF_LARGE = 1e-3
 
 # Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
-# search ends with the best plan by then, after so many times the seconds of the search without a limit.
+# search ends with the best plan by then, after so many times the work of the search without a limit. Work is counted,
+# not timed, so that the same program gets the same plan on every machine.
 _PRECISION_WITHIN_LIMIT = 1e-3
 _TIMES_SLOWER_WITHIN_LIMIT = 3
+_LEAST_WORK = 2.5
 _LEAST_SECONDS = 2.5
 
 # The network counts memory as a sum over variables, the schedule exactly. Where the exact peak is above the limit
@@ -84,13 +86,14 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
     """The best schedule within the limit, where ``first``, the best one without, is not."""
     least, bound, allowed = first, 0.0, search.limit_bytes
     lifetimes = [first.lifetimes]
-    patience = max(_LEAST_SECONDS, _TIMES_SLOWER_WITHIN_LIMIT * sum(first.solution.seconds.values()))
+    patience = max(_LEAST_WORK, _TIMES_SLOWER_WITHIN_LIMIT * first.solution.work)
     for _ in range(_MOST_CORRECTIONS):
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
         problem.network.usage_limit = allowed - WORKSPACE_BYTES
-        found = _search(problem, lifetimes, search, min(patience, left), _PRECISION_WITHIN_LIMIT)
-        if not np.isfinite(found.solution.cost) and found.solution.status != "infeasible" and patience < left:
-            found = _search(problem, lifetimes, search, left - patience, _PRECISION_WITHIN_LIMIT)
+        found = _search(problem, lifetimes, search, left, patience)
+        if not np.isfinite(found.solution.cost) and found.solution.status != "infeasible":
+            left = max(_LEAST_SECONDS, deadline - time.perf_counter())
+            found = _search(problem, lifetimes, search, left)
         bound = max(bound, found.solution.least_peak_bound)
         least = min(least, found, key=lambda f: f.peak_bytes)
         if found.peak_bytes <= search.limit_bytes:
@@ -117,11 +120,13 @@ def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:
 
 
 def _search(
-    problem: Problem, orders: Sequence[Lifetimes], search: Search, seconds: float, precision: float = _PRECISION
+    problem: Problem, orders: Sequence[Lifetimes], search: Search, seconds: float, work: float = np.inf
 ) -> Found:
+    """The best schedule within so many seconds and so much work, which only what is within a limit is held to."""
+    precision = _PRECISION if problem.network.usage_limit is None else _PRECISION_WITHIN_LIMIT
     entries = sum(problem.network.tables[table].size for _, _, table in problem.network.edges)
     precision = max(precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
-    solution = solve(problem.network, method=search.method, gap=precision, time_limit=seconds)
+    solution = solve(problem.network, method=search.method, gap=precision, time_limit=seconds, work_limit=work)
     if solution.status == "unknown" and problem.network.usage_limit is None:
         solution = _as_it_is(problem, solution)
     schedule = Schedule(problem, problem.decode(solution.choices))

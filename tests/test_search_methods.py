@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from shardplan.search import METHODS, Network, NetworkError, Progress, solve, testing
+from shardplan.search import METHODS, Network, NetworkError, Progress, Solution, solve, testing
 from shardplan.search.methods import Method, register
 from shardplan.search.programs import Program, gpt, lstm, resnet
 
@@ -188,3 +188,19 @@ def test_without_time_there_is_a_valid_solution(method: str):
     assert solution.cost == pytest.approx(network.cost(solution.choices))
     assert np.isfinite(solution.cost)
     assert solution.lower_bound <= solution.cost
+
+
+def test_a_search_that_is_cut_by_work_ends_at_the_same_place_on_a_slow_machine():
+    net = gpt(2).network((8,), memory=True)
+    free = solve(net, gap=1e-4)
+    net.usage_limit = 0.65 * net.peak(free.choices)[0]
+
+    def solved(pause: float) -> Solution:
+        slowly = lambda progress: time.sleep(pause)  # noqa: E731
+        return solve(net, gap=1e-9, time_limit=300, work_limit=0.3, progress=slowly)
+
+    quick, slow = solved(0), solved(0.02)
+    assert quick.status == "feasible", "the work was too little to close the gap"
+    assert (quick.choices == slow.choices).all()
+    assert (quick.work, quick.lower_bound, quick.iterations) == (slow.work, slow.lower_bound, slow.iterations)
+    assert slow.work >= 0.3
