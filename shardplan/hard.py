@@ -1,6 +1,7 @@
 """Hard layouts: the user's pins of arguments, and the sharding constraints inside the user's function.
 
 >>> import jax
+>>> from shardplan.layout import MeshAxes
 >>> from shardplan.tracing import trace_program
 >>> shape = jax.ShapeDtypeStruct((8, 6), "float32")
 >>> program = trace_program(lambda x: x * 2, (shape,))
