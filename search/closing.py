@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,17 +25,20 @@ _DISTANCE = 20
 @dataclass(frozen=True, slots=True)
 class Closing:
     """choices: by variable id, `None` where nothing was found. proven: whether nothing better exists (within
-    rounding of costs to integers), or nothing at all where there are no choices. lower_bound: of the graph's cost."""
+    rounding of costs to integers), or nothing at all where there are no choices. lower_bound: of the graph's cost.
+    work: CP-SAT's deterministic time."""
 
     choices: dict[int, int] | None
     lower_bound: float
     proven: bool
+    work: float = 0.0
 
 
-def close(graph: Graph, work: float, seconds: float) -> Closing:
+def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, times: Iterable[int] = ()) -> Closing:
     """Solves what is left of the graph.
 
     work: CP-SAT's deterministic time, which alone decides what is found, unless `seconds` end first.
+    tolerance: how far above the least cost is good enough. times: at which usage is known to bind.
     Costs are rounded to whole numbers of a unit that is 1 where they are whole already. Of the times at which usage
     could exceed the limit, only a few are constrained at first; those at which a solution does exceed it come in, and
     the model is solved again. What bounds the first of these models bounds the last.
@@ -43,30 +47,32 @@ def close(graph: Graph, work: float, seconds: float) -> Closing:
     deadline = time.monotonic() + seconds
     builder = _Builder(graph, variables)
     profile = _profile(graph, variables)
-    instants = _first_instants(profile) if profile is not None else []
+    instants = _first_instants(profile, times) if profile is not None else []
     for instant in instants:
         builder.limit(profile, instant)  # type: ignore[arg-type]
-    lower_bound = -math.inf
+    lower_bound, left = -math.inf, work
     while True:
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = max(deadline - time.monotonic(), 0.01)
-        solver.parameters.max_deterministic_time = work
+        solver.parameters.max_deterministic_time = left
         solver.parameters.num_workers = 1
+        solver.parameters.absolute_gap_limit = max(tolerance / builder.unit, 1e-4)  # the latter is CP-SAT's own
         solver.parameters.linearization_level = 2
         status = solver.solve(builder.model)
-        work -= solver.response_proto.deterministic_time
+        left -= solver.response_proto.deterministic_time
         if status == cp_model.INFEASIBLE:
-            return Closing(None, math.inf, True)
+            return Closing(None, math.inf, True, work - left)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return Closing(None, lower_bound, False)
+            return Closing(None, lower_bound, False, work - left)
         bound = builder.offset + (solver.best_objective_bound - builder.rounding) * builder.unit
         lower_bound = max(lower_bound, bound)
         choices = builder.choices(solver)
         over = _exceeded(profile, choices, instants) if profile is not None else []
         if not over:
-            return Closing(dict(zip(variables, choices, strict=True)), lower_bound, status == cp_model.OPTIMAL)
-        if work <= 0:
-            return Closing(None, lower_bound, False)
+            found = dict(zip(variables, choices, strict=True))
+            return Closing(found, lower_bound, status == cp_model.OPTIMAL, work - left)
+        if left <= 0:
+            return Closing(None, lower_bound, False, work - left)
         for instant in over:
             builder.limit(profile, instant)  # type: ignore[arg-type]
         instants += over
@@ -79,12 +85,14 @@ def _profile(graph: Graph, variables: list[int]) -> Profile | None:
     return Profile(graph, variables, np.cumsum(sizes) - sizes)
 
 
-def _first_instants(profile: Profile) -> list[int]:
-    """All times that could exceed the limit where they are few, or the one that could most."""
+def _first_instants(profile: Profile, times: Iterable[int]) -> list[int]:
+    """All times that could exceed the limit where they are few, or the one that could most and those that are known."""
     candidates = profile.candidates()
     if len(candidates) <= _FEW_INSTANTS:
         return candidates.tolist()
-    return [int(candidates[profile.extreme(most=True)[candidates].argmax()])]
+    most = int(candidates[profile.extreme(most=True)[candidates].argmax()])
+    known = np.searchsorted(profile.instants, np.array(list(times), dtype=np.int64), side="right") - 1
+    return sorted({most, *np.intersect1d(known, candidates).tolist()})
 
 
 def _exceeded(profile: Profile, choices: list[int], known: list[int]) -> list[int]:

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from shardplan.search.branching import Branching
+from shardplan.search.crossing import Crossing
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.neighbourhoods import LocalSearch, excess
@@ -42,8 +43,8 @@ def auto(run: Run) -> None:
     |---|---|---|
     | none, or never reached | dynamic programming fits | proven |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
-    | any | ten thousand choices are left | branching and local search by turns, until the time is over |
-    | any | more are left | local search until the time is over |
+    | any | ten thousand choices are left | crossings, branching and local search by turns, until the time is over |
+    | any | more are left | crossings, local search until the time is over |
 
     Sweeping may take three tenths of the time where there is a limit, eight where there is none. All tenths are of
     estimated work, so that the clock decides nothing but the end.
@@ -103,6 +104,7 @@ def _improve(run: Run, solver: GraphSolver) -> None:
     assert graph.hint is not None
     relaxation = solver.relax_again()
     watch = Watch(run.check, run.seconds_left)
+    _cross(run, solver, watch)
     local = LocalSearch(graph, solver.upper, solver.prices, excess(relaxation, graph.hint))
     small = sum(graph.size(v) for v in graph.live()) <= _BRANCHABLE
     branching = Branching(solver, _BRANCH) if small else None
@@ -118,6 +120,20 @@ def _improve(run: Run, solver: GraphSolver) -> None:
             if solver.upper < local.upper:
                 local.restart(solver.upper)
         _report(run, solver)
+
+
+def _cross(run: Run, solver: GraphSolver, watch: Watch) -> None:
+    """Crossings of assignments while they help, where their sweeps take a small part of the time."""
+    if not solver.prices:
+        return
+    crossing = Crossing(solver)
+    if crossing.seconds_of_sweeps > min(0.1 * run.time_limit, 0.5 * run.work_limit):
+        return
+    before = run.work
+    while not solver.closed and run.work < run.work_limit and crossing.step(watch):
+        run.work = before + crossing.estimate
+        _report(run, solver)
+    run.work = before + crossing.estimate
 
 
 def lowest_peak(run: Run, sweeps: int = 300) -> None:

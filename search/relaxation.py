@@ -157,6 +157,12 @@ class Relaxation:
         """An assignment by place, as one by variable."""
         return dict(zip(self.order, choices.tolist(), strict=True))
 
+    def decoded_at(self, prices: Array, sweeps: int) -> dict[int, int]:
+        """An assignment by variable, decoded after some sweeps at these prices of the watched times."""
+        for _ in range(sweeps):
+            self._sweep(prices)
+        return self.by_variable(self.sweeper.decode())
+
     def promising(self, count: int) -> dict[int, Index]:
         """Per variable its choices of the least min-marginals of the last sweep, ascending."""
         offsets, above = self.sweeper.offsets.tolist(), self.sweeper.beliefs

@@ -193,7 +193,11 @@ def test_errors_of_jax_reach_the_caller() -> None:
 @pytest.mark.parametrize(
     ("rows", "sizes", "message"),
     [
-        (13, (8,), r"no mesh axis \(x=8\) divides dimension 0 of `1` \[13, 8\]: its 13 rows are not split but .* padded. 16 rows"),
+        (
+            13,
+            (8,),
+            r"no mesh axis \(x=8\) divides dimension 0 of `1` \[13, 8\]: its 13 rows are not split but .* 16 rows",
+        ),
         (13, (2, 4), r"no mesh axis \(x=2, y=4\) divides dimension 0 of `1`.* 14 or 16 rows would be"),
         (12, (2, 4), None),
         (12, (1,), None),

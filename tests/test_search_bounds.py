@@ -1,12 +1,16 @@
 """Lower bounds hold at every moment; pruning and reparametrisation keep what they must."""
 
+import math
+
 import numpy as np
 import pytest
 
-from shardplan.search import Network, testing
+from shardplan.search import Network, solve, testing
 from shardplan.search.branching import Branching
+from shardplan.search.crossing import Crossing
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.programs import gpt
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
@@ -128,3 +132,22 @@ def test_branching_proves_what_relaxations_leave_open() -> None:
             assert net.cost(full) == optimum
             assert net.usage_limit is not None and net.peak(full)[0] <= net.usage_limit
     assert proven > 3
+
+
+def test_crossings_mix_what_is_best_at_several_prices_of_memory():
+    """A GPT's network at two thirds of its memory: messages and their decoding alone stay far above the bound."""
+    net = gpt(2).network((2, 4), memory=True)
+    free = solve(net, gap=1e-4)
+    net.usage_limit = 0.65 * net.peak(free.choices)[0]
+    graph = Graph.of(net)
+    solver = GraphSolver(graph, math.inf, Effort(sweeps=60, closing=0.0), 1e-6, Watch(lambda: None, lambda: 60.0))
+    solver.solve()
+    before, lower = solver.upper, solver.lower
+    crossing = Crossing(solver)
+    while crossing.step(solver.watch):
+        assert solver.upper < before
+    assert solver.lower == lower <= solver.upper < before
+    choices = graph.expand(graph.hint)
+    assert net.cost(choices) == pytest.approx(solver.upper)
+    assert net.peak(choices)[0] <= net.usage_limit
+    assert crossing.estimate > 0
