@@ -16,10 +16,10 @@ from shardplan.models import dlrm, gnn, mamba, unet3d, vgg
         (vgg, "vgg-19", 143_667_240),
         (vgg, "vgg-16-10k", 14_714_688),
         (mamba, "mamba-130m", 129_135_360),
-        (mamba, "mamba-370m", 371_516_416),
-        (mamba, "mamba-790m", 793_204_224),
-        (mamba, "mamba-1.4b", 1_372_178_432),
-        (mamba, "mamba-2.8b", 2_768_345_600),
+        pytest.param(mamba, "mamba-370m", 371_516_416, marks=pytest.mark.slow),
+        pytest.param(mamba, "mamba-790m", 793_204_224, marks=pytest.mark.slow),
+        pytest.param(mamba, "mamba-1.4b", 1_372_178_432, marks=pytest.mark.slow),
+        pytest.param(mamba, "mamba-2.8b", 2_768_345_600, marks=pytest.mark.slow),
         # The published count leaves out the scale and bias of each normalised channel.
         (unet3d, "unet3d", 19_069_955 + 2 * 2336),
         # 33,762,577 rows of 16 numbers, and the two MLPs.

@@ -18,9 +18,9 @@ MODELS = {
 }
 CASES = [
     ("mlp", {"data": 8}),
-    ("gpt", {"data": 8}),
+    pytest.param("gpt", {"data": 8}, marks=pytest.mark.slow),
     pytest.param("resnet", {"data": 8}, marks=pytest.mark.slow),
-    ("mlp", {"data": 2, "model": 4}),
+    pytest.param("mlp", {"data": 2, "model": 4}, marks=pytest.mark.slow),
     pytest.param("gpt", {"data": 2, "model": 4}, marks=pytest.mark.slow),
     pytest.param("resnet", {"data": 2, "model": 4}, marks=pytest.mark.slow),
 ]
