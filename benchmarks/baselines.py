@@ -219,7 +219,8 @@ def step_by_hand(
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         others = {name: value for name, value in state.items() if name not in ("params", "opt_state", "step")}
-        (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"], others, batch)
+        data = training.batch_for(state, batch)
+        (loss, others), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"], others, data)
         gradients, params = constrain(gradients, specs.updating), constrain(state["params"], specs.updating)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], params)
         params = constrain(optax.apply_updates(params, updates), specs.updating)

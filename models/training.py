@@ -24,6 +24,7 @@ class Training:
     `train_step(state, batch) -> (state, loss)` is pure and not yet jitted. `make_state` and `make_batch` make its
     arguments from a random key; `parameters` counts the trained numbers. `loss_function` and `optimizer` are what the
     step is made of, for who writes the same step in another way by hand; None where it is made of something else.
+    With a `seed`, the loss takes the batch of `batch_for(state, batch)`, which has the step's random key.
     """
 
     train_step: Callable[[State, Batch], tuple[State, jax.Array]]
@@ -31,6 +32,11 @@ class Training:
     make_batch: Callable[[jax.Array], Batch]
     loss_function: LossFunction | None = None
     optimizer: optax.GradientTransformation | None = None
+    seed: int | None = None
+
+    def batch_for(self, state: State, batch: Batch) -> Batch:
+        """The batch as the loss takes it: with a `seed`, `key` is another one for each number of `step`."""
+        return batch if self.seed is None else _with_key(state, batch, self.seed)
 
     @property
     def state(self) -> State:
@@ -93,7 +99,7 @@ def make_training(
     def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         others = {name: value for name, value in state.items() if name not in ("params", "opt_state", "step")}
         if seed is not None:
-            batch = {**batch, "key": jax.random.fold_in(jax.random.key(seed), state["step"])}
+            batch = _with_key(state, batch, seed)
         gradient_function = jax.value_and_grad(loss_function, has_aux=True)
         (loss, others), gradients = gradient_function(state["params"], others, batch)
         updates, opt_state = optimizer.update(gradients, state["opt_state"], state["params"])
@@ -105,4 +111,8 @@ def make_training(
         }
         return new_state, loss
 
-    return Training(train_step, make_state, make_batch, loss_function, optimizer)
+    return Training(train_step, make_state, make_batch, loss_function, optimizer, seed)
+
+
+def _with_key(state: State, batch: Batch, seed: int) -> Batch:
+    return {**batch, "key": jax.random.fold_in(jax.random.key(seed), state["step"])}

@@ -34,6 +34,7 @@ _PRECISION_OF_LARGE = 1e-3
 _PRECISION_WITHIN_LIMIT = 1e-3
 _TIMES_SLOWER_WITHIN_LIMIT = 3
 _LEAST_WORK = 2.5
+_TIMES_LONGER_WHERE_NOTHING_FITS = 4
 _LEAST_SECONDS = 2.5
 
 # The network counts memory as a sum over variables, the schedule exactly. Where the exact peak is above the limit
@@ -88,12 +89,8 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
     lifetimes = [first.lifetimes]
     patience = max(_LEAST_WORK, _TIMES_SLOWER_WITHIN_LIMIT * first.solution.work)
     for _ in range(_MOST_CORRECTIONS):
-        left = max(_LEAST_SECONDS, deadline - time.perf_counter())
         problem.network.usage_limit = allowed - WORKSPACE_BYTES
-        found = _search(problem, lifetimes, search, left, patience)
-        if not np.isfinite(found.solution.cost) and found.solution.status != "infeasible":
-            left = max(_LEAST_SECONDS, deadline - time.perf_counter())
-            found = _search(problem, lifetimes, search, left)
+        found = _search_longer(problem, lifetimes, search, deadline, patience)
         bound = max(bound, found.solution.least_peak_bound)
         least = min(least, found, key=lambda f: f.peak_bytes)
         if found.peak_bytes <= search.limit_bytes:
@@ -106,6 +103,19 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
         if time.perf_counter() > deadline:
             break
     raise InfeasibleError(_does_not_fit(problem, least, bound, search), least.peak_bytes)
+
+
+def _search_longer(
+    problem: Problem, lifetimes: Sequence[Lifetimes], search: Search, deadline: float, work: float
+) -> Found:
+    """The best schedule within so much work, or within more of it where nothing was found."""
+    while True:
+        left = max(_LEAST_SECONDS, deadline - time.perf_counter())
+        found = _search(problem, lifetimes, search, left, work)
+        settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
+        if settled or time.perf_counter() >= deadline:
+            return found
+        work *= _TIMES_LONGER_WHERE_NOTHING_FITS
 
 
 def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:
