@@ -25,8 +25,8 @@ _DISTANCE = 20
 @dataclass(frozen=True, slots=True)
 class Closing:
     """choices: by variable id, `None` where nothing was found. proven: whether nothing better exists (within
-    rounding of costs to integers), or nothing at all where there are no choices. lower_bound: of the graph's cost.
-    work: CP-SAT's deterministic time."""
+    rounding of costs to integers, and the tolerance), or nothing at all where there are no choices. lower_bound: of the
+    graph's cost. work: CP-SAT's deterministic time."""
 
     choices: dict[int, int] | None
     lower_bound: float
