@@ -10,40 +10,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
 
+from shardplan.attribution import OperationTraffic, PlannedCollective, attribute, axes_in_order
 from shardplan.compiled import Axes as Axes
 from shardplan.compiled import CompiledMemory as CompiledMemory
 from shardplan.compiled import CompiledReport as CompiledReport
 from shardplan.compiled import Traffic as Traffic
-from shardplan.compiled import axes_text, operation_of, origins
+from shardplan.compiled import axes_text
 from shardplan.compiled import measure as measure
 from shardplan.errors import ArgumentError
-from shardplan.hlo import KINDS, CompiledCollective
+from shardplan.hlo import KINDS
 from shardplan.tables import html_table, megabytes, text_table
 from shardplan.target import gpu_mesh, only_described
-
-
-class PlannedCollective(Protocol):
-    """What an audit reads of a plan's collective; `operation` starts with the scope that applying leaves (`op12`)."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-    @property
-    def bytes(self) -> float: ...
-    @property
-    def times(self) -> int: ...
-    @property
-    def operation(self) -> str: ...
-    @property
-    def source(self) -> str: ...
 
 
 class AuditedPlan(Protocol):
@@ -58,24 +42,6 @@ class AuditedPlan(Protocol):
     @property
     def peak_bytes(self) -> float: ...
     def lower(self, mesh: Mesh) -> jax.stages.Lowered: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OperationTraffic:
-    """Bytes that one operation of the plan makes a device send, planned and compiled.
-
-    `operation` is its number, None where nothing leads back to one; `description` and `source` say what and where.
-    """
-
-    operation: int | None
-    description: str
-    source: str
-    predicted_bytes: float
-    compiled_bytes: float
-
-    @property
-    def difference(self) -> float:
-        return self.compiled_bytes - self.predicted_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +151,6 @@ class Audit:
         return html_table(_AUDIT_HEADER, self._rows(), numbers=range(2, 8), caption=self._verdict())
 
 
-_SAME_SIZE = 0.01
-"""A planned and a compiled collective whose sizes differ by no more are the same one: padding makes some larger."""
-
 _AUDIT_HEADER = (
     *("collective", "mesh axes", "planned", "compiled", "predicted MB", "compiled MB", "difference"),
     "beside other work",
@@ -223,7 +186,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         predicted_bytes=plan.communication_bytes,
         predicted_peak_bytes=plan.peak_bytes,
         compiled=report,
-        operations=_operations(plan.collectives, report.collectives, axes),
+        operations=attribute(plan.collectives, report.collectives, axes),
     )
 
 
@@ -231,58 +194,9 @@ def _planned(found: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -
     """Times and bytes of planned collectives per kind and mesh axes, axes in the order of the mesh."""
     sent: dict[tuple[str, Axes], Traffic] = {}
     for planned in found:
-        key = (planned.kind, _axes_of(planned, mesh_axes))
+        key = (planned.kind, axes_in_order(planned, mesh_axes))
         sent[key] = sent.get(key, Traffic()).plus(planned.times, planned.bytes * planned.times)
     return sent
-
-
-def _operations(
-    planned: Sequence[PlannedCollective], compiled: Iterable[CompiledCollective], mesh_axes: Mapping[str, int]
-) -> tuple[OperationTraffic, ...]:
-    """Predicted and compiled bytes per operation, largest difference first.
-
-    Where several operations are near a compiled collective, it is that of the one for which the plan has such a
-    collective: a sum that waits for its reader is made by one operation and planned for another.
-    """
-    found: dict[int | None, OperationTraffic] = {}
-
-    def add(operation: int | None, description: str, source: str, predicted: float, sent: float) -> None:
-        known = found.get(operation, OperationTraffic(operation, description, source, 0, 0))
-        found[operation] = replace(
-            known, predicted_bytes=known.predicted_bytes + predicted, compiled_bytes=known.compiled_bytes + sent
-        )
-
-    open_shares: dict[tuple[int | None, str, Axes], list[float]] = {}
-    for plan in planned:
-        operation, size = operation_of(plan.operation), plan.bytes * plan.times
-        add(operation, plan.operation, plan.source, size, 0)
-        open_shares.setdefault((operation, plan.kind, _axes_of(plan, mesh_axes)), []).append(size)
-    for one in compiled:
-        axes = one.axes(mesh_axes)
-        for paths, share in origins(one):
-            planned_for = (
-                path for path in paths if _takes(open_shares.get((operation_of(path), one.kind, axes)), share)
-            )
-            path = next(planned_for, paths[0] if paths else "")
-            operation = operation_of(path)
-            name = "no operation of the plan" if operation is None else f"op{operation} {path.rsplit('/', 1)[-1]}"
-            add(operation, name, "" if operation is None else one.source, 0, share)
-    return tuple(sorted(found.values(), key=lambda traffic: -abs(traffic.difference)))
-
-
-def _takes(sizes: list[float] | None, share: float) -> bool:
-    """Whether one of the planned sizes is this one; it is then no longer there for another."""
-    for size in sizes or ():
-        if abs(size - share) <= _SAME_SIZE * size:
-            assert sizes is not None
-            sizes.remove(size)
-            return True
-    return False
-
-
-def _axes_of(planned: PlannedCollective, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes of a planned collective in the order of the mesh, without those of one device."""
-    return tuple(axis for axis in mesh_axes if axis in planned.axes and mesh_axes[axis] > 1)
 
 
 def _row_order(key: tuple[str, Axes]) -> tuple[int, tuple[str, ...]]:

@@ -21,8 +21,8 @@ from shardplan.partitioner import may_be_island, needs_island, splits_one
 from shardplan.prices import Prices
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
-from shardplan.strategy import Choices, Strategy, StrategyMaker, passing_on, reduction_dtype
-from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_step
+from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype
+from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps
 from shardplan.variables import Numbering
 
 
@@ -195,17 +195,16 @@ class Problem:
         return price
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
-        """The exchanges between neighbours that a strategy needs, with the tensor whose rows are sent; and what a
-        region calls by name, as fractions of its largest result."""
+        """Exchanges between neighbours, with the tensor whose rows are sent; and what a region calls by name."""
         results = [self.program.values[result] for result in operation.results]
         found = called_steps(self.space.mesh, strategy, results)
-        for halo in strategy.halos:
-            operand, layout = operation.operands[halo.operand], strategy.operands[halo.operand]
-            if isinstance(operand, int) and operand not in self.generated and layout is not None:
+        for position, layout in enumerate(strategy.operands):
+            operand = operation.operands[position]
+            halos = [halo for halo in strategy.halos if halo.operand == position]
+            if halos and isinstance(operand, int) and operand not in self.generated and layout is not None:
                 value = self.program.values[operand]
-                found.append(
-                    (halo_step(self.space.mesh, self.domain(operand), layout, halo, value.shape[halo.dim]), value)
-                )
+                domain = self.domain(operand)
+                found += [(step, value) for step in halo_steps(self.space.mesh, domain, layout, halos, value)]
         return found
 
     # ---- variables
@@ -381,7 +380,7 @@ class Problem:
         for operation in self.program.operations:
             options = self.choices.get(operation.index)
             if operation.index in self._barriers:
-                strategies[operation.index] = self._barrier_strategy(operation, values)
+                strategies[operation.index] = barrier_strategy(operation, values, self.space.mesh)
             elif options is None:
                 continue
             elif operation.index in variables.operations:
@@ -389,12 +388,6 @@ class Problem:
             elif operation.results[0] not in self.generated:
                 strategies[operation.index] = options.strategies[choices[variables.values[operation.results[0]]]]
         return Assignment(values, copies, strategies, self.generated)
-
-    def _barrier_strategy(self, operation: Operation, values: dict[int, Layout]) -> Strategy:
-        results = tuple(values[result] for result in operation.results)
-        operands = tuple(r if isinstance(o, int) else None for o, r in zip(operation.operands, results, strict=True))
-        nothing = ((),) * len(results)
-        return Strategy(operands, results, nothing, (None,) * len(results), self.space.mesh.device_count)
 
 
 def _agrees(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:

@@ -7,14 +7,14 @@ follows from the layout of its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
 
 from shardplan import _jax, rules
-from shardplan.layout import Domain, Layout, LayoutSpace, from_spec, replicated
+from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, from_spec, replicated
 from shardplan.partitioner import ISLANDS, runs, usable_padded_splits, usable_splits, usable_uneven_splits
 from shardplan.program import Constant, Operation, Program
 from shardplan.regions import Named, collectives_of_region
@@ -299,3 +299,11 @@ def _determined_by_result(splits: dict[int, list[_Sized]]) -> bool:
         if None in dims or len(set(dims)) != len(dims):
             return False
     return True
+
+
+def barrier_strategy(operation: Operation, values: Mapping[int, Layout], mesh: MeshAxes) -> Strategy:
+    """How a barrier is split, which passes on each operand in the layout that its result has."""
+    results = tuple(values[result] for result in operation.results)
+    operands = tuple(r if isinstance(o, int) else None for o, r in zip(operation.operands, results, strict=True))
+    nothing = ((),) * len(results)
+    return Strategy(operands, results, nothing, (None,) * len(results), mesh.device_count)

@@ -240,11 +240,19 @@ def called_steps(mesh: MeshAxes, strategy: Strategy, results: Sequence[Value]) -
     ]
 
 
-def halo_step(mesh: MeshAxes, domain: Domain, layout: Layout, halo: Halo, size: int) -> Step:
-    """The exchange of a halo by the blocks of a tensor in ``layout``, whose dimension of the halo has ``size`` rows."""
+def halo_steps(mesh: MeshAxes, domain: Domain, layout: Layout, halos: Sequence[Halo], value: Value) -> Iterator[Step]:
+    """The exchanges of the halos of one tensor in ``layout``, dimension by dimension.
+
+    Blocks carry the rows that they got along earlier dimensions on to their neighbours along later ones: the corners.
+    """
     local = 1.0 / float(domain.degrees[domain.position[layout]])
-    fraction = local * halo.rows / -(-size // mesh.degree(halo.axes))
-    return Step("collective-permute", halo.axes, layout, fraction)
+    carried, rows_got, dim = 1.0, 0.0, -1
+    for halo in sorted(halos, key=lambda halo: halo.dim):
+        block = -(-value.shape[halo.dim] // mesh.degree(halo.axes))
+        if halo.dim != dim:
+            carried, rows_got, dim = carried * (1 + rows_got), 0.0, halo.dim
+        rows_got += halo.rows / block
+        yield Step("collective-permute", halo.axes, layout, local * carried * halo.rows / block)
 
 
 class Reductions:

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardplan.attribution import attribute
 from shardplan.audit import Audit, CompiledMemory, CompiledReport, audit
 from shardplan.errors import ArgumentError, ShardplanError
 from shardplan.hlo import bytes_sent, collectives
@@ -170,3 +171,45 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert list(found.traffic()) == [("all-reduce", None)]
     assert "part of an axis" in str(found)
     assert "part of an axis" in found._repr_html_()
+
+
+COLLECTIVES = """HloModule step, num_partitions=8
+ENTRY %main (a: f32[64,8], b: f32[64,16]) -> f32[] {{
+  %a = f32[64,8]{{1,0}} parameter(0), metadata={{op_name="jit(step)/op3/dot_general"}}
+  %b = f32[64,16]{{1,0}} parameter(1), metadata={{op_name="jit(step)/op5/add"}}
+  %c = f32[64,24]{{1,0}} concatenate(%a, %b), dimensions={{1}}, metadata={{op_name="jit(step)/op3/dot_general"}}
+  ROOT %r = f32[64,{columns}]{{1,0}} all-reduce(%{operand}), replica_groups=[1,8]<=[8], to_apply=%add
+}}
+"""
+
+
+def sent(columns: int) -> float:
+    return 2 * 7 / 8 * 64 * columns * 4
+
+
+@pytest.mark.parametrize(
+    ("operand", "columns", "planned"),
+    [
+        ("b", 16, {5: 16}),  # the metadata leads to it
+        ("b", 16, {4: 16, 9: 16}),  # nothing is planned for that operation: the nearest with the same size
+        ("c", 24, {3: 16, 4: 8}),  # products of one source line that became one
+    ],
+)
+def test_collectives_are_those_that_the_plan_has(operand: str, columns: int, planned: dict[int, int]):
+    compiled = collectives(COLLECTIVES.format(operand=operand, columns=columns))
+    expected = [Planned("all-reduce", ("x",), sent(size), 1, f"op{number} dot") for number, size in planned.items()]
+    found = {traffic.operation: traffic for traffic in attribute(expected, compiled, {"x": 8})}
+    assert sum(traffic.compiled_bytes for traffic in found.values()) == sent(columns)
+    assert all(traffic.difference <= 0 for traffic in found.values())
+    assert found[min(planned)].difference == 0
+
+
+def test_tensors_laid_end_to_end_are_explained_together_and_others_are_not():
+    compiled = collectives(COLLECTIVES.format(operand="c", columns=24))
+    apart = [
+        Planned("all-reduce", ("x",), sent(size), 1, f"op{number} dot", f"train.py:{number}")
+        for number, size in ((7, 20), (8, 4))
+    ]
+    assert not any(traffic.difference for traffic in attribute(apart, compiled, {"x": 8}))
+    unplanned, *missing = attribute(apart[:1], compiled, {"x": 8})
+    assert (unplanned.operation, unplanned.difference, len(missing)) == (3, sent(24), 1)

@@ -18,8 +18,10 @@ from shardplan.hardware import load
 from shardplan.hlo import collectives
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
 from shardplan.prices import Prices
+from shardplan.program import Value
+from shardplan.strategy import Halo
 from shardplan.target import compile_for, gpu_mesh
-from shardplan.transition import Partial, Reductions, Step, Transitions
+from shardplan.transition import Partial, Reductions, Step, Transitions, halo_steps
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 
@@ -277,3 +279,16 @@ def test_recipes(source: Layout, target: Layout, kinds: list[str], fraction: flo
     steps = transitions.path(transitions.space.domain((16, 32)), source, target)
     assert [step.kind for step in steps] == kinds
     assert sum(step.fraction for step in steps) == pytest.approx(fraction)
+
+
+def test_corners_of_halos_are_sent_with_the_later_dimension():
+    axes = MeshAxes(("x", "y"), (2, 4))
+    layout: Layout = ((), (0,), (1,), ())
+    image = Value(0, (2, 64, 64, 16), np.dtype("float32"))
+    halos = [Halo(0, dim, (axis,), 1) for dim, axis in ((2, 1), (2, 1), (1, 0), (1, 0))]
+    steps = halo_steps(axes, LayoutSpace(axes).domain(image.shape), layout, halos, image)
+    # rows of 16 columns x 2 images x 16 channels x 4 bytes, then columns of 32 + 2 rows
+    assert [(step.axes, round(step.fraction * image.total_bytes)) for step in steps] == [
+        *[((0,), 2048)] * 2,
+        *[((1,), 4352)] * 2,
+    ]
