@@ -1,9 +1,8 @@
-"""Solves every problem of a folder, each in a process of its own, and prints a table.
-
-    python -m benchmarks.iopddl FOLDER [--seconds N] [--only A,B]
+"""Solves every problem of a folder, each in a process of its own: `python -m benchmarks.iopddl FOLDER`.
 
 Known limits and best published costs of the ASPLOS / EuroSys 2025 contest are used for the problems that have them:
 points are the best published cost over the cost found, so that 1.0 equals the best of the 20 teams.
+`--only A B` solves these problems, and prints alone.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.documents import Document, progress
 from shardplan.search import iopddl
 
 BEST_COSTS = {"A": 6548641531, "B": 532843, "G": 217039, "M": 49928460991, "S": 1534613444}
@@ -37,13 +37,21 @@ class Row:
     memory_bytes: int
     points: float | None
 
-    def __str__(self) -> str:
+    def cells(self) -> tuple[str, ...]:
         points = "" if self.points is None else f"{self.points:.4f}"
         gap = (self.cost - self.bound) / self.cost if self.cost else 0.0
         return (
-            f"| {self.name} | {self.variables} | {self.cost:.12g} | {points} | {self.bound:.12g} | {gap:.2%} "
-            f"| {self.peak_share:.3f} | {self.seconds:.1f} | {self.memory_bytes / 1e9:.2f} |"
+            *(self.name, str(self.variables), f"{self.cost:.12g}", points, f"{self.bound:.12g}", f"{gap:.2%}"),
+            *(f"{self.peak_share:.3f}", f"{self.seconds:.1f}", f"{self.memory_bytes / 1e9:.2f}"),
         )
+
+
+HEADER = ("problem", "variables", "cost", "points", "lower bound", "gap", "peak / limit", "seconds", "GB so far")
+INTRODUCTION = (
+    "The sharding problems of the ASPLOS / EuroSys 2025 contest, each solved within the contest's time limit, start of "
+    "the process and reading of the file included. Points: the best published cost over the cost found. GB: the most "
+    "that any process held so far."
+)
 
 
 def measure(path: Path, seconds: float, best: float | None) -> Row:
@@ -67,21 +75,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, help="limit for each problem, instead of its own")
-    parser.add_argument("--only", help="letters of the problems, with commas")
+    parser.add_argument("--only", nargs="+", help="letters of problems; the document is left as it is")
     options = parser.parse_args()
-    print("| problem | variables | cost | points | lower bound | gap | peak / limit | seconds | peak GB so far |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    writes = not (options.only or options.seconds)
+    document = Document("iopddl", "Published sharding problems", INTRODUCTION, "iopddl FOLDER", writes)
+    table = document.table(HEADER)
+    letters = {path: path.name.split(".")[0][-1] for path in sorted(options.folder.glob("*.json*"))}
     points = []
-    for path in sorted(options.folder.glob("*.json*")):
-        letter = path.name.split(".")[0][-1]
-        if options.only and letter not in options.only.split(","):
-            continue
-        row = measure(path, options.seconds or SECONDS.get(letter, 60), BEST_COSTS.get(letter))
-        print(row, flush=True)
-        if row.points is not None:
-            points.append(row.points)
-    if points:
-        print(f"\nmean points {sum(points) / len(points):.4f}, least {min(points):.4f}")
+    with progress() as shown:
+        for path in shown.track(
+            [p for p in letters if letters[p] in (options.only or letters[p])], description="iopddl"
+        ):
+            letter = letters[path]
+            row = measure(path, options.seconds or SECONDS.get(letter, 60), BEST_COSTS.get(letter))
+            points += [] if row.points is None else [row.points]
+            table.add(row.cells())
+            if points:
+                table.say([f"Mean points {sum(points) / len(points):.4f}, least {min(points):.4f}."])
+    document.print()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from shardplan.models import NAMES
 from shardplan.tables import megabytes, text_table
 
 TIGHT = 1.2
+AT_ONCE = 2
+"""Models that are measured at the same time: bytes are read from them, not seconds."""
 ByHand = Sequence[tuple[Baseline, Measured]]
 INTRODUCTION = (
     "Bytes that one device sends per step, read from the programs that XLA:GPU compiles for 8 H100: the plan beside "
@@ -54,9 +56,7 @@ def suits(baseline: Baseline, mesh: str) -> bool:
 def by_hand(model: str, meshes: Sequence[str]) -> ByHand:
     """All layouts by hand of a model that one of the meshes has the axes for."""
     suiting = [baseline for baseline in baselines_of(model) if any(suits(baseline, mesh) for mesh in meshes)]
-    with ThreadPoolExecutor(max_workers=2) as pool:  # bytes are read from them, not seconds
-        found = list(pool.map(lambda baseline: measured(Job(model, "", baseline.title)), suiting))
-    return list(zip(suiting, found, strict=True))
+    return [(baseline, measured(Job(model, "", baseline.title))) for baseline in suiting]
 
 
 def best_within(hand: ByHand, mesh: str, limit: float | None) -> tuple[str, Compiled] | None:
@@ -116,15 +116,14 @@ def means(found: Sequence[Row]) -> Iterator[str]:
 def fill(table: Table, models: Sequence[str], meshes: Sequence[str]) -> None:
     """Measures and adds row after row."""
     found: list[Row] = []
-    with progress() as shown:
-        task = shown.add_task("quality", total=len(models) * len(meshes) * 2)
-        for model in models:
-            shown.update(task, description=f"quality: {model}")
-            for row in rows(model, meshes):
+    with progress() as shown, ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        task = shown.add_task("quality", total=len(models))
+        for of_model in pool.map(lambda model: list(rows(model, meshes)), models):
+            for row in of_model:
                 found.append(row)
                 table.add(row.cells)
-                table.say(means(found))
-                shown.advance(task)
+            table.say(means(found))
+            shown.advance(task)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -163,7 +163,17 @@ def vgg() -> tuple[Baseline, ...]:
 
 
 def volumes() -> tuple[Baseline, ...]:
-    return (*spatial("depth"), *spatial("height", 2), *data_parallel())
+    """Of one volume, so that no examples can be split: blocks along one dimension of space, or two."""
+    blocks: Layouts = {"depth": D, "height": T}
+    return (
+        Baseline("spatial, by depth", 1, 8, activations={"depth": T}, batch=P(None, T)),
+        Baseline("spatial, by height", 1, 8, activations={"height": T}, batch=P(None, None, T)),
+        *(
+            Baseline(name, data, tensor, stage=stage, activations=blocks, batch=P(None, D, T))
+            for name, stage in (("depth x height", 0), ("depth x height, ZeRO-1", 1))
+            for data, tensor in TWO_AXES
+        ),
+    )
 
 
 def recurrent() -> tuple[Baseline, ...]:
@@ -183,11 +193,13 @@ def recurrent() -> tuple[Baseline, ...]:
 
 
 def graph() -> tuple[Baseline, ...]:
-    """Edges split over the devices, with the nodes whole on each of them, or split too."""
+    """Edges split over the devices, with the nodes whole on each of them, split too, or split by their features, which
+    a lookup of rows and a sum over edges leave where they are."""
     return (
         *data_parallel({"edges": D, "nodes": D}),
         Baseline("edges split, nodes whole", 8, activations={"edges": D}),
         Baseline("edges split, nodes whole, ZeRO-1", 8, stage=1, activations={"edges": D}),
+        Baseline("edges split, nodes by features", 8, activations={"edges": D, ("nodes", "features"): P(None, D)}),
     )
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,6 +48,8 @@ SEARCH_SECONDS = 120.0
 """Of the clock, for every search."""
 FACTOR_SECONDS, FACTOR_VARIABLES = 40.0, 8000
 """The same for `exact` over the factors, and the largest network that it gets."""
+AT_ONCE = 2
+"""Models that are measured at the same time, each on a core of its own."""
 COMPILED = {"rnn-6-4k": {"layers": 2}, "wresnet-50-4": {}}
 """What is compiled besides, with these changes."""
 
@@ -282,9 +285,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.say([NOTES[table.title]] if table.title in NOTES else [])
     for name in only or names:
         memory.add(memory_row(name))
-    with progress() as shown:
-        for name in shown.track(only or names, description="models"):
-            found = kept(name)
+    with progress() as shown, ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        every = only or names
+        for name, found in shown.track(
+            zip(every, pool.map(kept, every), strict=True), len(every), description="models"
+        ):
             for table, row in zip((sent, seconds), search_rows(name, found), strict=True):
                 table.add(row)
             peaks.add(memory_cells(name, found))
