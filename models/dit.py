@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
 from shardplan.models.stacked import separate_layers
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, make_training, random_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +177,7 @@ def training(config: Config | None = None) -> Training:
         return {"params": nnx.to_pure_dict(nnx.state(DiT(config, nnx.Rngs(key)), nnx.Param))}
 
     def make_batch(key: jax.Array) -> Batch:
-        images, labels = jax.random.split(key)
-        return {
-            "images": jax.random.normal(images, shape),
-            "labels": jax.random.randint(labels, shape[:1], 0, config.classes),
-        }
+        return random_images(key, shape, config.classes)
 
     def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
         state = jax.tree.map(lambda leaf: leaf, abstract)

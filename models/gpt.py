@@ -21,7 +21,7 @@ import optax
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, checkpoint_policy, make_training
+from shardplan.models.training import Batch, State, Training, checkpoint_policy, next_token_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +157,11 @@ def training(config: Config | None = None) -> Training:
     def init(key: jax.Array) -> State:
         return dict(model.init({"params": key, "dropout": key}, jnp.zeros(shape, jnp.int32)))
 
-    def make_batch(key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (config.batch, config.sequence + 1), 0, config.vocabulary)
-        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
+    def logits(params: Any, batch: Batch) -> jax.Array:
         rngs = {"dropout": batch["key"]} if config.dropout else {}
-        logits: Any = model.apply({"params": params}, batch["inputs"], rngs=rngs)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), others
+        found: Any = model.apply({"params": params}, batch["inputs"], rngs=rngs)
+        return found
 
     optimizer = optax.adamw(config.learning_rate, weight_decay=config.weight_decay)
-    return make_training(init, make_batch, loss_function, optimizer, seed=0 if config.dropout else None)
+    sizes = (*shape, config.vocabulary)
+    return next_token_training(init, logits, sizes, optimizer, seed=0 if config.dropout else None)

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
 from shardplan.models.stacked import separate_layers, stacked_layers
-from shardplan.models.training import Batch, State, Training, checkpoint_policy, make_training
+from shardplan.models.training import Batch, State, Training, checkpoint_policy, next_token_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +193,12 @@ def training(config: Config | None = None) -> Training:
     def init(key: jax.Array) -> State:
         return {"params": nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(key)), nnx.Param))}
 
-    def make_batch(key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (config.batch, config.sequence + 1), 0, config.vocabulary)
-        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
+    def logits(params: Any, batch: Batch) -> jax.Array:
         state = jax.tree.map(lambda leaf: leaf, abstract)
         nnx.replace_by_pure_dict(state, params)
-        logits = nnx.merge(definition, state)(batch["inputs"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), others
+        found: Any = nnx.merge(definition, state)(batch["inputs"])
+        return found
 
     optimizer = optax.adamw(config.learning_rate, b1=0.9, b2=0.95, weight_decay=config.weight_decay)
-    return make_training(init, make_batch, loss_function, optimizer)
+    sizes = (config.batch, config.sequence, config.vocabulary)
+    return next_token_training(init, logits, sizes, optimizer)

@@ -23,7 +23,7 @@ import optax
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, next_token_training
 
 GATES = 4
 """Input, forget and output gate, and the candidate of the cell."""
@@ -126,13 +126,10 @@ def training(config: Config | None = None) -> Training:
     def init(key: jax.Array) -> State:
         return dict(model.init(key, jnp.zeros((1, 1), jnp.int32)))  # all timesteps share their parameters
 
-    def make_batch(key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (config.batch, config.sequence + 1), 0, config.vocabulary)
-        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
-        logits = model.apply({"params": params}, batch["inputs"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), others
+    def logits(params: Any, batch: Batch) -> jax.Array:
+        found: Any = model.apply({"params": params}, batch["inputs"])
+        return found
 
     optimizer = optax.sgd(config.learning_rate, momentum=config.momentum)
-    return make_training(init, make_batch, loss_function, optimizer)
+    sizes = (config.batch, config.sequence, config.vocabulary)
+    return next_token_training(init, logits, sizes, optimizer)

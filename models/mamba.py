@@ -19,7 +19,7 @@ import optax
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, next_token_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +149,10 @@ def training(config: Config | None = None) -> Training:
     def init(key: jax.Array) -> State:
         return dict(model.init(key, jnp.zeros(shape, jnp.int32)))
 
-    def make_batch(key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (config.batch, config.sequence + 1), 0, config.vocabulary)
-        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-    def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
-        logits = model.apply({"params": params}, batch["inputs"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean(), others
+    def logits(params: Any, batch: Batch) -> jax.Array:
+        found: Any = model.apply({"params": params}, batch["inputs"])
+        return found
 
     optimizer = optax.adamw(config.learning_rate, weight_decay=config.weight_decay)
-    return make_training(init, make_batch, loss_function, optimizer)
+    sizes = (config.batch, config.sequence, config.vocabulary)
+    return next_token_training(init, logits, sizes, optimizer)

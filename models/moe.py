@@ -34,7 +34,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, make_training, random_tokens
 
 NORMAL = nnx.initializers.normal(0.02)
 
@@ -281,8 +281,7 @@ def training(config: Config | None = None) -> Training:
         return {"params": nnx.to_pure_dict(nnx.state(Mixture(config, nnx.Rngs(key))))}
 
     def make_batch(key: jax.Array) -> Batch:
-        tokens = jax.random.randint(key, (config.batch, config.sequence + 1), 0, config.vocabulary)
-        return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+        return random_tokens(key, config.batch, config.sequence, config.vocabulary)
 
     def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
         logits, balance = nnx.merge(definition, nnx.State(params))(batch["inputs"])

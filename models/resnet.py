@@ -16,7 +16,7 @@ import optax
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, make_training, random_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,7 @@ def training(config: Config | None = None) -> Training:
         return dict(model.init(key, jnp.zeros((1, *shape[1:]))))
 
     def make_batch(key: jax.Array) -> Batch:
-        images_key, labels_key = jax.random.split(key)
-        return {
-            "images": jax.random.normal(images_key, shape),
-            "labels": jax.random.randint(labels_key, (config.batch,), 0, config.classes),
-        }
+        return random_images(key, shape, config.classes)
 
     def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
         variables = {"params": params, **others}

@@ -114,5 +114,41 @@ def make_training(
     return Training(train_step, make_state, make_batch, loss_function, optimizer, seed)
 
 
+def random_tokens(key: jax.Array, batch_size: int, sequence: int, vocabulary: int) -> Batch:
+    """`inputs` and `labels`, int32 `[batch_size, sequence]`: random tokens, and those one later."""
+    tokens = jax.random.randint(key, (batch_size, sequence + 1), 0, vocabulary)
+    return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def random_images(key: jax.Array, shape: tuple[int, ...], classes: int) -> Batch:
+    """`images`, float32 of a `shape` that begins with the batch, and `labels`, int32 `[batch]`."""
+    images, labels = jax.random.split(key)
+    return {
+        "images": jax.random.normal(images, shape),
+        "labels": jax.random.randint(labels, shape[:1], 0, classes),
+    }
+
+
+def next_token_training(
+    init: Callable[[jax.Array], State],
+    logits: Callable[[Any, Batch], jax.Array],
+    sizes: tuple[int, int, int],
+    optimizer: optax.GradientTransformation,
+    seed: int | None = None,
+) -> Training:
+    """A `Training` of a language model: mean cross-entropy of the next token.
+
+    `logits(params, batch)` gives float `[batch, sequence, vocabulary]`; `sizes` are these three. The batch is that of
+    `random_tokens`. For `init` and `seed` see
+    `make_training`.
+    """
+
+    def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, batch), batch["labels"])
+        return losses.mean(), others
+
+    return make_training(init, lambda key: random_tokens(key, *sizes), loss_function, optimizer, seed)
+
+
 def _with_key(state: State, batch: Batch, seed: int) -> Batch:
     return {**batch, "key": jax.random.fold_in(jax.random.key(seed), state["step"])}

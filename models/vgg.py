@@ -23,7 +23,7 @@ import optax
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, make_training, random_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,10 @@ def training(config: Config | None = None) -> Training:
         return dict(model.init(key, jnp.zeros((1, 2 ** len(config.stages), 2 ** len(config.stages), 3))))
 
     def make_batch(key: jax.Array) -> Batch:
-        images_key, key = jax.random.split(key)
-        images = jax.random.normal(images_key, shape)
         if config.classifier:
-            return {"images": images, "labels": jax.random.randint(key, (config.batch,), 0, config.classes)}
-        return {"images": images, "targets": jax.random.normal(key, targets)}
+            return random_images(key, shape, config.classes)
+        images_key, key = jax.random.split(key)
+        return {"images": jax.random.normal(images_key, shape), "targets": jax.random.normal(key, targets)}
 
     def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
         if not config.classifier:

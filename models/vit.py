@@ -21,7 +21,7 @@ import optax
 from jax.typing import DTypeLike
 
 from shardplan.models.logical import logical
-from shardplan.models.training import Batch, State, Training, make_training
+from shardplan.models.training import Batch, State, Training, make_training, random_images
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +165,7 @@ def training(config: Config | None = None) -> Training:
         return {"params": eqx.filter(ViT(config, key), eqx.is_inexact_array)}
 
     def make_batch(key: jax.Array) -> Batch:
-        images, labels = jax.random.split(key)
-        return {
-            "images": jax.random.normal(images, shape),
-            "labels": jax.random.randint(labels, shape[:1], 0, config.classes),
-        }
+        return random_images(key, shape, config.classes)
 
     def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:
         model = eqx.combine(cast(params, config.compute_dtype), static)
