@@ -34,7 +34,8 @@ def run_on_blocks(
 class Island:
     """The reductions of one partial tensor: ``pending`` axes, and the steps that reduce them.
 
-    Without steps the tensor stays partial: the parts are stacked in front, split over the pending axes.
+    Without steps the tensor stays partial: the parts are stacked in front, split over the pending axes. Where
+    nothing is pending it is whole.
     ``travelling`` is the element type in which parts are sent.
     """
 
@@ -49,7 +50,8 @@ class Island:
 
     def map(self, blocks: Callable[..., Any], layouts: tuple[Layout, ...], own: Layout) -> Callable[..., Any]:
         """``blocks`` over operands in layouts; the result comes out in the layout of the last step."""
-        out = self._steps[-1].layout if self._steps else (self._pending, *own)
+        open_ = (self._pending, *own) if self._pending else own
+        out = self._steps[-1].layout if self._steps else open_
         in_specs = tuple(to_spec(self._axes, layout) for layout in layouts)
         out_specs = to_spec(self._axes, out)
         return jax.shard_map(blocks, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -57,7 +59,7 @@ class Island:
     def reduce(self, part: Any, own: Layout) -> Any:
         """A device's part of the sum, as far reduced as the steps say."""
         if not self._steps:
-            return part[None]
+            return part[None] if self._pending else part
         result, before = part.astype(self._travelling), own
         for step in self._steps:
             names = tuple(self._axes.names[axis] for axis in step.axes)

@@ -18,6 +18,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Link
 from shardplan.fusion import fused_operations, fuses_operands, readers_of, stored_values
+from shardplan.groups import RAGGED, axes_of_groups
 from shardplan.layout import Layout
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
@@ -25,7 +26,6 @@ from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy, bytes_of, operand_type
 
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
-_IN_GROUPS = "ragged_dot_general"
 
 WORKSPACE_BYTES = 4 * 2**20
 """What XLA:GPU gives cuBLAS to work in while a matrix product runs, whatever its size."""
@@ -38,10 +38,11 @@ def masked_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> 
     where the row is not of that group, and transposes all of it. It merges equal copies, and keeps them from the
     forward pass for the gradient of the matrices; the transposed ones live as long as the operation runs.
     """
-    if operation.primitive.name != _IN_GROUPS:
+    if operation.primitive.name != RAGGED:
         return 0.0
     rows, _, sizes = (operand_type(problem.program, operand) for operand in operation.operands)
-    split = problem.space.mesh.degree([axis for axes in strategy.operands[0] or () for axis in axes])
+    axes = {axis for axes in strategy.operands[0] or () for axis in axes} | {*axes_of_groups(operation, strategy)}
+    split = problem.space.mesh.degree(tuple(axes))
     return sizes.shape[-1] * bytes_of(rows) / split
 
 
@@ -174,7 +175,7 @@ class Lifetimes:
                 self._problem.network.add_usage(copy, usage, start, end + 1)
         for place, operation in enumerate(self.order):
             variable = self._problem.variable_of_operation(operation.index)
-            if variable is not None and operation.primitive.name == _IN_GROUPS:
+            if variable is not None and operation.primitive.name == RAGGED:
                 strategies = self._problem.choices[operation.index].strategies
                 usage = np.array([2 * masked_bytes(operation, self._problem, strategy) for strategy in strategies])
                 self._problem.network.add_usage(variable, usage, place, place + 1)
@@ -254,7 +255,7 @@ def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
     kept: dict[Any, tuple[float, int, int]] = {}
     for place, operation in enumerate(lifetimes.order):
         strategy = schedule.assignment.strategies.get(operation.index)
-        if operation.primitive.name != _IN_GROUPS or strategy is None:
+        if operation.primitive.name != RAGGED or strategy is None:
             continue
         size = masked_bytes(operation, schedule.problem, strategy)
         yield Held(None, (), size, Lifetime(place, place))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shardplan.groups import RAGGED, splits_rows_or_groups
 from shardplan.program import Operation
 from shardplan.rules.expression import Apply, Position, Term, children
 
@@ -77,12 +78,10 @@ def _operand_whole(rule: Any, split: Any) -> bool:
 
 
 def _rows_or_groups(rule: Any, split: Any) -> bool:
-    """Which group a row is in depends on all rows before it; and XLA gathers the matrices of groups that are split.
-
-    The gradient of the matrices may be split by group: no operand is split then.
-    """
-    groups = split.index == "g" and split.operands[1].dim is not None
-    return groups or split.index in _rows(rule.expression.results[0].body)
+    """Rows whose groups differ from batch to batch, and their groups: an island has one list of group sizes."""
+    if len(rule.expression.operand_shapes[2]) == 1 and "g" in rule.expression.sizes:
+        return False
+    return split.index == "g" or split.index in _rows(rule.expression.results[0].body)
 
 
 def _rows(term: Term) -> set[str]:
@@ -115,20 +114,25 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation with a partial result can run as itself on the blocks of its operands, in a ``shard_map``.
 
     That is so where its parameters name no sizes, and where no block needs rows of its neighbours: contractions, sums
-    and convolutions, which are those that XLA reduces worse. Blocks in a ``shard_map`` are equal.
+    and convolutions, which are those that XLA reduces worse. Blocks in a ``shard_map`` are equal. A product of rows in
+    groups may have a whole result.
     """
     name = operation.primitive.name
-    if name not in ISLANDS or set(strategy.reducers) != {"sum"} or strategy.halos or strategy.padded:
+    if name not in ISLANDS or strategy.halos or strategy.padded:
         return False
+    if set(strategy.reducers) != {"sum"}:
+        return set(strategy.reducers) == {None} and splits_rows_or_groups(operation, strategy)
     return name != "conv_general_dilated" or not _has_groups(operation)
 
 
 def needs_island(operation: Operation, strategy: Strategy) -> bool:
-    """Whether XLA, left alone, would gather what an operation sums over.
+    """Whether XLA, left alone, would gather what an operation sums over, or rows and matrices of groups.
 
     That is space in the gradient of a convolution's weights, where the data are dilated (of a transposed convolution)
     and where the weights' channels are split besides.
     """
+    if operation.primitive.name == RAGGED:
+        return splits_rows_or_groups(operation, strategy)
     if operation.primitive.name != "conv_general_dilated" or not any(strategy.pending):
         return False
     _, _, *space = operation.params["dimension_numbers"].lhs_spec

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardplan import _jax
 from shardplan.control import Link, Links
+from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import filled, fills, unfilled_params
@@ -202,10 +203,19 @@ class Replay:
         """Runs an operation block by block, with explicit reductions; gives its results and how many steps it did."""
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
         island = self._island(tuple(sorted(strategy.pending[0])), steps, travelling)
-        result = run_on_blocks(
-            lambda *local: self._bind(operation, local)[0], operands, strategy.operands, strategy.results[0], island
-        )
+        own = strategy.results[0]
+        result = run_on_blocks(self._on_blocks(operation, strategy), operands, strategy.operands, own, island)
         return (result,), len(steps)
+
+    def _on_blocks(self, operation: Operation, strategy: Strategy) -> Callable[..., Any]:
+        """The operation on the blocks of one device, inside of an island."""
+
+        def run(local: Sequence[Any]) -> Any:
+            return self._bind(operation, local)[0]
+
+        if splits_rows_or_groups(operation, strategy):
+            return on_blocks(operation, strategy, self._schedule.space.mesh, run)
+        return lambda *local: run(local)
 
     def _island(self, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any) -> Island:
         return Island(self._mesh, self._schedule.space.mesh, pending, steps, travelling)

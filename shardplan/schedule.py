@@ -132,13 +132,14 @@ class Schedule:
     def island_dtype(self, operation: Operation) -> Any:
         """The element type in which an operation's partial results must be reduced inside an island.
 
-        None where XLA, left alone, reduces them as planned.
+        None where XLA, left alone, runs and reduces them as planned.
         """
         strategy = self.assignment.strategies[operation.index]
-        able = self.problem.islands and may_be_island(operation, strategy)
-        if not able or not strategy.pending[0]:
+        if not (self.problem.islands and may_be_island(operation, strategy)):
             return None
         dtype = self.program.values[operation.results[0]].dtype
+        if not strategy.pending[0]:
+            return dtype if needs_island(operation, strategy) else None
         travelling = reduction_dtype(operation, dtype, self.problem.reduce_dtype)
         steps = self.result_steps(operation, 0)
         reducing = [step for step in steps if step.kind in REDUCTIONS]
