@@ -27,6 +27,7 @@ from shardplan.audit import audit
 from shardplan.hardware import load as load_profile
 from shardplan.models import Training, lstm, wide_resnet
 from shardplan.options import Options
+from shardplan.overlap import time_prices, work_seconds
 from shardplan.placing import PLACEMENT_METHODS, simulate_placement
 from shardplan.plan import Plan
 from shardplan.planning import build_problem, plan_problem
@@ -35,7 +36,6 @@ from shardplan.program import Program
 from shardplan.simulate import simulate
 from shardplan.tables import megabytes
 from shardplan.target import gpu_mesh
-from shardplan.tasks import time_prices, work_seconds
 from shardplan.tracing import trace_program
 
 DEVICES = 8

@@ -24,8 +24,11 @@ from shardplan.compiled import CompiledReport as CompiledReport
 from shardplan.compiled import Traffic as Traffic
 from shardplan.compiled import axes_text
 from shardplan.compiled import measure as measure
+from shardplan.compiled_overlap import CompiledTime, compiled_time
 from shardplan.errors import ArgumentError
 from shardplan.hlo import KINDS
+from shardplan.overlap import StepTime
+from shardplan.plan import Plan
 from shardplan.tables import html_table, megabytes, text_table
 from shardplan.target import gpu_mesh, only_described
 
@@ -56,6 +59,8 @@ class Audit:
         compiled: what the compiler made of it.
         operations: the same bytes by operation, largest difference first. The compiler merges and moves collectives, so
             that a difference here may be made up by another one; the totals cannot be.
+        predicted_time: where the time of a step goes, as planned.
+        compiled_time: the same by what the compiler runs beside what.
     """
 
     target: str
@@ -64,6 +69,8 @@ class Audit:
     predicted_peak_bytes: float
     compiled: CompiledReport
     operations: tuple[OperationTraffic, ...]
+    predicted_time: StepTime | None = None
+    compiled_time: CompiledTime | None = None
 
     @property
     def ratio(self) -> float:
@@ -139,7 +146,17 @@ class Audit:
 
     def _verdict(self) -> str:
         unexplained = f"{megabytes(self.unexplained_bytes)} MB that no planned collective explains"
-        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}"
+        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}"
+
+    def _times(self) -> str:
+        if self.predicted_time is None or self.compiled_time is None:
+            return ""
+        pairs = [
+            f"{1e3 * getattr(self.predicted_time, name):,.3f} ms predicted, "
+            f"{1e3 * getattr(self.compiled_time, name):,.3f} ms compiled"
+            for name in ("exposed", "hidden")
+        ]
+        return f"\nof collectives, what makes the step longer: {pairs[0]}; what hides behind work: {pairs[1]}"
 
     def __str__(self) -> str:
         place = f" for {self.target}" if self.target else ""
@@ -180,6 +197,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
     with only_described():
         lowered = plan.lower(mesh)
     report = measure(lowered, axes)
+    planned = plan if isinstance(plan, Plan) else None
     return Audit(
         target=target,
         predicted=_planned(plan.collectives, axes),
@@ -187,6 +205,8 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         predicted_peak_bytes=plan.peak_bytes,
         compiled=report,
         operations=attribute(plan.collectives, report.collectives, axes),
+        predicted_time=planned.step_time if planned else None,
+        compiled_time=compiled_time(planned, report) if planned else None,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,8 @@ def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options)
         if best is not None and candidate.lower_bound >= best.objective:
             continue
         try:
-            plan = plan_problem(candidate.problem, candidate.mesh, options, candidate.seconds)
+            rebuild = partial(build_problem, program, candidate.mesh, options)
+            plan = plan_problem(candidate.problem, candidate.mesh, options, candidate.seconds, rebuild=rebuild)
         except InfeasibleError as error:
             failure = error
             row["lower_bound"] = np.inf

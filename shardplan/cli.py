@@ -215,6 +215,10 @@ def _audit(options: argparse.Namespace) -> int:
         "compiled_peak_bytes": found.compiled.memory.peak,
         "within_tolerance": agrees,
         "overlapped_bytes": found.overlapped_bytes,
+        "seconds": {
+            when: {name: getattr(time, name) for name in ("work", "exposed", "hidden")}
+            for when, time in (("predicted", found.predicted_time), ("compiled", found.compiled_time))
+        },
         "collectives": [
             {
                 "kind": one.kind,

@@ -136,8 +136,13 @@ def operation_of(op_name: str) -> int | None:
     >>> operation_of("jit(step)/while/body/op12/dot_general"), operation_of("jit(step)/jvp(op3)/add")
     (12, 3)
     """
-    found = _OPERATION.findall(op_name)
-    return int(found[-1]) if found else None
+    found = operations_of(op_name)
+    return found[-1] if found else None
+
+
+def operations_of(op_name: str) -> tuple[int, ...]:
+    """The numbers of all planned operations in a metadata path: merged instructions have those of several."""
+    return tuple(map(int, _OPERATION.findall(op_name)))
 
 
 def origins(found: CompiledCollective) -> list[tuple[tuple[str, ...], float]]:

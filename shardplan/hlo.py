@@ -28,7 +28,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from shardplan.hlo_groups import Groups as Groups
 from shardplan.hlo_groups import mesh_axes as mesh_axes
@@ -109,7 +108,7 @@ class CompiledCollective:
     op_name: str
     source: str
     synchronous: bool
-    kernels_meanwhile: int
+    meanwhile: tuple[str, ...]
     name: str
     computation: str
 
@@ -117,6 +116,11 @@ class CompiledCollective:
     def dtypes(self) -> tuple[str, ...]:
         """Element type of each tensor that it carries."""
         return tuple(tensor.dtype for tensor in self.tensors)
+
+    @property
+    def kernels_meanwhile(self) -> int:
+        """How many kernels stand between its start and its end."""
+        return len(self.meanwhile)
 
     @property
     def overlapped(self) -> bool:
@@ -156,7 +160,7 @@ class _Reader:
 
     module: Module
     _done: dict[str, tuple[CompiledCollective, ...]] = field(default_factory=dict)
-    _kernels: dict[str, dict[str, int]] = field(default_factory=dict)
+    _kernels: dict[str, tuple[list[Instruction], dict[str, int]]] = field(default_factory=dict)
     _users: dict[str, dict[str, list[Instruction]]] = field(default_factory=dict)
 
     def flatten_entry(self) -> tuple[CompiledCollective, ...]:
@@ -188,7 +192,7 @@ class _Reader:
         if opcode == "async-start":
             kernels = self._kernels_meanwhile(instruction, computation)
             synchronous = _IS_SYNCHRONOUS in instruction.line
-            return tuple(replace(c, synchronous=synchronous, kernels_meanwhile=kernels) for c in inner)
+            return tuple(replace(c, synchronous=synchronous, meanwhile=kernels) for c in inner)
         return tuple(inner)
 
     def _collective(self, instruction: Instruction, computation: str) -> CompiledCollective:
@@ -222,7 +226,7 @@ class _Reader:
             op_name=instruction.op_name,
             source=self.module.source(instruction),
             synchronous=not instruction.opcode.endswith("-start") or _IS_SYNCHRONOUS in line,
-            kernels_meanwhile=self._kernels_meanwhile(instruction, computation),
+            meanwhile=self._kernels_meanwhile(instruction, computation),
             name=instruction.name,
             computation=computation,
         )
@@ -239,16 +243,17 @@ class _Reader:
                 tensors.append(CarriedTensor(dtype, size * scale, before, after))
         return tuple(tensors)
 
-    def _kernels_meanwhile(self, instruction: Instruction, computation: str) -> int:
-        """Kernels between a start and its end; 0 for an operation that is not split in two."""
+    def _kernels_meanwhile(self, instruction: Instruction, computation: str) -> tuple[str, ...]:
+        """Paths (`op_name`) of the kernels between a start and its end; none for what is not split in two."""
         ends = [user for user in self._users_of(computation).get(instruction.name, []) if user.opcode.endswith("-done")]
         if not instruction.opcode.endswith("-start") or not ends:
-            return 0
+            return ()
         if computation not in self._kernels:
-            counts = accumulate(i.opcode not in _NO_KERNELS for i in self.module.computations[computation].values())
-            self._kernels[computation] = dict(zip(self.module.computations[computation], counts, strict=True))
-        before = self._kernels[computation]
-        return before[ends[0].name] - before[instruction.name]
+            order = list(self.module.computations[computation].values())
+            self._kernels[computation] = order, {one.name: place for place, one in enumerate(order)}
+        order, place = self._kernels[computation]
+        between = order[place[instruction.name] : place[ends[0].name]]
+        return tuple(one.op_name for one in between if one.opcode not in _NO_KERNELS)
 
     def _users_of(self, computation: str) -> dict[str, list[Instruction]]:
         if computation not in self._users:

@@ -225,3 +225,8 @@ def from_spec(mesh: MeshAxes, spec: PartitionSpec, rank: int) -> Layout:
         axes = tuple(mesh.names.index(name) for name in names)
         layout.append(tuple(axis for axis in axes if mesh.sizes[axis] > 1))
     return tuple(layout)
+
+
+def agrees(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
+    """Whether a layout is a hard one, of which None leaves a dimension free."""
+    return all(want is None or axes == want for axes, want in zip(layout, fixed, strict=True))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from shardplan.baselines import parameters_of
 from shardplan.hardware import HardwareProfile, Link
+from shardplan.overlap import regions_left_out, time_prices, work_seconds
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
 from shardplan.search.placement import PLACEMENTS, WorkGraph, place
 from shardplan.simulate import Simulation, Task, simulate_tasks
-from shardplan.tasks import regions_left_out, time_prices, work_seconds
 
 PREFIX = "placement:"
 PLACEMENT_METHODS = tuple(f"{PREFIX}{name}" for name in PLACEMENTS)

@@ -20,6 +20,7 @@ from shardplan.errors import PlanMismatchError
 from shardplan.layout import Layout, to_spec
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
+from shardplan.overlap import StepTime, step_time
 from shardplan.plan_difference import PlanDifference, compare_plans
 from shardplan.plan_report import plan_html, plan_text
 from shardplan.program import Program
@@ -114,6 +115,14 @@ class Plan:
         if self.objective <= self.lower_bound:
             return 0.0
         return (self.objective - self.lower_bound) / self.objective
+
+    @property
+    def step_time(self) -> StepTime:
+        """Where the time of a step goes: its work, the collectives that it waits for, those that work hides.
+
+        Estimated by the rates of the hardware profile; the objective "time" is ``step_time.seconds``.
+        """
+        return step_time(self.schedule)
 
     @property
     def schedule(self) -> Schedule:

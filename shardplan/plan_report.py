@@ -159,6 +159,17 @@ def evidence(plan: Plan) -> str:
     return f"{sent}; objective {objective_text(plan, plan.objective)}, {share}"
 
 
+def time_text(plan: Plan) -> str:
+    """One line: where the time of a step goes, where it is planned for that and its program is at hand."""
+    if plan.recipe.options.objective != "time" or plan.built is None:
+        return ""
+    step = plan.step_time
+    return (
+        f"{1e3 * step.work:,.3f} ms of work; of collectives, {1e3 * step.exposed:,.3f} ms make the step longer and "
+        f"{1e3 * step.hidden:,.3f} ms hide behind work"
+    )
+
+
 def memory_text(plan: Plan) -> str:
     """One line: what one device holds."""
     mesh_axes = plan.mesh_axes
@@ -181,6 +192,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "lower_bound": plan.lower_bound if math.isfinite(plan.lower_bound) else None,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "peak_bytes": float(plan.peak_bytes),
+        **_time_record(plan),
         "collectives": [
             {"kind": kind, "axes": axes, "times": times, "bytes": sent}
             for (kind, axes), (times, sent) in planned_traffic(plan).items()
@@ -188,6 +200,15 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "layouts": {argument.path: list(argument.spec) for argument in plan.arguments},
         **({"refined": plan.statistics["refined"]} if "refined" in plan.statistics else {}),
     }
+
+
+def _time_record(plan: Plan) -> dict[str, Any]:
+    """The seconds of a step, where it is planned for them."""
+    if not time_text(plan):
+        return {}
+    step = plan.step_time
+    parts = {"work": step.work, "exposed": step.exposed, "hidden": step.hidden}
+    return {"seconds": {"step": step.seconds, **parts}}
 
 
 _REFINED_HEADER = ("way", "predicted MB", "compiled MB", "compiled peak MB", "ms", "result")
@@ -201,6 +222,7 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
         f"  {evidence(plan)}",
+        *([f"  {time_text(plan)}"] if time_text(plan) else []),
         f"  {memory_text(plan)}",
         *(
             []
@@ -231,7 +253,8 @@ def plan_html(plan: Plan) -> str:
     )
     title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>"
     return (
-        f"<div>{title}<br>{html.escape(evidence(plan))}<br>{html.escape(memory_text(plan))}"
+        f"<div>{title}<br>{html.escape(evidence(plan))}<br>"
+        f"{html.escape(time_text(plan))}<br>{html.escape(memory_text(plan))}"
         f"{html_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3))}"
         f"{html_table(_LAYOUT_HEADER, _layout_rows(groups), numbers=(3, 4))}<div>{drawn}</div></div>"
     )

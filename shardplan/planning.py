@@ -12,12 +12,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan import _jax
+from shardplan.balancing import LEAST_SHARE, search_balanced
 from shardplan.errors import PlanMismatchError, warn
 from shardplan.hard import hard_layouts, undivided
 from shardplan.hardware import load
 from shardplan.layout import LayoutSpace, to_spec
 from shardplan.mesh import mesh_axes
 from shardplan.options import Options, as_positions
+from shardplan.overlap import timing_of
 from shardplan.padding import padded_sizes
 from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
@@ -33,17 +35,18 @@ RESERVED_MEMORY = 0.08
 and fragmentation."""
 
 
-def build_problem(
-    program: Program,
-    mesh: Mesh | AbstractMesh,
-    options: Options,
-) -> Problem:
-    """The cost network of a program over a mesh."""
+def build_problem(program: Program, mesh: Mesh | AbstractMesh, options: Options, share: float = LEAST_SHARE) -> Problem:
+    """The cost network of a program over a mesh; for the objective "time" priced at a share (`shardplan.balancing`)."""
     axes = mesh_axes(mesh)
-    prices = Prices(options.objective, load(options.hardware or DEFAULT_HARDWARE), axes)
+    timed = options.objective == "time"
+    hardware = load(options.hardware or DEFAULT_HARDWARE)
+    prices = Prices(options.objective, hardware, axes, share if timed else None)
     space = LayoutSpace(axes, padded_sizes(program, axes))
     hard = hard_layouts(program, space, options.pins).layouts
-    return Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
+    problem = Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
+    if timed:
+        timing_of(problem)
+    return problem
 
 
 def plan_program(
@@ -55,23 +58,34 @@ def plan_program(
 ) -> Plan:
     """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices."""
     started = time.perf_counter()
-    problem = build_problem(program, mesh, options)
-    if prepare is not None:
-        prepare(problem)
-    return plan_problem(problem, mesh, options, time.perf_counter() - started, method)
+
+    def build(share: float = LEAST_SHARE) -> Problem:
+        problem = build_problem(program, mesh, options, share)
+        if prepare is not None:
+            prepare(problem)
+        return problem
+
+    problem = build()
+    return plan_problem(problem, mesh, options, time.perf_counter() - started, method, build)
 
 
 def plan_problem(
-    problem: Problem, mesh: Mesh | AbstractMesh, options: Options, spent_seconds: float = 0.0, method: str = "auto"
+    problem: Problem,
+    mesh: Mesh | AbstractMesh,
+    options: Options,
+    spent_seconds: float = 0.0,
+    method: str = "auto",
+    rebuild: Callable[[float], Problem] | None = None,
 ) -> Plan:
-    """Plans a problem over its mesh; ``spent_seconds`` were spent on it before."""
+    """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share."""
     started = time.perf_counter()
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
     donated = _donated(options)
     limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
     search = Search(method, options.time_limit, limit, _donated_leaves(program, donated))
-    found = search_within(problem, search)
+    timed = options.objective == "time"
+    found = search_balanced(problem, search, rebuild) if timed else search_within(problem, search)
     solution, schedule = found.solution, found.schedule
     solved = time.perf_counter()
     statistics = {

@@ -16,7 +16,7 @@ estimated seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,33 @@ _NEGLIGIBLE_SECONDS = 1e-8
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """What the time of a program depends on beside its operations' counts.
+
+    Attributes:
+        memory_bytes: per operation, what the kernel around it reads and writes, of whole tensors.
+        hidden: the values whose collectives work can run beside.
+    """
+
+    memory_bytes: Mapping[int, int]
+    hidden: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Prices:
-    """The prices of one objective on one mesh of devices with a hardware profile."""
+    """The prices of one objective on one mesh of devices with a hardware profile.
+
+    Of the objective "time", ``share`` is the part of its time that a collective which can hide costs; work, and what
+    such a collective takes from it, then cost the rest. For any part the least sum is a lower bound of the step's time,
+    which counts the longer of the two (`shardplan.balancing`). None counts all in full.
+    """
 
     objective: str
     hardware: HardwareProfile
     mesh: MeshAxes
+    share: float | None = None
+    beside: bool = False
+    """Whether the prices are of collectives that work runs beside."""
 
     @property
     def unit(self) -> str:
@@ -51,7 +72,10 @@ class Prices:
         """Of one byte sent by a device in a collective over mesh axes; the slowest axis decides."""
         if self.objective == "bytes":
             return 1.0
-        return 1.0 / min(self._link(axis).bytes_per_second for axis in axes)
+        seconds = 1.0 / min(self._link(axis).bytes_per_second for axis in axes)
+        if self.share is None or not self.beside:
+            return seconds
+        return self.share * seconds + (1 - self.share) * self.memory_seconds_per_byte
 
     def per_collective(self, kind: str, axes: Sequence[int]) -> float:
         """Of one collective, whatever its size: in seconds, its launch and the latencies of a ring of n devices."""
@@ -60,7 +84,13 @@ class Prices:
         hops = 1 if kind == "collective-permute" else self.mesh.degree(axes) - 1
         rounds = 2 if kind == "all-reduce" else 1
         latency = max(self._link(axis).latency_seconds for axis in axes)
-        return self.hardware.launch_seconds + rounds * hops * latency
+        seconds = self.hardware.launch_seconds + rounds * hops * latency
+        return self.share * seconds if self.share is not None and self.beside else seconds
+
+    @property
+    def memory_seconds_per_byte(self) -> float:
+        """What a byte that is sent takes from work that runs meanwhile: it is read, and one that arrives written."""
+        return 2.0 / self.hardware.memory_bytes_per_second
 
     def per_byte_stored(self) -> float:
         """Of one byte that a device holds during the step."""
@@ -75,7 +105,8 @@ class Prices:
         if self.objective == "bytes":
             repeated = compute * (1 / degree - 1 / self.mesh.device_count)
             return repeated / self._seconds_per_byte_sent() if repeated > _NEGLIGIBLE_SECONDS else 0.0
-        return max(compute, memory_bytes / self.hardware.memory_bytes_per_second) / degree
+        seconds = max(compute, memory_bytes / self.hardware.memory_bytes_per_second) / degree
+        return seconds if self.share is None else (1 - self.share) * seconds
 
     def _per_byte_sent(self) -> float:
         return 1.0 if self.objective == "bytes" else self._seconds_per_byte_sent()

@@ -7,7 +7,7 @@ strategies; a value with several readers has one more variable, the layout of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,9 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Links, links_of, slice_layout
 from shardplan.deferred import DeferredSums
-from shardplan.layout import Domain, Layout, LayoutSpace
+from shardplan.layout import Domain, Layout, LayoutSpace, agrees
 from shardplan.partitioner import may_be_island, needs_island, splits_one
-from shardplan.prices import Prices
+from shardplan.prices import Prices, Timing
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype
@@ -58,10 +58,11 @@ class Problem:
         self.space = space
         self.prices = prices
         self.transitions = Transitions(space, prices)
-        self.reductions = self.transitions.reductions
+        self._beside = Transitions(space, replace(prices, beside=True))
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
+        self.timing: Timing | None = None
         self.reduce_dtype = reduce_dtype
         self.islands = islands
         self._fixed = fixed
@@ -78,7 +79,7 @@ class Problem:
         }
         self._leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
         self._even = self._find_even()
-        self._value_times = self._times_of_values()
+        self._value_times = program.times_of_values()
         self.variables = Numbering(program, self.choices, self.links, self.generated, self.domain).variables()
 
     @cached_property
@@ -136,12 +137,6 @@ class Problem:
         """How often a value is made per step."""
         return self._value_times[value]
 
-    def _times_of_values(self) -> dict[int, int]:
-        regions = self.program.regions
-        found = {value: region.times for region in regions for value in region.inputs}
-        found |= dict.fromkeys(self.program.captured, 1)
-        return found | {result: self.times(o) for o in self.program.operations for result in o.results}
-
     def _find_generated(self) -> frozenset[int]:
         """Results of operations that read no tensor and follow their result: they cost nothing in any layout."""
         generated: set[int] = set()
@@ -175,7 +170,8 @@ class Problem:
     def _work(self, operation: Operation) -> np.ndarray:
         """The price of an operation's work and of its halos, per strategy."""
         choices, times = self.choices[operation.index], self.times(operation)
-        key = (id(choices), "work", times)
+        moving = tuple(id(self.moving(o)) for o in (*operation.operands, *operation.results) if isinstance(o, int))
+        key = (id(choices), "work", times, self._memory_bytes(operation), moving)
         if key not in self._tables:
             costs = [
                 self._price_of(operation, s) if self._possible(operation, s) else np.inf for s in choices.strategies
@@ -188,11 +184,19 @@ class Problem:
 
     def _price_of(self, operation: Operation, strategy: Strategy) -> float:
         choices = self.choices[operation.index]
-        price = self.prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
+        price = self.prices.work(choices.flops, self._memory_bytes(operation), choices.dtype, strategy.degree)
         for step, value in self.exchanges(operation, strategy):
-            per_byte, per_collective = self.transitions.price(step)
+            per_byte, per_collective = self.moving(value.index).price(step)
             price += per_byte * value.total_bytes + per_collective
         return price
+
+    def _memory_bytes(self, operation: Operation) -> int:
+        """What the kernel around an operation reads and writes, where that counts."""
+        return self.timing.memory_bytes[operation.index] if self.timing else 0
+
+    def moving(self, value: int) -> Transitions:
+        """The transitions of a value, priced by whether work can run beside its collectives."""
+        return self._beside if self.timing and value in self.timing.hidden else self.transitions
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
         """Exchanges between neighbours, with the tensor whose rows are sent; and what a region calls by name."""
@@ -234,7 +238,7 @@ class Problem:
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
         fixed = self._fixed.get(value.index)
         if fixed is not None:
-            allowed = [_agrees(layout, fixed) for layout in domain.layouts]
+            allowed = [agrees(layout, fixed) for layout in domain.layouts]
             costs = np.where(allowed, costs, np.inf)
         return costs
 
@@ -252,10 +256,10 @@ class Problem:
     # ---- tables
 
     def _transition_table(self, value: Value, targets: tuple[Layout, ...], times: int) -> np.ndarray:
-        domain = self.domain(value.index)
-        key = (domain, targets, value.total_bytes, times)
+        domain, moving = self.domain(value.index), self.moving(value.index)
+        key = (domain, targets, value.total_bytes, times, id(moving))
         if key not in self._tables:
-            self._tables[key] = times * self.transitions.table(domain, targets, value.total_bytes)
+            self._tables[key] = times * moving.table(domain, targets, value.total_bytes)
         return self._tables[key]
 
     def _add_operations(self, network: Network) -> None:
@@ -305,7 +309,8 @@ class Problem:
                 continue
             times = self.times(operation)
             domain = self.domain(operand)
-            key = (id(choices), position, domain, self.program.values[operand].total_bytes, times)
+            moving = id(self.moving(operand))
+            key = (id(choices), position, domain, self.program.values[operand].total_bytes, times, moving)
             if key not in self._tables:
                 targets = tuple(s.operands[position] for s in choices.strategies)
                 self._tables[key] = self._transition_table(self.program.values[operand], targets, times)  # type: ignore[arg-type]
@@ -322,7 +327,7 @@ class Problem:
             value = self.program.values[result]
             times = self.times(operation)
             domain = self.domain(result)
-            key = (id(choices), "result", position, domain, value.total_bytes, times)
+            key = (id(choices), "result", position, domain, value.total_bytes, times, id(self.moving(result)))
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
                 self._tables[key] = times * np.array([row.of(value.total_bytes) for row in rows])
@@ -330,15 +335,15 @@ class Problem:
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
         """float [layouts of the domain]: the price until the result has each layout."""
-        partial = self.partial(operation, strategy, position)
+        partial, moving = self.partial(operation, strategy, position), self.moving(operation.results[position])
         if partial.pending and domain.whole is not None:
-            row = self.reductions.row(domain.whole, partial)
+            row = moving.reductions.row(domain.whole, partial)
             kept = [partial.island and layout == partial.kept for layout in domain.layouts[len(domain.whole) :]]
             per_byte = np.concatenate([row.per_byte, np.where(kept, 0.0, np.inf)])
             return Priced(per_byte, np.concatenate([row.fixed, np.zeros(len(kept))]))
         if partial.pending:
-            return self.reductions.row(domain, partial)
-        priced, place = self.transitions.priced(domain), domain.position[partial.layout]
+            return moving.reductions.row(domain, partial)
+        priced, place = moving.priced(domain), domain.position[partial.layout]
         return Priced(priced.per_byte[place], priced.fixed[place])
 
     def partial(self, operation: Operation, strategy: Strategy, position: int) -> Partial:
@@ -388,7 +393,3 @@ class Problem:
             elif operation.results[0] not in self.generated:
                 strategies[operation.index] = options.strategies[choices[variables.values[operation.results[0]]]]
         return Assignment(values, copies, strategies, self.generated)
-
-
-def _agrees(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
-    return all(want is None or axes == want for axes, want in zip(layout, fixed, strict=True))

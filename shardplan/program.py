@@ -121,6 +121,12 @@ class Program:
         found = ((o.results[0], _jax.wanted_spec(o.equation)) for o in self.operations if len(o.results) == 1)
         return {value: spec for value, spec in found if spec is not None}
 
+    def times_of_values(self) -> dict[int, int]:
+        """How often per step each value is made."""
+        found = {value: region.times for region in self.regions for value in region.inputs}
+        found |= dict.fromkeys(self.captured, 1)
+        return found | {result: self.regions[o.region].times for o in self.operations for result in o.results}
+
     def fingerprint(self) -> str:
         """A digest of names, shapes and operations with parameters: equal for equal programs, on every machine."""
         digest = hashlib.sha256()

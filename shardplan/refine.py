@@ -13,12 +13,11 @@ from itertools import combinations, islice
 from typing import Any
 
 from shardplan.audit import audit
-from shardplan.compiled import CompiledReport
+from shardplan.compiled_overlap import compiled_time
 from shardplan.errors import InfeasibleError, ShardplanError
 from shardplan.hardware import load
 from shardplan.options import Options
 from shardplan.plan import Plan
-from shardplan.prices import Prices
 from shardplan.target import gpu_mesh, targets
 
 # The part of the first plan's peak that a plan "with less memory" may need.
@@ -98,27 +97,6 @@ def _measured(plan: Plan, target: str) -> dict[str, Any]:
         "compiled_bytes": found.compiled.communication_bytes,
         "predicted_peak_bytes": float(plan.peak_bytes),
         "compiled_peak_bytes": found.compiled.memory.peak,
-        "compiled_seconds": _seconds(plan, found.compiled),
+        "compiled_seconds": compiled_time(plan, found.compiled).seconds,
         "compile_seconds": found.compiled.compile_seconds,
     }
-
-
-def _seconds(plan: Plan, report: CompiledReport) -> float:
-    """Estimated seconds per step: the planned work, and the compiled collectives that nothing runs beside."""
-    problem = plan.schedule.problem
-    mesh = problem.space.mesh
-    prices = Prices("time", problem.prices.hardware, mesh)
-    seconds = 0.0
-    for operation in plan.program.operations:
-        choices, strategy = (
-            problem.choices.get(operation.index),
-            plan.schedule.assignment.strategies.get(operation.index),
-        )
-        if choices is not None and strategy is not None:
-            work = prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
-            seconds += problem.times(operation) * work
-    for (kind, names), traffic in report.traffic().items():
-        axes = tuple(mesh.names.index(name) for name in names) if names else tuple(range(len(mesh.names)))
-        exposed = traffic.bytes_sent - traffic.overlapped_bytes
-        seconds += prices.per_byte(axes) * exposed + traffic.times * prices.per_collective(kind, axes)
-    return seconds

@@ -68,7 +68,7 @@ class Schedule:
         if key not in self._routes:
             source = stored if target == copy else self._nearer(value, target)
             domain = self.problem.domain(value)
-            self._routes[key] = Route(source, self.problem.transitions.path(domain, source, target))
+            self._routes[key] = Route(source, self.problem.moving(value).path(domain, source, target))
         return self._routes[key]
 
     def _nearer(self, value: int, target: Layout) -> Layout:
@@ -76,7 +76,7 @@ class Schedule:
         domain, stored, copy = self.problem.domain(value), self.assignment.values[value], self.copy(value)
         if not domain.padded or stored == copy:
             return copy
-        prices = self.problem.transitions.table(domain, (target,), self.program.values[value].total_bytes)
+        prices = self.problem.moving(value).table(domain, (target,), self.program.values[value].total_bytes)
         return min(copy, stored, key=lambda layout: float(prices[domain.position[layout], 0]))
 
     def gathered_anew(self, value: int, target: Layout) -> bool:
@@ -120,14 +120,12 @@ class Schedule:
     def result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
         """From the layout (and partial state) in which an operation leaves a result to the planned one."""
         value = operation.results[position]
-        domain = self.problem.domain(value)
+        domain, moving = self.problem.domain(value), self.problem.moving(value)
         partial = self.problem.partial(operation, self.assignment.strategies[operation.index], position)
         target = self.assignment.values[value]
         if partial.pending:
-            return (
-                () if target == partial.kept else self.problem.reductions.path(domain.whole or domain, partial, target)
-            )
-        return self.problem.transitions.path(domain, partial.layout, target)
+            return () if target == partial.kept else moving.reductions.path(domain.whole or domain, partial, target)
+        return moving.path(domain, partial.layout, target)
 
     def island_dtype(self, operation: Operation) -> Any:
         """The element type in which an operation's partial results must be reduced inside an island.

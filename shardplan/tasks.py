@@ -6,52 +6,15 @@ every collective. A task reads what the schedule brings to it: the value itself,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from shardplan.hardware import HardwareProfile, load
+from shardplan.hardware import HardwareProfile
 from shardplan.layout import Layout
+from shardplan.overlap import regions_left_out, sent_seconds, time_prices, work_seconds
 from shardplan.plan import Plan
-from shardplan.prices import Prices
-from shardplan.problem import Problem
-from shardplan.program import Operation, Program
+from shardplan.program import Operation
 from shardplan.schedule import Sent
 from shardplan.simulate import Task
-
-
-def time_prices(problem: Problem, hardware: HardwareProfile | str | Path | None) -> Prices:
-    """The prices in seconds on a problem's mesh, by default of the hardware that it is planned for."""
-    return Prices("time", problem.prices.hardware if hardware is None else load(hardware), problem.space.mesh)
-
-
-def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree: float = 1) -> float:
-    """The seconds of an operation by one of ``degree`` devices that share it, in all its turns; a loop has none of its
-    own."""
-    choices = problem.choices.get(operation.index)
-    if choices is None or (operation.results and operation.results[0] in problem.generated):
-        return 0.0
-    once = prices.work(choices.flops, choices.memory_bytes, choices.dtype, degree)
-    return once * problem.times(operation)
-
-
-def regions_left_out(program: Program, seconds: Mapping[int, float]) -> set[int]:
-    """The branches, with all inside, of which others take longer: one of them runs.
-
-    ``seconds`` are those of each operation, by its index; the sum over a region's and its inner regions' counts.
-    """
-    total = {region.index: sum(seconds.get(o, 0.0) for o in region.operations) for region in program.regions}
-    left_out: set[int] = set()
-    holders = [operation for operation in program.operations if operation.bodies]
-    for operation in holders:  # inner ones come first
-        running = operation.bodies
-        if operation.primitive.name == "cond":
-            running = (max(running, key=lambda body: total[body]),)
-        left_out |= {*operation.bodies} - {*running}
-        total[operation.region] += sum(total[body] for body in running)
-    for operation in reversed(holders):
-        if operation.region in left_out:
-            left_out |= {*operation.bodies}
-    return left_out
 
 
 def tasks_of_plan(plan: Plan, hardware: HardwareProfile | str | Path | None = None) -> list[Task]:
@@ -142,10 +105,9 @@ class _PlanTasks:
             before = made
 
     def _append(self, sent: Sent, source: int, made: int) -> None:
-        axes = tuple(sent.step.axes)
-        each = sent.bytes * self.prices.per_byte(axes) + self.prices.per_collective(sent.step.kind, axes)
         name = f"{sent.step.kind} {sent.tensor.name or sent.tensor.index}"
-        self.tasks.append(Task(name, 0, each * sent.times, (source,), (made,), sent.bytes * sent.times))
+        seconds = sent_seconds(self.prices, sent)
+        self.tasks.append(Task(name, 0, seconds, (source,), (made,), sent.bytes * sent.times))
 
     def _add_loop(self, operation: Operation) -> None:
         """A loop's inputs become those of its body, and the body's outputs its results."""

@@ -30,7 +30,7 @@ from shardplan.prices import Prices
 from shardplan.program import Value
 from shardplan.strategy import Halo, Strategy
 
-# Among paths of equal price the shorter one.
+# Among paths of equal price the shorter one: a step costs a little more, as a part of the price of what is sent.
 _LONGER_PATH = 1e-12
 
 
@@ -64,6 +64,7 @@ class Transitions:
     def __init__(self, space: LayoutSpace, prices: Prices) -> None:
         self.space = space
         self.prices = prices
+        self.longer = _LONGER_PATH * prices.per_byte(space.mesh.splitting) if space.mesh.splitting else 0.0
         self.reductions = Reductions(self)
         self._solved: dict[Domain, tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]] = {}
 
@@ -112,8 +113,8 @@ class Transitions:
                 if target is None:
                     continue
                 per_byte, per_collective = self.price(step)
-                if per_byte + _LONGER_PATH < costs[source, target]:
-                    costs[source, target] = per_byte + _LONGER_PATH
+                if per_byte + self.longer < costs[source, target]:
+                    costs[source, target] = per_byte + self.longer
                     fixed[source, target] = per_collective
                     steps[source, target] = step
         for middle in range(count):
@@ -324,7 +325,7 @@ class Reductions:
                 after = self._ways(domain, step.layout, rest, island) if rest else done
                 per_byte, fixed = self._transitions.price(step)
                 for way in after:
-                    total = per_byte + _LONGER_PATH + way.per_byte
+                    total = per_byte + self._transitions.longer + way.per_byte
                     if way.layout not in best or total < best[way.layout].per_byte:
                         best[way.layout] = _Reduced(way.layout, total, fixed + way.fixed, (step, *way.steps))
         return list(best.values())

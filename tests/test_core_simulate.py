@@ -14,9 +14,9 @@ from shardplan.errors import ArgumentError
 from shardplan.hardware import Link
 from shardplan.models import lstm, mlp
 from shardplan.options import Options
+from shardplan.overlap import time_prices, work_seconds
 from shardplan.placing import PLACEMENT_METHODS, simulate_placement
 from shardplan.planning import build_problem
-from shardplan.prices import Prices
 from shardplan.simulate import Task, simulate_tasks
 from shardplan.tracing import trace_program
 
@@ -99,12 +99,13 @@ def plan() -> shardplan.Plan:
 def test_a_plan_takes_its_work_and_its_collectives(plan: shardplan.Plan):
     result = shardplan.simulate(plan)
     problem = plan.schedule.problem
-    prices = Prices("time", problem.prices.hardware, problem.space.mesh)
+    strategies, prices = plan.schedule.assignment.strategies, time_prices(problem)
     work = sum(
-        prices.work(choices.flops, choices.memory_bytes, choices.dtype, plan.schedule.assignment.strategies[o].degree)
-        for o, choices in problem.choices.items()
-        if o in plan.schedule.assignment.strategies
+        work_seconds(problem, prices, operation, strategies[operation.index].degree)
+        for operation in plan.program.operations
+        if operation.index in strategies
     )
+    assert plan.step_time.work == pytest.approx(work)
     assert result.busy_seconds == (pytest.approx(work),)
     assert result.sent_bytes == (plan.communication_bytes,)
     sending = sum(e.end - e.start for e in result.events if e.kind == "collective")
@@ -176,12 +177,7 @@ def test_placements_do_all_the_work_once(method: str):
     program = trace_program(training.train_step, (training.state, training.batch))
     problem = build_problem(program, MESH, Options())
     result = simulate_placement(problem, method)
-    prices = Prices("time", problem.prices.hardware, problem.space.mesh)
-    work = sum(
-        prices.work(c.flops, c.memory_bytes, c.dtype, 1)
-        for o, c in problem.choices.items()
-        if program.operations[o].results[0] not in problem.generated
-    )
+    work = sum(work_seconds(problem, time_prices(problem), operation) for operation in program.operations)
     assert sum(result.busy_seconds) == pytest.approx(work)
     assert len(result.busy_seconds) == len(result.peak_bytes) == 8
     assert max(result.busy_seconds) <= result.seconds <= work + sum(e.end - e.start for e in result.events)
