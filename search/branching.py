@@ -30,7 +30,7 @@ class Branching:
 
     def __init__(self, solver: GraphSolver, effort: Effort) -> None:
         self.solver = solver
-        self.effort = replace(effort, dives=False)
+        self.effort = replace(effort, dives=False, merging=0)
         self.nodes = 0
         self.estimate = 0.0
         """Seconds that the branches' sweeps should have taken, the same on every machine."""

@@ -20,7 +20,7 @@ __all__ = ["LocalSearch"]
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _SMALLEST, _LARGEST = 20, 400
-_EFFORT = Effort(sweeps=80, promising=3, table=3e4, entries=1e6, closing=0.3, closable=3000, dives=False)
+_EFFORT = Effort(sweeps=80, promising=3, table=3e4, entries=1e6, closing=0.3, closable=3000, dives=False, merging=0)
 
 
 class LocalSearch:

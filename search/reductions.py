@@ -161,7 +161,7 @@ def follow(graph: Graph) -> int:
             continue
         leader = _leader(graph, v) if graph.exclusions else None
         if leader is not None:
-            _fold_follower(graph, v, *leader)
+            fold_follower(graph, v, *leader)
             heapq.heappush(heap, (len(neighbours[leader[0]]), leader[0]))
             count += 1
     return count
@@ -196,7 +196,7 @@ def _fold_fixed(graph: Graph, v: int) -> None:
     graph.undo.append(Best(v, np.zeros(1), ()))
 
 
-def _fold_follower(graph: Graph, v: int, leader: int, mapping: NDArray[np.intp]) -> None:
+def fold_follower(graph: Graph, v: int, leader: int, mapping: NDArray[np.intp]) -> None:
     """A variable that follows `leader`: everything it has goes to the leader."""
     costs = graph.costs[v]
     assert costs is not None

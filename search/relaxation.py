@@ -9,6 +9,7 @@ climb the same concave function. Times come in when a decoded assignment has its
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,6 +227,21 @@ class Relaxation:
             masks[v] = keep if keep.any() else np.ones(len(keep), dtype=bool)
         graph.restrict_all(masks)
         return masks
+
+    def pair_costs(self) -> Iterator[tuple[int, int, Array]]:
+        """Per edge its ends, and by how much the bound rises at least where they take a pair of choices.
+
+        After a sweep down, what an edge's message into its lower end left behind is the part of the cost that no
+        message has carried on, and the lower end's min-marginal has all the others.
+        """
+        sweeper = self.sweeper
+        for low, high, to_low, to_high in sweeper.message_pairs():
+            v, w = self.order[low], self.order[high]
+            below = sweeper.beliefs[sweeper.offsets[low] : sweeper.offsets[low + 1]]
+            above = sweeper.beliefs[sweeper.offsets[high] : sweeper.offsets[high + 1]]
+            left = self.graph.neighbours[v][w] + (sweeper.shares[high] * above - to_high)[None, :] - to_low[:, None]
+            left += below[:, None] - left.min()
+            yield v, w, left
 
     def messages(self) -> Messages:
         """Copies of the messages: `[v, w]` is the one into `v` from `w`, per choice that `v` had at the beginning."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shardplan.search.closing import close
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.merging import merge_neighbours
 from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.solution import relative_gap
@@ -28,6 +29,9 @@ _SWEEPS = 20
 _FIRST_SWEEPS = 2
 _WORTH_PRUNING = 0.2
 _FEW_CHOICES = 4000
+_SWEEPS_AFTER_MERGING = 4
+_WORTH_SWEEPING = 0.1
+_ROOM, _LEAST_ROOM = 0.5, 200_000
 _SECONDS_PER_ENTRY = 2e-5
 
 
@@ -39,6 +43,7 @@ class Effort:
     promising: choices per variable that are tried together. table, entries: of dynamic programming, in one table and
     in all. closing: CP-SAT's deterministic time; closable: table entries up to which it is tried.
     dives: whether to try the choices near the relaxation's best alone.
+    merging: table entries up to which neighbours are merged where messages stall.
     """
 
     sweeps: int = 3000
@@ -49,6 +54,7 @@ class Effort:
     closing: float = 30.0
     closable: int = 60_000
     dives: bool = True
+    merging: int = 15_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class GraphSolver:
         self.estimate = 0.0
         """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced = False
+        self._merges = True
 
     def begin(self, messages: Messages, choices: dict[int, int] | None) -> None:
         """Starts from messages and an assignment of the reduced graph, which may turn out not to be valid."""
@@ -108,17 +115,45 @@ class GraphSolver:
                 return
             before = self._choices()
             relaxation = self.sweep_until_prunable()
-            if self.stalled and not self.closed:
+            merges = self.stalled and self._may_merge()
+            if self.stalled and not self.closed and not merges:
                 self.dive(relaxation)
             if self.closed:
                 return
             self.prune(relaxation)
             shrink(graph, dominance=before < _FEW_CHOICES)
             self.watch.report()
-            if self.stalled and self._choices() > 0.95 * before:
+            if merges:
+                self._merge()
+            elif self.stalled and self._choices() > 0.95 * before:
                 break
         if not self.closed and not self._settled_by_elimination(40 * effort.entries, effort.entries):
             self._close()
+
+    def _may_merge(self) -> bool:
+        # Where usage binds, what stays open is mostly the price of it, which no merging closes.
+        graph = self.graph
+        return self._merges and self.effort.merging > 0 and not any(graph.spans[v] for v in graph.live())
+
+    def _merge(self) -> None:
+        """Merges neighbours until the bound rises again, or there is nothing left to merge."""
+        graph, effort = self.graph, self.effort
+        while self.may_sweep() and not self.closed:
+            relaxation = Relaxation(graph)
+            entries = relaxation.sweeper.entries
+            room = min(effort.merging - entries, max(int(_ROOM * entries), _LEAST_ROOM))
+            if room < 0 or not merge_neighbours(graph, relaxation, self.upper, room):
+                self._merges = False
+                return
+            shrink(graph, dominance=False)
+            before, relaxation = self.lower, Relaxation(graph)
+            self._sweep(relaxation, _SWEEPS_AFTER_MERGING)
+            if self.closed:
+                return
+            self.prune(relaxation)
+            shrink(graph, dominance=False)
+            if self.lower > before + _WORTH_SWEEPING * (self.upper - before):
+                return
 
     def prune(self, relaxation: Relaxation) -> None:
         """Drops what cannot be in anything better, and moves the messages into the graph."""
@@ -240,7 +275,7 @@ class GraphSolver:
         rng = np.random.default_rng(self.sweeps)
         for v in small.live():
             small.costs[v] = small.costs[v] + rng.random(small.size(v)) * 0.2 * room  # type: ignore[operator]
-        effort = replace(self.effort, sweeps=200, closing=0.05 * self.effort.closing, dives=False)
+        effort = replace(self.effort, sweeps=200, closing=0.05 * self.effort.closing, dives=False, merging=0)
         solver = GraphSolver(small, math.inf, effort, 1e-4, Watch(small.tick, self.watch.seconds_left))
         solver.prices = self.prices
         try:

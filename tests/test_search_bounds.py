@@ -10,6 +10,7 @@ from shardplan.search.branching import Branching
 from shardplan.search.crossing import Crossing
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.merging import merge_neighbours
 from shardplan.search.programs import gpt
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.solver import Effort, GraphSolver, Watch
@@ -79,6 +80,52 @@ def test_reparametrised_costs_are_equal_for_every_assignment() -> None:
         again = Relaxation(graph)
         again.improve(np.inf)
         assert again.bound >= bound - 1e-9
+
+
+def test_merging_neighbours_leaves_out_only_what_is_no_better() -> None:
+    left_out = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        pairs = [(u, v) for u in range(5) for v in range(u + 1, 5) if rng.random() < 0.8]
+        net = testing.random_graph(rng, [*pairs, (0, 1), (1, 2), (2, 3), (3, 4)], 3)
+        graph = Graph.of(net)
+        every = np.array([net.cost(index) for index in np.ndindex(*[len(costs) for costs in net.costs])])
+        every = every.reshape([len(costs) for costs in net.costs])
+        relaxation = Relaxation(graph)
+        for _ in range(3):
+            relaxation.improve(np.inf)
+        bound, _ = relaxation.reduced_costs()
+        for v, w, rise in relaxation.pair_costs():
+            least = every.min(axis=tuple({0, 1, 2, 3, 4} - {v, w}))
+            assert (bound + rise <= (least if v < w else least.T) + 1e-9).all()
+        before = sum(table.size for v in graph.live() for table in graph.neighbours[v].values())
+        assert merge_neighbours(graph, relaxation, float(every.min()), 10**6)
+        left_out += before - sum(table.size for v in graph.live() for table in graph.neighbours[v].values())
+        assert _best(net, graph) == every.min()
+    assert left_out > 0
+
+
+def test_merging_closes_cycles_that_messages_leave_open() -> None:
+    rows = np.arange(3)
+    net = Network()
+    for _ in range(8):
+        net.add_variable(np.zeros(3))
+    for v in range(8):
+        for w, turn in (((v + 1) % 8, int(v == 7)), ((v + 3) % 8, 0)):
+            # Whoever fits its neighbours along the cycle does not fit the last one.
+            net.add_edge(v, w, 1.0 - (rows[:, None] == (rows[None, :] + turn) % 3))
+    bounds = []
+    for merging in (0, 10**6):
+        graph = Graph.of(net)
+        solver = GraphSolver(graph, math.inf, Effort(entries=1, closable=0, merging=merging), 1e-9, _watch())
+        solver.solve()
+        bounds.append(solver.lower)
+        assert solver.upper == testing.brute_force(net)[1]
+    assert bounds == [0.0, pytest.approx(solver.upper)]
+
+
+def _watch() -> Watch:
+    return Watch(lambda: None, lambda: 60.0)
 
 
 def test_elimination_is_exact_and_within_its_limits() -> None:
