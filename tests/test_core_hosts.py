@@ -1,9 +1,13 @@
 """Two hosts of devices: plans send little across a slow network, and what crosses it is counted right."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 
 import shardplan
 from benchmarks.hosts import across_hosts, slower_between_hosts
@@ -40,3 +44,31 @@ def test_a_slow_network_is_used_less_than_by_a_plan_for_devices_that_are_all_ali
     flat = sent((16,), ("device",), hardware=replace(load("h100"), devices_per_host=16))
     apart = sent((2, 8), ("host", "device"), hardware=slower_between_hosts())
     assert flat > 0 and apart <= flat / 2
+
+
+def _hierarchical():
+    """Data parallelism over two hosts of eight: the gradient of a whole weight from examples that are split."""
+
+    def step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * gradient, loss
+
+    w, x = jax.ShapeDtypeStruct((2048, 2048), "float32"), jax.ShapeDtypeStruct((65536, 2048), "float32")
+    pins = {"0": PartitionSpec(), "1": PartitionSpec(("host", "device"))}
+    options = {"objective": "time", "hardware": slower_between_hosts(), "pins": pins, "donate_argnums": 0}
+    return shardplan.plan(step, AbstractMesh((2, 8), ("host", "device")), w, x, **options)
+
+
+def test_a_sum_over_all_devices_is_reduced_inside_each_host_before_it_crosses():
+    plan, weight = _hierarchical(), 4 * 2048 * 2048
+    sent = {c.axes: c.bytes * c.times for c in plan.collectives if c.kind != "all-gather" and c.bytes > 1e4}
+    assert sent == {("device",): weight * 7 / 8, ("host",): weight / 8}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+def test_what_crosses_hosts_is_compiled_as_planned():
+    audit = shardplan.audit(_hierarchical())
+    assert audit.ok()
+    across = [abs(difference) for (_, axes), difference in audit.differences().items() if "host" in axes]
+    assert across and max(across) < 1000
