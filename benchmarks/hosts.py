@@ -32,10 +32,10 @@ INTRODUCTION = (
     "A training step on 16 H100, two hosts of eight, whose network has a tenth of the bandwidth inside of a host, "
     'planned for `objective="time"` three times: as one axis of 16 devices with links that are all alike, as a mesh of '
     "hosts by devices with links that are all alike, and as that mesh with the links as they are. *MB across* is what "
-    "each device sends per step in collectives that span both hosts. *MB out of a host* is what leaves one host in all, "
-    "where every such collective is a ring in the order of the devices: a ring over all 16 leaves a host once, eight "
-    "rings over one device of each host leave it eight times. *Part* is what the last plan sends of that. *ms* is the "
-    "step simulated on the links as they are."
+    "each device sends per step in collectives that span both hosts. *MB out of a host* is what leaves one host in "
+    "all, where every such collective is a ring in the order of the devices: a ring over all 16 leaves a host once, "
+    "eight rings over one device of each host leave it eight times. *Part* is what the last plan sends of that. *ms* "
+    "is the step simulated on the links as they are."
 )
 HEADER = ("step", "planned for", "MB across", "part", "MB out of a host", "part", "ms")
 

@@ -12,6 +12,7 @@ from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
+from shardplan.search.pricing import Pricing
 from shardplan.search.reductions import reduce_graph
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.run import Run
@@ -20,6 +21,9 @@ from shardplan.search.solver import Effort, GraphSolver, Watch
 _BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
 _BRANCHABLE = 10_000
 _SECONDS_PER_PART = 0.1
+_PRUNABLE = 0.02
+_PRICING = 1.0
+"""The share of the work that finding prices may take."""
 
 __all__ = ["auto", "exact", "lowest_peak"]
 
@@ -58,8 +62,10 @@ def auto(run: Run) -> None:
 
 def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     """sweeping, closing: the shares of the time that these may take."""
+    known = run.network.hint if run.network.usage_limit is not None else None
+    hint = run.choices if run.cost < math.inf else known.choices if known is not None else None
     with run.stage("reduce"):
-        graph = Graph.of(run.network, run.choices if run.cost < math.inf else None)
+        graph = Graph.of(run.network, hint)
     graph.tick = run.check
 
     def report() -> None:
@@ -67,17 +73,24 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 
     limit = min(run.time_limit, run.work_limit)
     effort = Effort(seconds=sweeping * limit, closing=closing * limit)
-    upper = graph.cost(graph.hint) if graph.hint is not None else math.inf
+    upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left))
     with run.stage("reduce"):
         solver.reduce()
+        begun = graph.hint
+        graph.hint = begun if run.cost < math.inf else None
     with run.stage("fold"):
         start = folded_start(graph, effort, run.gap, solver.watch)
         if start is not None:
             solver.begin(start[0].messages, start[0].choices)
             solver.sweeps += start[1]
+    with run.stage("price"):
+        priced = _price(run, solver, begun)
     with run.stage("search"):
-        solver.solve()
+        if priced:
+            solver.finish()
+        elif not solver.closed:
+            solver.solve()
     run.work += solver.estimate
     report()
     if solver.lower == math.inf:
@@ -88,6 +101,32 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         if run.cost < math.inf:
             return _minimise(run, sweeping, closing)
     return solver
+
+
+def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
+    """The bound of the best prices, and mixtures of what is best at some; False where there are no times for that, or
+    nothing was found.
+
+    begun: an assignment that may use too much.
+    """
+    if solver.graph.usage_limit is None or not solver.graph.live():
+        return False
+    if run.network.hint is not None:
+        solver.prices = dict(run.network.hint.prices)
+    pricing = Pricing(solver)
+    if not pricing.able:
+        return False
+    if begun is not None:
+        pricing.take(begun)
+    pricing.raise_bound(_PRICING * min(run.time_limit, run.work_limit))
+    if not solver.closed:
+        pricing.cross()
+    if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
+        pricing.prune()
+    run.work += pricing.estimate
+    run.prices = solver.prices
+    solver.watch.report()
+    return solver.upper < math.inf
 
 
 def _report(run: Run, solver: GraphSolver) -> None:

@@ -26,13 +26,13 @@ Structure that a method may use but that has no cost is attached with `annotate`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["EXCLUDED", "Annotation", "Network", "NetworkError", "Usage"]
+__all__ = ["EXCLUDED", "Annotation", "Hint", "Network", "NetworkError", "Usage"]
 
 EXCLUDED = 1e17
 """Costs from here on mean "excluded", as `inf` does (problem files write 1e18)."""
@@ -68,6 +68,17 @@ class Annotation:
     group: object = None
 
 
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a search within a usage limit may begin with.
+
+    choices: an assignment, which may exceed the limit. prices: per time, what a unit of usage costs about.
+    """
+
+    choices: NDArray[np.int64]
+    prices: Mapping[int, float] = field(default_factory=dict)
+
+
 class Network:
     """Variables, tables, ties and usages. Ids are given out in order, from 0.
 
@@ -85,6 +96,7 @@ class Network:
         self.ties: list[tuple[int, int]] = []
         self.usages: list[Usage] = []
         self.annotations: dict[int, Annotation] = {}
+        self.hint: Hint | None = None
         self._known: dict[int, tuple[object, int]] = {}
 
     def __len__(self) -> int:

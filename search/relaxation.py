@@ -190,6 +190,10 @@ class Relaxation:
         times = self.profile.instants[self.instants[: len(self.best_prices)]].tolist()
         return {t: p for t, p in zip(times, self.best_prices.tolist(), strict=True) if p > 0}
 
+    def sweep_at_best_prices(self) -> None:
+        """One sweep, which may raise the bound; prices stay."""
+        self.bound = max(self.bound, self._sweep(self.best_prices))
+
     def reduced_costs(self) -> tuple[float, Array]:
         """A bound, and per choice (by place) by how much it rises at least when that choice is taken."""
         prices = self.best_prices

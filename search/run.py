@@ -48,6 +48,7 @@ class Run:
         self.peak = (math.inf, 0)
         self.lower_bound = -math.inf
         self.least_peak_bound = 0.0
+        self.prices: dict[int, float] = {}
         self.iterations = 0
         self.seconds: dict[str, float] = {}
         self.interrupted = False
@@ -160,6 +161,7 @@ class Run:
             peak_usage=peak[0],
             peak_time=peak[1],
             least_peak_bound=min(self.least_peak_bound, peak[0]),
+            prices=self.prices,
         )
 
     def _status(self, lower_bound: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,7 @@ class Solution:
     work: the estimated seconds of sweeps, local search and branching: the same on every machine.
     peak_usage, peak_time: the highest usage of `choices`, and the first time that has it.
     least_peak_bound: no assignment has a lower peak than this (0 where nothing was proven).
+    prices: what a unit of usage costs at the bound, per time at which it costs anything.
     """
 
     choices: NDArray[np.int64]
@@ -55,6 +56,7 @@ class Solution:
     peak_usage: float = 0.0
     peak_time: int = 0
     least_peak_bound: float = 0.0
+    prices: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:

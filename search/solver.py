@@ -127,7 +127,12 @@ class GraphSolver:
                 self._merge()
             elif self.stalled and self._choices() > 0.95 * before:
                 break
-        if not self.closed and not self._settled_by_elimination(40 * effort.entries, effort.entries):
+        self.finish()
+
+    def finish(self) -> None:
+        """Dynamic programming or CP-SAT on the graph as it is, where it is small enough."""
+        entries = self.effort.entries
+        if not self.closed and not self._settled_by_elimination(40 * entries, entries):
             self._close()
 
     def _may_merge(self) -> bool:

@@ -53,6 +53,13 @@ def slice_layout(layout: Layout, rank: int) -> Layout:
     return (*layout[:pending], *layout[pending + 1 :])
 
 
+def layouts_read(link: Link, layouts: tuple[Layout, ...], rank: int) -> tuple[Layout, ...]:
+    """For each layout of a link's target, of ``rank`` dimensions, the one that its source must have."""
+    if link.stacked == "source":
+        return tuple([((), *layout) for layout in layouts])
+    return tuple([slice_layout(layout, rank) for layout in layouts]) if link.stacked == "target" else layouts
+
+
 def links_of(program: Program, operation: Operation) -> Links:
     """The links of an operation with bodies."""
     regions = [program.regions[index] for index in operation.bodies]

@@ -149,37 +149,6 @@ class Lifetimes:
         inside = [self.place[index] for body in operation.bodies for index in regions[body].operations]
         return min(inside, default=self.place[operation.index])
 
-    def add_usages(self, donated: frozenset[int]) -> None:
-        """Tells the network what each layout of a held value, and of its shared copy, uses and when.
-
-        A copy that has its value's own layout needs no memory, which a sum over variables cannot say: a copy counts
-        by what it takes more than the most split layout. `memory_profile` counts exactly.
-        """
-        program = self._problem.program
-        copied_out = [p for number, p in program.ties.items() if p not in donated]
-        twice = {program.inputs[position] for position in copied_out}
-        leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
-        replaced = {program.outputs[number] for number in program.ties}
-        for value in program.values:
-            variable, copy = self._problem.variables_of(value.index)
-            if variable is None:
-                continue
-            degrees = self._problem.domain(value.index).degrees
-            lifetime = Lifetime(0, self.end) if value.index in leaving else self.held.get(value.index)
-            if lifetime is not None and value.index not in replaced:
-                usage = value.total_bytes / degrees * (2 if value.index in twice else 1)
-                self._problem.network.add_usage(variable, usage, lifetime.start, lifetime.end + 1)
-            if copy is not None and value.index in self.reads:
-                usage = value.total_bytes * (1 / degrees - 1 / degrees.max())
-                start, end = self.reads[value.index]
-                self._problem.network.add_usage(copy, usage, start, end + 1)
-        for place, operation in enumerate(self.order):
-            variable = self._problem.variable_of_operation(operation.index)
-            if variable is not None and operation.primitive.name == RAGGED:
-                strategies = self._problem.choices[operation.index].strategies
-                usage = np.array([2 * masked_bytes(operation, self._problem, strategy) for strategy in strategies])
-                self._problem.network.add_usage(variable, usage, place, place + 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Held:

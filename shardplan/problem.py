@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
-from shardplan.control import Links, links_of, slice_layout
+from shardplan.control import Links, layouts_read, links_of
 from shardplan.deferred import DeferredSums
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
 from shardplan.partitioner import may_be_island, needs_island, splits_one
@@ -285,12 +285,8 @@ class Problem:
             if not isinstance(link.source, int) or link.source in self.generated:
                 continue
             source, target = self.program.values[link.source], self.program.values[link.target]
-            targets = self.domain(link.target).layouts
-            if link.stacked == "source":
-                targets = tuple(((), *layout) for layout in targets)
-            elif link.stacked == "target":
-                # a stack whose leading dimension is split is excluded by its own costs
-                targets = tuple(slice_layout(layout, len(target.shape)) for layout in targets)
+            # a stack whose leading dimension is split is excluded by its own costs
+            targets = layouts_read(link, self.domain(link.target).layouts, len(target.shape))
             table = self._transition_table(source, targets, link.times)
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
@@ -317,9 +313,12 @@ class Problem:
             table = self._tables[key]
             if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
                 seen.add((operand, id(table)))
-                stored = choices.pointwise and self._lies_evenly(operand)
-                source = self.variables.values[operand] if stored else self.variables.read(operand)
-                network.add_edge(source, variable, table)
+                network.add_edge(self.source_of(operation, operand), variable, table)
+
+    def source_of(self, operation: Operation, operand: int) -> int:
+        """The variable whose layout an operation finds an operand in."""
+        stored = self.choices[operation.index].pointwise and self._lies_evenly(operand)
+        return self.variables.values[operand] if stored else self.variables.read(operand)
 
     def _add_results(self, network: Network, operation: Operation, variable: int) -> None:
         choices = self.choices[operation.index]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardplan.control import Link, slice_layout
+from shardplan.control import Link, layouts_read
 from shardplan.layout import Layout, replicated
 from shardplan.partitioner import may_be_island, needs_island, splits_one
 from shardplan.problem import Assignment, Problem
@@ -102,11 +102,8 @@ class Schedule:
 
     def link_layout(self, link: Link) -> Layout:
         """The layout that the source of a link must have."""
-        target = self.assignment.values[link.target]
-        if link.stacked == "source":
-            return ((), *target)
         rank = len(self.program.values[link.target].shape)
-        return slice_layout(target, rank) if link.stacked == "target" else target
+        return layouts_read(link, (self.assignment.values[link.target],), rank)[0]
 
     def generating(self, operation: Operation, layout: Layout) -> Strategy:
         """How an operation that makes a value from nothing makes it in ``layout``."""

@@ -7,18 +7,19 @@ network, and solved again; so programs that fit, most of them, do not pay for th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
-from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
+from shardplan.memory import Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
-from shardplan.search import Solution, solve
+from shardplan.search import Hint, Network, Solution, extended, solve
+from shardplan.usages import Usages
 
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5
@@ -33,13 +34,24 @@ _PRECISION_OF_LARGE = 1e-3
 # not timed, so that the same program gets the same plan on every machine.
 _PRECISION_WITHIN_LIMIT = 1e-3
 _TIMES_SLOWER_WITHIN_LIMIT = 3
-_LEAST_WORK = 2.5
+_LEAST_WORK = 1.0
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 _LEAST_SECONDS = 2.5
 
-# The network counts memory as a sum over variables, the schedule exactly. Where the exact peak is above the limit
-# though the sum was not, the limit of the sum is lowered by the excess, this often at most.
-_MOST_CORRECTIONS = 4
+# A search is held to the limit where memory is short, at a few places of the order. Where what it finds exceeds the
+# limit elsewhere, the highest of these places are added, at some distance from each other. Where it exceeds the limit
+# at the very places, by what the network does not count, the network's limit is lowered by the excess.
+_MOST_CORRECTIONS = 12
+_PLACES_AT_ONCE = 6
+_DISTANCE = 20
+_EXCESS = 1.1
+
+# Where nothing fits, the least peak is looked for half-way between the least that is found and what is proven, until
+# they are this near. Any schedule that is not far too dear will do.
+_MOST_TRIALS = 8
+_NEAR_LEAST = 0.01
+_PRECISION_OF_TRIALS = 0.2
+_MISSED = 1.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +75,8 @@ class Search:
     seconds: float
     limit_bytes: float
     donated: frozenset[int]
+    precision: float = 0.0
+    """The gap at which a search may stop, where it is above what searches stop at anyhow."""
 
 
 def search_within(problem: Problem, search: Search) -> Found:
@@ -72,72 +86,118 @@ def search_within(problem: Problem, search: Search) -> Found:
     # XLA schedules a program in several ways, and keeps the one with the lowest peak
     late = execution_order(problem.program, fused_operations(problem))
     orders = (late, range(len(problem.program.operations)))
-    found = _search(problem, [Lifetimes(problem, order) for order in orders], search, search.seconds)
+    lifetimes = [Lifetimes(problem, order) for order in orders]
+    found = _search(problem, problem.network, lifetimes, search, search.seconds)
     if found.solution.status == "infeasible":
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
     if found.peak_bytes <= limit_bytes:
         return found
-    found.lifetimes.add_usages(search.donated)
     return _search_again(problem, search, found, deadline)
 
 
 def _search_again(problem: Problem, search: Search, first: Found, deadline: float) -> Found:
     """The best schedule within the limit, where ``first``, the best one without, is not."""
-    least, bound, allowed = first, 0.0, search.limit_bytes
-    lifetimes = [first.lifetimes]
+    usages = Usages(first.lifetimes, problem, search.donated)
+    least, bound, lower, allowed = first, 0.0, first.solution.lower_bound, search.limit_bytes
     patience = max(_LEAST_WORK, _TIMES_SLOWER_WITHIN_LIMIT * first.solution.work)
+    places = set(_places_above(usages, first, search))
+    found, prices = first, dict.fromkeys(places, 0.0)
     for _ in range(_MOST_CORRECTIONS):
-        problem.network.usage_limit = allowed - WORKSPACE_BYTES
-        found = _search_longer(problem, lifetimes, search, deadline, patience)
-        bound = max(bound, found.solution.least_peak_bound)
+        network = usages.network(allowed, places)
+        network.hint = _hint(network, found, prices, places)
+        found = _search_longer(problem, network, first.lifetimes, search, deadline, patience)
+        if allowed == search.limit_bytes:
+            bound = max(bound, found.solution.least_peak_bound)
+            lower = max(lower, min(found.solution.lower_bound, found.solution.cost))
         least = min(least, found, key=lambda f: f.peak_bytes)
-        if found.peak_bytes <= search.limit_bytes:
-            valid = _as_valid(problem, found, first)
-            if valid is not None:
-                return valid
-        if not np.isfinite(found.solution.cost):
+        if np.isfinite(found.solution.cost) and found.peak_bytes <= search.limit_bytes:
+            return replace(found, solution=replace(found.solution, lower_bound=lower))
+        if not np.isfinite(found.solution.cost) or time.perf_counter() > deadline:
             break
-        allowed *= 0.995 * search.limit_bytes / found.peak_bytes
-        if time.perf_counter() > deadline:
-            break
+        prices = {place: found.solution.prices.get(time, 0.0) for time, place in enumerate(sorted(places))}
+        above = set(_places_above(usages, found, search)) - places
+        places |= above
+        if not above:
+            allowed -= _EXCESS * (found.peak_bytes - search.limit_bytes)
+    least, bound = _least(problem, usages, search, (least, bound), deadline)
     raise InfeasibleError(_does_not_fit(problem, least, bound, search), least.peak_bytes)
 
 
+def _hint(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
+    """What is known before a search: a schedule, and the prices of places in the search before."""
+    by_time = {time: prices.get(place, 0.0) for time, place in enumerate(sorted(places))}
+    return Hint(extended(network, found.solution.choices), by_time)
+
+
+def _places_above(usages: Usages, found: Found, search: Search) -> Iterator[int]:
+    """The places of the order at which a schedule exceeds the limit most, each at some distance from the others."""
+    profile = memory_profile(usages.lifetimes, found.schedule, search.donated)
+    for _ in range(_PLACES_AT_ONCE):
+        place = int(profile.argmax())
+        if profile[place] <= search.limit_bytes:
+            return
+        yield place
+        profile[max(0, place - _DISTANCE) : place + _DISTANCE + 1] = 0.0
+
+
+def _least(
+    problem: Problem, usages: Usages, search: Search, known: tuple[Found, float], deadline: float
+) -> tuple[Found, float]:
+    """The schedule of the least peak, and what no peak is below, by searches between the two that are known."""
+    least, bound = known
+    unreached = bound
+    places: set[int] = set()
+    for _ in range(_MOST_TRIALS):
+        if least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes or time.perf_counter() > deadline:
+            break
+        target = 0.5 * (unreached + least.peak_bytes)
+        trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
+        places |= set(_places_above(usages, least, trial))
+        network = usages.network(target, places)
+        network.hint = _hint(network, least, {}, places)
+        found = _search(problem, network, [usages.lifetimes], trial, _LEAST_SECONDS, _LEAST_WORK)
+        bound = max(bound, found.solution.least_peak_bound)
+        above = set(_places_above(usages, found, trial)) - places
+        if found.peak_bytes > _MISSED * target and not (above and np.isfinite(found.solution.cost)):
+            unreached = target
+        least = min(least, found, key=lambda f: f.peak_bytes)
+        places |= above
+    return least, bound
+
+
 def _search_longer(
-    problem: Problem, lifetimes: Sequence[Lifetimes], search: Search, deadline: float, work: float
+    problem: Problem, network: Network, lifetimes: Lifetimes, search: Search, deadline: float, work: float
 ) -> Found:
     """The best schedule within so much work, or within more of it where nothing was found."""
     while True:
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
-        found = _search(problem, lifetimes, search, left, work)
+        found = _search(problem, network, [lifetimes], search, left, work)
         settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
         if settled or time.perf_counter() >= deadline:
             return found
         work *= _TIMES_LONGER_WHERE_NOTHING_FITS
 
 
-def _as_valid(problem: Problem, found: Found, first: Found) -> Found | None:
-    """A schedule that fits, though the search may call it infeasible: the sum over variables can count too much."""
-    if np.isfinite(found.solution.cost):
-        return found
-    cost = problem.network.cost(found.solution.choices)
-    if not np.isfinite(cost):
-        return None
-    solution = replace(found.solution, cost=cost, lower_bound=first.solution.lower_bound, status="feasible")
-    return replace(found, solution=solution)
-
-
 def _search(
-    problem: Problem, orders: Sequence[Lifetimes], search: Search, seconds: float, work: float = np.inf
+    problem: Problem,
+    network: Network,
+    orders: Sequence[Lifetimes],
+    search: Search,
+    seconds: float,
+    work: float = np.inf,
 ) -> Found:
-    """The best schedule within so many seconds and so much work, which only what is within a limit is held to."""
-    precision = _PRECISION if problem.network.usage_limit is None else _PRECISION_WITHIN_LIMIT
-    entries = sum(problem.network.tables[table].size for _, _, table in problem.network.edges)
-    precision = max(precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
-    solution = solve(problem.network, method=search.method, gap=precision, time_limit=seconds, work_limit=work)
-    if solution.status == "unknown" and problem.network.usage_limit is None:
+    """The best schedule within so many seconds and so much work, which only what is within a limit is held to.
+
+    ``network`` is the problem's, which may have further variables behind.
+    """
+    precision = _PRECISION if network.usage_limit is None else _PRECISION_WITHIN_LIMIT
+    entries = sum(network.tables[table].size for _, _, table in network.edges)
+    precision = max(precision, search.precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
+    solution = solve(network, method=search.method, gap=precision, time_limit=seconds, work_limit=work)
+    solution = replace(solution, choices=solution.choices[: len(problem.network)])
+    if solution.status == "unknown" and network.usage_limit is None:
         solution = _as_it_is(problem, solution)
     schedule = Schedule(problem, problem.decode(solution.choices))
     peaks = [float(memory_profile(lifetimes, schedule, search.donated).max()) for lifetimes in orders]
@@ -169,7 +229,7 @@ def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) 
             alive.append((tensor.total_bytes / degree, f"{tensor.dtype}{list(tensor.shape)} of `{where}`"))
     largest = sorted(alive, key=lambda entry: -entry[0])[:5]
     lines = "\n".join(f"  {size / 1e6:10.1f} MB  {what}" for size, what in largest)
-    proven = f"; by the planner's count none is below {_size(bound + WORKSPACE_BYTES)}" if bound else ""
+    proven = f"; by the planner's count none is below {_size(bound)}" if bound else ""
     helps = "more devices, a smaller batch, jax.checkpoint around layers"
     return (
         f"no layout was found that keeps within {_size(search.limit_bytes)} per device; the least peak found is "

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -10,7 +11,9 @@ from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
 from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
+from shardplan.search import extended
 from shardplan.tracing import trace_program
+from shardplan.usages import Usages
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -176,3 +179,34 @@ def test_what_passes_a_barrier_stays_in_its_memory_until_its_own_last_reader():
 
     # x, w and the result; `late`, and two products in a row
     assert _peak_on_one(step, _square(n), _square(n)) == 6 * 4 * n * n
+
+
+def test_a_search_within_a_limit_counts_what_the_schedule_holds():
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    plan = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    donated = frozenset(range(len(jax.tree.leaves(state))))
+    problem = plan.schedule.problem
+    lifetimes = Lifetimes(problem, execution_order(plan.program, fused_operations(problem)))
+    exact = memory_profile(lifetimes, plan.schedule, donated)
+    places = range(0, len(exact), 3)
+    network = Usages(lifetimes, problem, donated).network(1e6, places)
+    choices = extended(network, np.array(plan.recipe.choices))
+    counted = [
+        sum(u.amounts[choices[u.variable]] for u in network.usages if u.start <= time < u.end)
+        for time in range(len(places))
+    ]
+    assert counted == pytest.approx(exact[list(places)], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_least_peak_is_near_its_bound_and_no_higher_on_a_finer_mesh():
+    step, state, batch = _training()
+    least = []
+    for sizes in ((8,), (2, 4)):
+        mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
+        with pytest.raises(InfeasibleError, match="none is below") as caught:
+            shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e5)
+        least.append(caught.value.least_peak_bytes)
+    assert least[1] <= 1.02 * least[0]
+    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=1.001 * least[0])

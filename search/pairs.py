@@ -1,0 +1,132 @@
+"""Usages that depend on the choices of two variables.
+
+The copy of a tensor takes memory only where its layout differs from the tensor's own: that is no sum over variables.
+`with_pairs` says it by one more variable per pair. Its choices stand for a choice of the second variable, together with
+what the pair then uses, so that its usage is its own; the pair's costs move onto it.
+
+>>> import numpy as np
+>>> net = Network(usage_limit=5)
+>>> tensor, copy = net.add_variable([0.0, 0.0]), net.add_variable([3.0, 0.0])
+>>> net.add_edge(tensor, copy, np.array([[0.0, 1.0], [1.0, 0.0]]))
+>>> differs = np.array([[0, 4], [8, 0]])
+>>> limited = with_pairs(net, [PairUsage(tensor, copy, differs, start=0, end=2)])
+>>> from shardplan.search import solve
+>>> solution = solve(limited)
+>>> solution.choices[:2].tolist(), solution.peak_usage
+([1, 1], 0.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.network import EXCLUDED, Network
+
+__all__ = ["PairUsage", "extended", "with_pairs"]
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PairUsage:
+    """Units that two variables together use at each time in `[start, end)`: `amounts[choice of u, choice of v]`."""
+
+    u: int
+    v: int
+    amounts: Array
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """The choices of a pair's variable. left: costs [choice of u, state]; right: which of v's choices a state is for
+    [state, choice of v], as costs; amounts: [usage, state]."""
+
+    left: Array
+    right: Array
+    amounts: Array
+
+
+def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
+    """A network with the usages of pairs besides; the variables of this one come first and keep their numbers."""
+    by_pair: dict[tuple[int, int], list[PairUsage]] = {}
+    for usage in usages:
+        if usage.start < usage.end:
+            by_pair.setdefault((usage.u, usage.v), []).append(usage)
+    tables: dict[tuple[int, int], list[int]] = {pair: [] for pair in by_pair}
+    other = Network(network.usage_limit)
+    for costs, name, times in zip(network.costs, network.names, network.multiplicities, strict=True):
+        other.add_variable(costs, name, times)
+    for u, v, table in network.edges:
+        if (u, v) in tables:
+            tables[u, v].append(table)
+        else:
+            other.add_edge(u, v, network.tables[table])
+    other.ties, other.usages = list(network.ties), list(network.usages)
+    known: dict[object, _States] = {}
+    for (u, v), together in by_pair.items():
+        amounts = np.stack([usage.amounts for usage in together]).astype(np.float64)
+        key = (amounts.shape, amounts.tobytes(), *tables[u, v])
+        if key not in known:
+            shape = network.costs[u].size, network.costs[v].size
+            known[key] = _states(sum((network.tables[t] for t in tables[u, v]), np.zeros(shape)), amounts)
+        states = known[key]
+        pair = other.add_variable(np.zeros(states.left.shape[1]), f"{network.names[u]} with {network.names[v]}")
+        other.add_edge(u, pair, states.left)
+        other.add_edge(pair, v, states.right)
+        for usage, used in zip(together, states.amounts, strict=True):
+            other.add_usage(pair, used, usage.start, usage.end)
+    return other
+
+
+def extended(network: Network, choices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """An assignment of the first variables of a network that `with_pairs` made, with the pairs' choices besides: for
+    each the cheapest, and of these the one that uses least."""
+    first = len(choices)
+    costs: dict[int, Array] = {}
+    for u, v, table in network.edges:
+        if v >= first:
+            costs[v] = costs.get(v, 0.0) + network.tables[table][choices[u]]
+        elif u >= first:
+            costs[u] = costs.get(u, 0.0) + network.tables[table][:, choices[v]]
+    used: dict[int, Array] = {}
+    for usage in network.usages:
+        if usage.variable >= first:
+            used[usage.variable] = used.get(usage.variable, 0.0) + usage.amounts
+    later = np.zeros(len(network) - first, dtype=np.int64)
+    for v, rows in costs.items():
+        least = np.flatnonzero(rows == rows.min())
+        later[v - first] = least[np.argmin(used[v][least])]
+    return np.concatenate([choices, later])
+
+
+def _states(costs: Array, amounts: Array) -> _States:
+    """costs: [choice of u, choice of v]; amounts: [usage, choice of u, choice of v]."""
+    excluded = costs >= EXCLUDED
+    columns: dict[bytes, int] = {}
+    kinds: list[tuple[int, tuple[float, ...]]] = []
+    owners: list[list[int]] = []
+    for j in range(costs.shape[1]):
+        used = np.where(excluded[None, :, j], 0.0, amounts[:, :, j])
+        kind = columns.setdefault(costs[:, j].tobytes() + used.tobytes(), len(columns))
+        if kind == len(owners):
+            rows = used[:, ~excluded[:, j]] if not excluded[:, j].all() else used[:, :1]
+            kinds += [(j, amount) for amount in sorted(set(zip(*rows.tolist(), strict=True)))]
+            owners.append([])
+        owners[kind].append(j)
+    left = np.stack([_allowed(costs[:, j], amounts[:, :, j], amount) for j, amount in kinds], axis=1)
+    first = {js[0]: js for js in owners}
+    right = np.full((len(kinds), costs.shape[1]), np.inf)
+    for state, (j, _) in enumerate(kinds):
+        right[state, first[j]] = 0.0
+    return _States(left, right, np.array([amount for _, amount in kinds]).T)
+
+
+def _allowed(costs: Array, used: Array, amount: Sequence[float]) -> Array:
+    """The costs of u's choices in a state, which pays for all that use no more."""
+    return np.where((used <= np.array(amount)[:, None]).all(axis=0), costs, np.inf)

@@ -1,0 +1,200 @@
+"""Prices of usage: the best bound that they give, and assignments to cross.
+
+A price on each time at which usage may exceed the limit makes usage a cost, and the graph one without a limit: it
+reduces further, and the same solver that works on whole graphs settles it. At prices p it finds an assignment of cost
+c and excess e (its usages less the limit), and L(p) = c + p e bounds what keeps within the limit from below. For all
+other prices q, the same assignment says L(q) <= c + q e: a plane above the concave function L. The prices where the
+planes found so far leave L the most room come next (Kelley, 1960), until they leave none.
+
+Of what is best at these prices, some assignments use too much and some are too dear; they differ in a few large
+tensors. The best mixture of them that keeps within the limit is nearly the best of all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.linear_solver import pywraplp
+
+from shardplan.search.closing import close
+from shardplan.search.graph import Infeasible
+from shardplan.search.memory import Profile
+from shardplan.search.reductions import shrink
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.solver import Effort, GraphSolver, Watch
+
+__all__ = ["Pricing"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+_EVALUATIONS = 24
+_EFFORT = Effort(sweeps=120, table=1e5, entries=1e6, closing=0.1, closable=3000, dives=False)
+_FIRST_SHARE = 0.15
+"""What the excess that is known costs at the first prices, as a share of all the rest."""
+_MOST_TIMES = 24
+_SHARE_OF_GAP = 0.2
+_INWARDS = 0.3
+"""Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
+_STEEPEST = 4.0
+"""How much higher than all before the next prices may be."""
+_SECONDS_PER_VARIABLE = 1.2e-4
+"""What copying and reducing take, about."""
+_SWEEPS = 30
+_CROSSABLE = 40_000
+_CROSSING_WORK = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """An assignment of a graph, by place: L(q) is at most cost + q excess."""
+
+    choices: Index
+    cost: float
+    excess: Array
+
+
+class Pricing:
+    """Raises the lower bound of `solver`, whose graph has a usage limit and is reduced, and improves its assignment."""
+
+    def __init__(self, solver: GraphSolver) -> None:
+        self.solver = solver
+        graph = solver.graph
+        self.live = graph.live()
+        sizes = np.array([graph.size(v) for v in self.live], dtype=np.intp)
+        self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
+        self.profile = Profile(graph, self.live, self.offsets[:-1])
+        self.instants = self.profile.candidates()
+        self.amounts = np.zeros((0, self.profile.size))
+        self.room = self.profile.limit - self.profile.fixed[self.instants]
+        self.planes: list[_Plane] = []
+        self.best = np.zeros(len(self.instants))
+        self.bound = -math.inf
+        self.most = 0.0
+        """The highest price that was tried."""
+        self.estimate = 0.0
+        """Seconds that it should have taken, the same on every machine."""
+
+    @property
+    def able(self) -> bool:
+        """Whether there are few times to give prices to."""
+        return 0 < len(self.instants) <= _MOST_TIMES
+
+    def raise_bound(self, seconds: float) -> None:
+        """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
+        self.amounts = np.stack([self.profile.at(instant) for instant in self.instants])
+        prices = self._first()
+        for _ in range(_EVALUATIONS):
+            self._evaluate(prices)
+            if self.solver.closed or self.estimate > seconds:
+                break
+            ceiling, prices = self._highest()
+            if ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
+                break
+            if np.count_nonzero(prices) > 1 and np.isfinite(self.bound):
+                prices = prices + _INWARDS * (self.best - prices)
+        self.solver.prices = self._by_time()
+
+    def _first(self) -> Array:
+        """The prices to begin with: those that are known, or such that a known excess costs a share of the rest."""
+        times = self.profile.instants[self.instants].tolist()
+        known = np.array([self.solver.prices.get(time, 0.0) for time in times])
+        if known.any() or not self.planes:
+            return known
+        over = np.maximum(self.planes[0].excess, 0.0)
+        square = float(over @ over)
+        return _FIRST_SHARE * abs(self.planes[0].cost) / square * over if square else known
+
+    def _by_time(self) -> dict[int, float]:
+        times = self.profile.instants[self.instants].tolist()
+        return {time: price for time, price in zip(times, self.best.tolist(), strict=True) if price > 0}
+
+    def _evaluate(self, prices: Array) -> None:
+        """Solves the graph at these prices."""
+        solver, graph = self.solver, self.solver.graph
+        self.most = max(self.most, float(prices.max()))
+        priced = graph.copy()
+        priced.tables = graph.tables  # what was computed of equal tables before is known
+        priced.usage_limit, priced.fixed_spans = None, []
+        priced.spans = [[] for _ in priced.spans]
+        priced.constant -= float(prices @ self.room)
+        added = prices @ self.amounts
+        for place, v in enumerate(self.live):
+            priced.costs[v] = priced.costs[v] + added[self.offsets[place] : self.offsets[place + 1]]  # type: ignore[operator]
+        watch = Watch(priced.tick, solver.watch.seconds_left)
+        inner = GraphSolver(priced, math.inf, _EFFORT, _SHARE_OF_GAP * solver.gap, watch)
+        inner.solve()
+        self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
+        solver.sweeps += inner.sweeps
+        if inner.lower > self.bound:
+            self.bound, self.best = inner.lower, prices
+            solver.raise_lower(inner.lower)
+        if priced.hint is not None:
+            full = priced.expand(priced.hint)
+            self.take({v: int(full[v]) for v in self.live})
+        solver.watch.report()
+
+    def take(self, found: dict[int, int]) -> None:
+        """Keeps an assignment, and gives it to the solver where it keeps within the limit."""
+        choices = np.array([found[v] for v in self.live], dtype=np.intp)
+        used = self.profile.used(choices)
+        cost = self.solver.graph.cost(found)
+        self.planes.append(_Plane(choices, cost, used[self.instants] - self.profile.limit))
+        if used.max() <= self.profile.limit:
+            self.solver.accept(found, cost)
+
+    def _highest(self) -> tuple[float, Array]:
+        """The highest value that the planes leave to L, and prices where they do."""
+        program = pywraplp.Solver.CreateSolver("GLOP")
+        value = program.NumVar(-program.infinity(), program.infinity(), "")
+        scale = self._scale()
+        prices = [program.NumVar(0.0, 1.0, "") for _ in self.instants]
+        for plane in self.planes:
+            terms = [float(e) * scale * p for e, p in zip(plane.excess, prices, strict=True) if e]
+            program.Add(value <= plane.cost + sum(terms))
+        program.Maximize(value)
+        if program.Solve() != pywraplp.Solver.OPTIMAL:
+            return self.bound, self.best
+        return program.Objective().Value(), scale * np.array([p.solution_value() for p in prices])
+
+    def _scale(self) -> float:
+        """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
+        if self.most > 0:
+            return _STEEPEST * self.most
+        first = self.planes[0]
+        return max(abs(first.cost), 1e-30) / max(float(first.excess.max()), 1e-3 * self.profile.limit)
+
+    def cross(self) -> None:
+        """Mixes what was found at all prices; a mixture within the limit goes to the solver."""
+        graph = self.solver.graph.copy()
+        graph.tables = self.solver.graph.tables
+        try:
+            for place, v in enumerate(self.live):
+                keep = np.zeros(graph.size(v), dtype=bool)
+                keep[[plane.choices[place] for plane in self.planes]] = True
+                graph.restrict(v, keep)
+            graph.make_consistent()
+            shrink(graph, dominance=False)
+        except Infeasible:
+            return
+        entries = sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
+        if entries > _CROSSABLE:
+            return
+        tolerance = _SHARE_OF_GAP * self.solver.gap * abs(self.bound)
+        result = close(graph, _CROSSING_WORK, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
+        self.estimate += result.work
+        if result.choices is not None:
+            full = graph.expand(result.choices)
+            self.take({v: int(full[v]) for v in self.live})
+
+    def prune(self) -> None:
+        """Drops from the solver's graph what cannot be in anything better, at the best prices."""
+        solver = self.solver
+        relaxation = Relaxation(solver.graph, solver.prices)
+        for _ in range(_SWEEPS):
+            relaxation.sweep_at_best_prices()
+        self.estimate += _SWEEPS * relaxation.seconds_per_sweep
+        solver.prune(relaxation)
+        shrink(solver.graph, dominance=False)

@@ -1,0 +1,206 @@
+"""Usages: what `shardplan.memory` counts of a schedule, as usages of the network that a search within a limit solves.
+
+A search adds usages up over variables, and over pairs of them (`shardplan.search.pairs`):
+
+| memory | usage of |
+|---|---|
+| a held value | its variable; where a copy in another layout takes over, up to the copy's first reader |
+| the copy that several readers share | the value and its copy: a copy in the value's own layout takes none |
+| an operand that an operation has brought to another layout, a result before it is | the two variables of that table |
+| what a library works in, the places that a pooling's gradient looks for | the operation |
+
+A limit is short of memory at few places of the order. So a search is held to it there alone, and where what it finds
+exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
+eliminated as without a limit. What is never counted (reshards that XLA merges and keeps), and what other places need,
+can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.control import layouts_read
+from shardplan.groups import RAGGED
+from shardplan.layout import Layout
+from shardplan.memory import WORKSPACE_BYTES, Lifetime, Lifetimes, masked_bytes
+from shardplan.problem import Problem
+from shardplan.program import Operation
+from shardplan.search import Network, PairUsage, Usage, with_pairs
+
+Array = NDArray[np.float64]
+
+_NEGLIGIBLE = 1e-6
+"""The smallest values, which together have this share of the limit, are not counted: most of a program's values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A tensor that a device holds besides while something needs it in another layout than the one that is there.
+
+    source, target: the variables whose choices say which layouts these are: ``there`` and ``wanted``, per choice, the
+    latter None where none is needed. Held is the one that is wanted; of an operation's result the one that is there.
+    """
+
+    value: int
+    source: int
+    target: int
+    there: tuple[Layout, ...]
+    wanted: tuple[Layout | None, ...]
+    result: bool = False
+
+    def amounts(self, problem: Problem) -> Array:
+        """float [choices of the source, choices of the target]: bytes on one device."""
+        domain = problem.domain(self.value)
+        there = np.array([domain.position[layout] for layout in self.there])
+        wanted = np.array([-1 if layout is None else domain.position[layout] for layout in self.wanted])
+        sizes = problem.program.values[self.value].total_bytes / domain.degrees
+        held = sizes[there][:, None] if self.result else sizes[wanted][None, :]
+        return np.where((there[:, None] == wanted[None, :]) | (wanted[None, :] < 0), 0.0, held)
+
+
+class Usages:
+    """The usages of one order of operations, as `memory_held` counts them."""
+
+    def __init__(self, lifetimes: Lifetimes, problem: Problem, donated: frozenset[int]) -> None:
+        self.lifetimes, self.problem, self.donated = lifetimes, problem, donated
+        self.program = problem.program
+        outputs = [(number, o) for number, o in enumerate(self.program.outputs) if isinstance(o, int)]
+        self._inputs = {*self.program.inputs, *self.program.captured}
+        self._leaving = {output for number, output in outputs if number not in self.program.ties}
+        self._replaced = {output for number, output in outputs if number in self.program.ties}
+
+    def network(self, limit: float, places: Collection[int]) -> Network:
+        """The problem's network, held to a limit at some places of the order alone.
+
+        Its variables come first, then those of pairs. Times of the network are positions among ``places``, ascending.
+        """
+        moments = np.array(sorted(places))
+        counted = self._counted_values(limit)
+        used = [*self._held_values(counted), *self._working()]
+        pairs = [*self._of_copies(counted), *self._brought(moments)]
+        network = with_pairs(
+            self.problem.network,
+            [
+                PairUsage(pair.u, pair.v, pair.amounts, *span)
+                for pair, span in ((pair, _within(moments, pair)) for pair in pairs)
+                if span[0] < span[1]
+            ],
+        )
+        network.usage_limit = limit
+        for usage in used:
+            network.add_usage(usage.variable, usage.amounts, *_within(moments, usage))
+        working = network.add_variable([0.0], name="libraries")
+        for moment, place in enumerate(moments):
+            if place < len(self.lifetimes.order) and self.lifetimes.order[place].primitive.name == "dot_general":
+                network.add_usage(working, [WORKSPACE_BYTES], moment, moment + 1)
+        return network
+
+    def _counted_values(self, limit: float) -> frozenset[int]:
+        """All values but the smallest."""
+        total, found = 0.0, set()
+        for value in sorted(self.program.values, key=lambda value: value.total_bytes):
+            total += value.total_bytes
+            if total > _NEGLIGIBLE * limit:
+                found.add(value.index)
+        return frozenset(found)
+
+    def _held_values(self, counted: frozenset[int]) -> Iterator[Usage]:
+        """Values in their own layouts."""
+        program = self.program
+        copied_out = [p for number, p in program.ties.items() if p not in self.donated]
+        twice = {program.inputs[position] for position in copied_out}
+        for index in sorted(counted):
+            variable, _ = self.problem.variables_of(index)
+            lifetime = self._held(index)
+            if variable is not None and lifetime is not None:
+                amounts = self._sizes(index) * (2 if index in twice else 1)
+                yield Usage(variable, amounts, lifetime.start, self._taken_over(index, lifetime) + 1)
+
+    def _held(self, value: int) -> Lifetime | None:
+        """When a value is in memory; None where it is not, or lies in the memory of an argument."""
+        if value in self._replaced:
+            return None
+        return Lifetime(0, self.lifetimes.end) if value in self._leaving else self.lifetimes.held.get(value)
+
+    def _taken_over(self, value: int, lifetime: Lifetime) -> int:
+        """Until when a value is in memory whatever the layout of its copy is."""
+        _, copy = self.problem.variables_of(value)
+        stays = value in self._leaving or value in self._inputs
+        if copy is None or stays:
+            return lifetime.end
+        return max(lifetime.start, min(lifetime.end, self.lifetimes.reads[value][0]))
+
+    def _of_copies(self, counted: frozenset[int]) -> Iterator[PairUsage]:
+        """Copies that several readers share."""
+        for value in sorted(counted):
+            variable, copy = self.problem.variables_of(value)
+            if variable is None or copy is None or value not in self.lifetimes.reads:
+                continue
+            sizes = self._sizes(value)
+            equal = np.eye(len(sizes), dtype=bool)
+            first, last = self.lifetimes.reads[value]
+            yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
+            lifetime = self._held(value)
+            if lifetime is not None:
+                until = self._taken_over(value, lifetime)
+                yield PairUsage(variable, copy, np.where(equal, sizes, 0.0), until + 1, lifetime.end + 1)
+
+    def _brought(self, moments: Array) -> Iterator[PairUsage]:
+        """Operands and results on their way, at these moments."""
+        problem, variables, lifetimes = self.problem, self.problem.variables, self.lifetimes
+        running = set(moments.tolist())
+        for place, operation in enumerate(lifetimes.order):
+            for link, value in lifetimes.kept_around(operation):
+                if value in variables.values:
+                    target = problem.domain(link.target)
+                    wanted = layouts_read(link, target.layouts, len(self.program.values[link.target].shape))
+                    during = Lifetime(lifetimes.start(operation), place)
+                    ends = variables.read(value), variables.values[link.target]
+                    yield self._pair(Brought(value, *ends, self._layouts(value), wanted), during)
+            choices = problem.choices.get(operation.index)
+            generates = not operation.results or operation.results[0] in problem.generated
+            if place in running and choices is not None and not generates:
+                for brought in self._brought_by(operation):
+                    yield self._pair(brought, Lifetime(place, place))
+
+    def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
+        return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
+
+    def _brought_by(self, operation: Operation) -> Iterator[Brought]:
+        variables, choices = self.problem.variables, self.problem.choices[operation.index]
+        follows, strategies = choices.follows_result, choices.strategies
+        own = variables.values[operation.results[0]] if follows else variables.operations[operation.index]
+        for position, operand in enumerate(operation.operands):
+            if isinstance(operand, int) and operand in variables.values:
+                wanted = tuple([strategy.operands[position] for strategy in strategies])
+                source = self.problem.source_of(operation, operand)
+                yield Brought(operand, source, own, self._layouts(operand), wanted)
+        for position, result in enumerate(operation.results if not follows else ()):
+            there = tuple([strategy.results[position] for strategy in strategies])
+            yield Brought(result, own, variables.values[result], there, self._layouts(result), result=True)
+
+    def _working(self) -> Iterator[Usage]:
+        """What operations need while they run, beside operands and results."""
+        for place, operation in enumerate(self.lifetimes.order):
+            variable = self.problem.variables.operations.get(operation.index)
+            if variable is not None and operation.primitive.name == RAGGED:
+                strategies = self.problem.choices[operation.index].strategies
+                amounts = [2 * masked_bytes(operation, self.problem, strategy) for strategy in strategies]
+                yield Usage(variable, np.array(amounts), place, place + 1)
+
+    def _sizes(self, value: int) -> Array:
+        """Bytes on one device, per layout."""
+        return self.program.values[value].total_bytes / self.problem.domain(value).degrees
+
+    def _layouts(self, value: int) -> tuple[Layout, ...]:
+        return self.problem.domain(value).layouts
+
+
+def _within(moments: NDArray[np.int64], usage: Usage | PairUsage) -> tuple[int, int]:
+    """The span of a usage as positions among the moments."""
+    first, last = np.searchsorted(moments, (usage.start, usage.end))
+    return int(first), int(last)

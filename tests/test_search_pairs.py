@@ -1,0 +1,79 @@
+"""Usages of pairs of variables, and prices of usage, against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardplan.search import Hint, Network, PairUsage, extended, solve, testing, with_pairs
+
+
+def usage_over_time(net: Network, pairs: list[PairUsage], choices: tuple[int, ...]) -> np.ndarray:
+    used = np.zeros(8)
+    for usage in net.usages:
+        used[usage.start : usage.end] += usage.amounts[choices[usage.variable]]
+    for pair in pairs:
+        used[pair.start : pair.end] += pair.amounts[choices[pair.u], choices[pair.v]]
+    return used
+
+
+def random_pairs(seed: int) -> tuple[Network, list[PairUsage], list[tuple[int, ...]]]:
+    """A network, usages of its pairs, and all its assignments. The limit is between the least and the highest peak."""
+    rng = np.random.default_rng(seed)
+    net = testing.random_chain(rng, 4, 3, 0.2)
+    sizes = [costs.size for costs in net.costs]
+    pairs = []
+    for u, v, _ in net.edges:
+        for _ in range(int(rng.integers(0, 3))):
+            start = int(rng.integers(0, 4))
+            amounts = rng.integers(0, 5, (sizes[u], sizes[v])).astype(np.float64)
+            pairs.append(PairUsage(u, v, amounts, start, start + 3))
+    net.add_usage(0, rng.integers(0, 5, sizes[0]), 1, 5)
+    every = [c for c in itertools.product(*map(range, sizes)) if np.isfinite(net.cost(c))]
+    peaks = [usage_over_time(net, pairs, choices).max() for choices in every]
+    net.usage_limit = float(min(peaks) + rng.random() * np.ptp(peaks)) if peaks else 1.0
+    return net, pairs, every
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_usages_of_pairs_equal_brute_force(seed: int) -> None:
+    net, pairs, every = random_pairs(seed)
+    assert net.usage_limit is not None
+    fitting = [c for c in every if usage_over_time(net, pairs, c).max() <= net.usage_limit]
+    solution = solve(with_pairs(net, pairs))
+    assert solution.cost == pytest.approx(min(map(net.cost, fitting), default=np.inf))
+    if fitting:
+        own = tuple(solution.choices[: len(net)].tolist())
+        assert own in fitting and net.cost(own) == pytest.approx(solution.cost)
+
+
+def test_an_assignment_is_extended_by_what_its_pairs_use() -> None:
+    for seed in range(20):
+        net, pairs, every = random_pairs(seed)
+        wide = with_pairs(net, pairs)
+        for choices in every[::7]:
+            full = extended(wide, np.array(choices))
+            assert wide.cost(full) == pytest.approx(net.cost(choices))
+            assert wide.peak(full)[0] == usage_over_time(net, pairs, choices).max()
+
+
+def test_what_is_known_before_changes_no_optimum() -> None:
+    for seed in range(40):
+        net = testing.random_memory_bound(np.random.default_rng(seed), 6, 0.5, 0.1)
+        limit, net.usage_limit = net.usage_limit, None
+        free = solve(net)
+        net.usage_limit = limit
+        if np.isfinite(free.cost):
+            net.hint = Hint(free.choices, {0: 1.0})
+        _, optimum = testing.brute_force(net)
+        solution = solve(net)
+        assert solution.cost == optimum and solution.lower_bound <= optimum
+
+
+def test_prices_prove_what_a_limit_costs() -> None:
+    net = Network(usage_limit=14.0)  # of ten variables, six must give up the choice that costs nothing
+    for number in range(10):
+        net.add_usage(net.add_variable([0.0, 10.0 + number]), [2.0, 1.0], 0, 1)
+    solution = solve(net)
+    assert solution.cost == 75.0 and solution.lower_bound == pytest.approx(75.0)
+    assert solution.prices == {} or 15.0 <= solution.prices[0] <= 16.0
