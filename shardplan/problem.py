@@ -6,6 +6,7 @@ strategies; a value with several readers has one more variable, the layout of th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -90,6 +91,13 @@ class Problem:
             add(network)
         return network
 
+    def freed(self, hard: Mapping[int, tuple[tuple[int, ...] | None, ...]]) -> Problem:
+        """This problem with fewer hard layouts of arguments; all but their costs is shared."""
+        other = copy.copy(self)
+        other._fixed = hard
+        other.__dict__.pop("network", None)
+        return other
+
     # ---- what every operation may do
 
     def _derive_choices(self) -> None:
@@ -173,16 +181,12 @@ class Problem:
         moving = tuple(id(self.moving(o)) for o in (*operation.operands, *operation.results) if isinstance(o, int))
         key = (id(choices), "work", times, self._memory_bytes(operation), moving)
         if key not in self._tables:
-            costs = [
-                self._price_of(operation, s) if self._possible(operation, s) else np.inf for s in choices.strategies
-            ]
-            self._tables[key] = times * np.array(costs)
+            self._tables[key] = times * np.array([self._price_of(operation, s) for s in choices.strategies])
         return self._tables[key]
 
-    def _possible(self, operation: Operation, strategy: Strategy) -> bool:
-        return strategy.possible and (self.islands or not needs_island(operation, strategy))
-
     def _price_of(self, operation: Operation, strategy: Strategy) -> float:
+        if not strategy.possible or (not self.islands and needs_island(operation, strategy)):
+            return np.inf
         choices = self.choices[operation.index]
         price = self.prices.work(choices.flops, self._memory_bytes(operation), choices.dtype, strategy.degree)
         for step, value in self.exchanges(operation, strategy):
@@ -243,11 +247,11 @@ class Problem:
         return costs
 
     def _add_copies(self, network: Network) -> None:
-        for index, copy in self.variables.copies.items():
+        for index, shared in self.variables.copies.items():
             value, domain = self.program.values[index], self.domain(index)
-            network.add_variable(np.zeros(len(domain)), name=self.variables.names[copy])
+            network.add_variable(np.zeros(len(domain)), name=self.variables.names[shared])
             table = self._transition_table(value, domain.layouts, self._value_times[index])
-            network.add_edge(self.variables.values[index], copy, table)
+            network.add_edge(self.variables.values[index], shared, table)
 
     def _add_work(self, network: Network) -> None:
         for index, variable in self.variables.operations.items():

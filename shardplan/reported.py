@@ -7,9 +7,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from shardplan import _jax
+from shardplan.hard import hard_layouts
 from shardplan.options import Options
 from shardplan.plan import Plan
-from shardplan.planning import plan_program
+from shardplan.planning import plan_problem, plan_program
 from shardplan.program import Program
 from shardplan.schedule import REDUCTIONS, Schedule, Sent
 from shardplan.strategy import reduction_dtype
@@ -46,13 +47,21 @@ def with_reports(plan: Plan, program: Program, options: Options) -> Plan:
     """The plan, its statistics with ``reductions`` (bytes by precision) and, where there are pins, their price.
 
     The price is what the pinned plan costs above the best one without pins, in ``communication_bytes`` and in the unit
-    of the ``objective``; finding that one is a search of its own.
+    of the ``objective``; finding that one is a search of its own, of a problem that shares the tables of the first.
     """
     statistics = {**plan.statistics, "reductions": reduction_bytes(plan.schedule)}
     if options.pins:
-        free = plan_program(program, plan.mesh, replace(options, pins=None))
+        free = _without_pins(plan, program, replace(options, pins=None))
         statistics["pins"] = {
             "objective": max(0.0, plan.objective - free.objective),
             "communication_bytes": plan.communication_bytes - free.communication_bytes,
         }
     return replace(plan, statistics=statistics)
+
+
+def _without_pins(plan: Plan, program: Program, options: Options) -> Plan:
+    """The plan of the same program without pins."""
+    if options.objective == "time":  # the problem at hand may be priced at another share
+        return plan_program(program, plan.mesh, options)
+    problem = plan.schedule.problem
+    return plan_problem(problem.freed(hard_layouts(program, problem.space, None).layouts), plan.mesh, options)
