@@ -17,11 +17,13 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.control import Link
-from shardplan.fusion import fused_operations, fuses_operands, readers_of, stored_values
+from shardplan.fusion import readers_of
 from shardplan.groups import RAGGED, axes_of_groups
 from shardplan.layout import Layout
 from shardplan.problem import Problem
+from shardplan.products import PRODUCT, ProductOperand, merged_products, product_operands
 from shardplan.program import Constant, Operation
+from shardplan.recomputing import Kernels, kernels_of
 from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy, bytes_of, operand_type
 
@@ -57,16 +59,22 @@ class Lifetime:
 class Lifetimes:
     """The lifetimes of a program's held values, whatever the layouts are, where operations run in ``order``."""
 
-    def __init__(self, problem: Problem, order: Sequence[int]) -> None:
-        program = problem.program
+    def __init__(self, problem: Problem, order: Sequence[int], kernels: Kernels | None = None) -> None:
+        program, kernels = problem.program, kernels or kernels_of(problem)
         self._problem = problem
         self.order = [program.operations[index] for index in order]
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
         readers = readers_of(self.order)
-        self._fused = fused_operations(problem)
-        stored = stored_values(problem, self._fused)
+        self._fused = kernels.fused
+        self.copies: dict[ProductOperand, tuple[int, int, int]] = {}
+        self._copied = {key: operand for key, operand in product_operands(program).items() if operand.copied}
+        for operation in self.order:
+            for position in range(len(operation.operands)):
+                copy, place = self._copied.get((operation.index, position)), self.place[operation.index]
+                if copy is not None:
+                    self.copies[copy] = (*self.copies.get(copy, (position, place))[:2], place)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         for operation in self.order:
@@ -79,12 +87,11 @@ class Lifetimes:
             start, place = self.start(operation), self.place[operation.index]
             for result in operation.results:
                 passed = operation.primitive is _jax.optimization_barrier
-                read = not passed and any(not fuses_operands(problem, r) for r in readers.get(result, ()))
-                needed = result in outputs or result in stored or read
+                needed = result in outputs or result in kernels.stored or (result in kernels.read and not passed)
                 if (needed or operation.index not in self._fused) and result not in problem.generated:
                     self.held[result] = Lifetime(start, last_read.get(result, place))
             for operand, until in self._needed_until(operation, last_read):
-                last_read[operand] = max(last_read.get(operand, 0), place, until)
+                last_read[operand] = max(last_read.get(operand, 0), until)
         for link in (link for links in problem.links.values() for link in links.enter if link.stacked):
             if link.target in readers:  # one slice of a stack; other operands are the outer ones, or a carry's result
                 first = self.place[readers[link.target][0].index]
@@ -99,16 +106,18 @@ class Lifetimes:
             self.reads[value] = (first, max(last_read[value], first))
 
     def _needed_until(self, operation: Operation, last_read: dict[int, int]) -> Iterator[tuple[int, int]]:
-        """The operands that an operation's results are computed from on the way, with the last place that reads these.
+        """The operands of an operation, with the last place that reads them, or what is computed from them on the way.
 
-        What passes a barrier is each operand's own memory.
+        What passes a barrier is each operand's own memory. A copy of an operand is made for its first reader.
         """
         place = self.place[operation.index]
         ends = [last_read.get(r, place) if r not in self.held else 0 for r in operation.results]
         passed = operation.primitive is _jax.optimization_barrier
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int):
-                yield operand, ends[position] if passed else max(ends, default=0)
+                copy = self._copied.get((operation.index, position))
+                first = place if copy is None else self.copies[copy][1]
+                yield operand, max(first, ends[position] if passed else max(ends, default=0))
 
     def _share_in_place(self, last_read: dict[int, int]) -> None:
         """Lets a result take the memory of an operand of its size that is read for the last time."""
@@ -177,13 +186,12 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     program = schedule.program
 
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
-        domain = schedule.problem.domain(value)
-        size = program.values[value].total_bytes / domain.degrees[domain.position[layout]]
-        return Held(value, layout, size, Lifetime(start, end))
+        return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
 
+    merged = _merged_lifetimes(lifetimes, schedule)
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
-    for value, lifetime in lifetimes.held.items():
+    for value, lifetime in (lifetimes.held | merged).items():
         layout, copy = schedule.assignment.values[value], schedule.copy(value)
         end = lifetime.end
         if value in leaving:
@@ -217,6 +225,45 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     for (operand, wanted), (first, last) in shared.items():
         yield hold(operand, wanted, first, last)
     yield from _masked_rows(lifetimes, schedule)
+    yield from _operand_copies(lifetimes, schedule)
+
+
+def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """The transposed and padded copies that products read, see `shardplan.products`."""
+    for copy, (position, first, last) in lifetimes.copies.items():
+        reader = lifetimes.order[first]
+        strategy = schedule.assignment.strategies.get(reader.index)
+        operand, layout = reader.operands[position], strategy.operands[position] if strategy else None
+        if isinstance(operand, int) and layout is not None:
+            size = copy.padding * bytes_in(schedule, operand, layout)
+            yield Held(copy.value, layout, size, Lifetime(first, last))
+
+
+def _merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
+    """The results of products that XLA merges: one buffer, which lives until nothing reads any of them."""
+    sizes = {}
+    for operation in lifetimes.order:
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if operation.primitive.name == PRODUCT and strategy is not None and operation.results[0] in lifetimes.held:
+            pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
+            sizes[operation.index] = sum(
+                bytes_in(schedule, value, layout)
+                for value, layout in pairs
+                if isinstance(value, int) and layout is not None
+            )
+    found: dict[int, Lifetime] = {}
+    for group in merged_products(schedule.program, lifetimes.order, sizes):
+        results = [schedule.program.operations[index].results[0] for index in group]
+        spans = [lifetimes.held[result] for result in results]
+        whole = Lifetime(min(span.start for span in spans), max(span.end for span in spans))
+        found |= dict.fromkeys(results, whole)
+    return found
+
+
+def bytes_in(schedule: Schedule, value: int, layout: Layout) -> float:
+    """Bytes of a value on one device, in a layout."""
+    domain = schedule.problem.domain(value)
+    return schedule.program.values[value].total_bytes / float(domain.degrees[domain.position[layout]])
 
 
 def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardplan.errors import InfeasibleError
-from shardplan.fusion import fused_operations
 from shardplan.memory import Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.problem import Problem
+from shardplan.recomputing import kernels_of
 from shardplan.schedule import Schedule
 from shardplan.search import Hint, Network, Solution, extended, solve
 from shardplan.usages import Usages
@@ -84,9 +84,10 @@ def search_within(problem: Problem, search: Search) -> Found:
     deadline = time.perf_counter() + search.seconds
     limit_bytes = search.limit_bytes
     # XLA schedules a program in several ways, and keeps the one with the lowest peak
-    late = execution_order(problem.program, fused_operations(problem))
+    kernels = kernels_of(problem)
+    late = execution_order(problem.program, kernels.fused)
     orders = (late, range(len(problem.program.operations)))
-    lifetimes = [Lifetimes(problem, order) for order in orders]
+    lifetimes = [Lifetimes(problem, order, kernels) for order in orders]
     found = _search(problem, problem.network, lifetimes, search, search.seconds)
     if found.solution.status == "infeasible":
         raise InfeasibleError(

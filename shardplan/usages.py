@@ -8,6 +8,7 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 | the copy that several readers share | the value and its copy: a copy in the value's own layout takes none |
 | an operand that an operation has brought to another layout, a result before it is | the two variables of that table |
 | what a library works in, the places that a pooling's gradient looks for | the operation |
+| the transposed copies of operands that products read | the first product that reads them |
 
 A limit is short of memory at few places of the order. So a search is held to it there alone, and where what it finds
 exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
@@ -80,7 +81,7 @@ class Usages:
         """
         moments = np.array(sorted(places))
         counted = self._counted_values(limit)
-        used = [*self._held_values(counted), *self._working()]
+        used = [*self._held_values(counted), *self._working(), *self._product_copies()]
         pairs = [*self._of_copies(counted), *self._brought(moments)]
         network = with_pairs(
             self.problem.network,
@@ -191,6 +192,17 @@ class Usages:
                 strategies = self.problem.choices[operation.index].strategies
                 amounts = [2 * masked_bytes(operation, self.problem, strategy) for strategy in strategies]
                 yield Usage(variable, np.array(amounts), place, place + 1)
+
+    def _product_copies(self) -> Iterator[Usage]:
+        for copy, (position, first, last) in self.lifetimes.copies.items():
+            reader = self.lifetimes.order[first]
+            variable, operand = self.problem.variables.operations.get(reader.index), reader.operands[position]
+            if variable is not None and isinstance(operand, int):
+                places = self.problem.domain(operand).position
+                layouts = [strategy.operands[position] for strategy in self.problem.choices[reader.index].strategies]
+                sizes = copy.padding * self._sizes(operand)
+                amounts = [0.0 if layout is None else sizes[places[layout]] for layout in layouts]
+                yield Usage(variable, np.array(amounts), first, last + 1)
 
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""

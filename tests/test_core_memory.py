@@ -11,6 +11,8 @@ from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
 from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
+from shardplan.products import merged_products, product_operands
+from shardplan.recomputing import kernels_of
 from shardplan.search import extended
 from shardplan.tracing import trace_program
 from shardplan.usages import Usages
@@ -90,11 +92,82 @@ def _stored_by(function):
 
 def test_what_many_kernels_read_is_stored_where_computing_it_anew_reads_more():
     def sums(total, count):
-        return [jnp.sum(jnp.cos(total * k), axis=0) for k in range(count)]
+        return [jnp.sum(jnp.abs(total * k), axis=0) for k in range(count)]
 
     assert "add" not in _stored_by(lambda a, b: sums(a @ b + b @ a, 2))
     assert "add" in _stored_by(lambda a, b: sums(a @ b + b @ a, 5))
     assert "convert_element_type" not in _stored_by(lambda a, b: sums((a @ b).astype(jnp.float32), 5))
+
+
+def test_what_takes_longer_to_compute_than_to_read_is_stored_for_the_backward_pass():
+    def stored(function):
+        square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+        mesh = jax.sharding.AbstractMesh((1,), ("x",))
+        problem = shardplan.plan(jax.grad(function), mesh, square, square).schedule.problem
+        makers = {result: o.primitive.name for o in problem.program.operations for result in o.results}
+        return {makers[value] for value in kernels_of(problem).stored if problem.program.values[value].shape}
+
+    assert stored(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w)) == set()
+    assert stored(lambda w, x: jnp.sum(jax.nn.silu(x @ w) @ w)) == set()
+    assert stored(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)) == {"tanh"}
+
+    def dropped(w, x):
+        kept = jax.random.bernoulli(jax.random.key(x[0, 0].astype(int)), 0.9, w.shape)
+        return jnp.sum(jnp.where(kept, x @ w, 0) @ w)
+
+    assert stored(dropped) == {"lt"}  # one byte per element, not the random bits
+
+
+def test_a_softmax_is_one_kernel_and_stores_nothing_in_between():
+    rows = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    step = jax.grad(lambda w, x: jnp.sum(jax.nn.softmax((x @ w).astype(jnp.float32)).astype(jnp.bfloat16) @ w))
+    problem = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), rows, rows).schedule.problem
+    assert not {v for v in kernels_of(problem).stored if problem.program.values[v].shape == (512, 512)}
+
+
+def _heads(size, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct((4, size, 2, 64), dtype)
+
+
+def test_a_product_over_batch_dimensions_that_lie_inside_reads_copies_and_forward_and_backward_share_them():
+    def attended(q, k):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        return scores, jax.lax.dot_general(scores, q, (((2,), (1,)), ((0, 1), (0, 2))))  # its gradient for keys
+
+    program = trace_program(attended, (_heads(32),) * 2, {})
+    copied = [operand for operand in product_operands(program).values() if operand.copied]
+    assert {(o.value, o.order) for o in copied} == {(0, (0, 2, 1, 3)), (1, (0, 2, 3, 1))}
+    problem = shardplan.plan(attended, 1, _heads(32), _heads(32)).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+    products = [o.index for o in problem.program.operations if o.primitive.name == "dot_general"]
+    assert {(copy.value, first, last) for copy, (_, first, last) in lifetimes.copies.items()} == {
+        (0, products[0], products[1]),
+        (1, products[0], products[0]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "times"), [(32, "bfloat16", 1), (33, "bfloat16", 40 / 33), (33, "float32", 1)]
+)
+def test_products_of_half_precision_pad_their_operands(size, dtype, times):
+    matrix = jax.ShapeDtypeStruct((size, 64), dtype)
+    program = trace_program(lambda x, y: x @ y.T, (matrix, matrix), {})
+    operands = list(product_operands(program).values())
+    assert [operand.padding for operand in operands] == pytest.approx([times] * 2)
+    assert [operand.value for operand in operands] == [0, 1]  # the transposition is part of the product
+    assert all(operand.copied == (times > 1) for operand in operands)
+
+
+def test_products_of_one_operand_are_merged_where_neither_needs_the_other():
+    def step(x, w, v):
+        first, second = x @ w, x @ v
+        return first, second, x @ (second * 2)
+
+    program = trace_program(step, (_square(8),) * 3, {})
+    products = [o for o in program.operations if o.primitive.name == "dot_general"]
+    sizes = {o.index: 1.0 for o in products}
+    assert merged_products(program, products, sizes) == [[o.index for o in products[:2]]]
+    assert merged_products(program, products, dict.fromkeys(sizes, 2.0**30)) == []
 
 
 def test_a_copy_for_a_loop_is_held_while_the_loop_runs():
@@ -174,7 +247,7 @@ def test_what_passes_a_barrier_stays_in_its_memory_until_its_own_last_reader():
     n = 1024
 
     def step(x, w):
-        early, late = jax.lax.optimization_barrier((x @ w, x @ x))
+        early, late = jax.lax.optimization_barrier((x @ w, w @ x))
         return ((early @ w) @ w) @ late
 
     # x, w and the result; `late`, and two products in a row

@@ -1,0 +1,129 @@
+"""What XLA:GPU does to the operands of matrix products: transposed and padded copies, and products merged into one.
+
+A product over batch dimensions reads each operand with these in front, and the contracted dimensions side by side.
+Heads of attention lie behind the sequence, so that XLA writes transposed copies of queries, keys and values: one per
+order of dimensions that is read, from which forward and backward pass may both read. The value itself need not be
+stored for them, if what it is computed from is. Without batch dimensions, a transposition is part of the product.
+
+>>> import jax, jax.numpy as jnp
+>>> from shardplan.tracing import trace_program
+>>> heads = jax.ShapeDtypeStruct((2, 16, 4, 8), "float32")
+>>> program = trace_program(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), (heads, heads), {})
+>>> [(operand.value, operand.order, operand.copied) for operand in product_operands(program).values()]
+[(0, (0, 2, 1, 3), True), (1, (0, 2, 3, 1), True)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from shardplan import _jax
+from shardplan.program import Operation, Program
+
+PRODUCT = "dot_general"
+
+_MULTIPLE = 8
+"""Dimensions of products of 16-bit numbers are padded to multiples of this, which tensor cores need."""
+
+_MERGED_BYTES = 64 * 2**20
+"""A product that moves more is merged only with one that does not."""
+
+_LOOKED_AT = 20
+"""Operations that are looked at to tell whether products need each other, per operation of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductOperand:
+    """What a product reads: a value in an ``order`` of its dimensions, ``padding`` times as large.
+
+    ``copied`` says whether it reads a copy; where it does not, transpositions on the way are part of the product.
+    """
+
+    value: int
+    order: tuple[int, ...]
+    padding: float
+    copied: bool
+
+
+def product_operands(program: Program) -> dict[tuple[int, int], ProductOperand]:
+    """What products read, by the operation's index and the operand's position."""
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    found = {}
+    for operation in program.operations:
+        if operation.primitive.name == PRODUCT:
+            for position, operand in enumerate(operation.operands):
+                if isinstance(operand, int):
+                    found[operation.index, position] = _product_operand(program, makers, operation, position)
+    return found
+
+
+def _product_operand(
+    program: Program, makers: Mapping[int, Operation], operation: Operation, position: int
+) -> ProductOperand:
+    operand: Any = operation.operands[position]
+    dimensions = tuple(range(len(program.values[operand].shape)))
+    while operand in makers and makers[operand].primitive.name == "transpose":
+        permutation = makers[operand].params["permutation"]
+        operand, dimensions = makers[operand].operands[0], tuple(permutation[d] for d in dimensions)
+    value = program.values[operand]
+    contracted, batch = (
+        tuple(dimensions[d] for d in numbers[position]) for numbers in operation.params["dimension_numbers"]
+    )
+    free = tuple(d for d in dimensions if d not in contracted and d not in batch)
+    orders = [(*batch, *free, *contracted), (*batch, *contracted, *free)]
+    sizes = [prod(value.shape[d] for d in side) for side in (free, contracted)]
+    half = _jax.item_bytes(value.dtype) == 2
+    padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if half and size > 1)
+    as_it_is = tuple(range(len(dimensions)))
+    order = as_it_is if as_it_is in orders else orders[position]
+    return ProductOperand(operand, order, padding, copied=padding > 1 or order != as_it_is)
+
+
+def merged_products(program: Program, operations: Iterable[Operation], sizes: Mapping[int, float]) -> list[list[int]]:
+    """Products that read the same operand and become one, as lists of operation indices.
+
+    XLA merges two where one of them moves few bytes (``sizes``, per operation on one device) and neither needs the
+    other. Their other operands are put side by side, and so are their results, in one buffer.
+    """
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    groups: dict[Any, list[int]] = {}
+    left = _LOOKED_AT * len(program.operations)
+    for operation in operations:
+        if operation.index not in sizes:
+            continue
+        for position, shared in enumerate(operation.operands):
+            other = operation.operands[1 - position]
+            if not isinstance(shared, int) or not isinstance(other, int):
+                continue
+            rank = len(program.values[other].shape)
+            key = shared, position, rank, operation.region, str(operation.params["dimension_numbers"])
+            group = groups.setdefault(key, [])
+            small = min(sizes[index] for index in (operation.index, *group)) <= _MERGED_BYTES or not group
+            between = _made_between(makers, other, {*group}, left) if small else set(group)
+            left -= len(between)
+            if between.isdisjoint(group):
+                group.append(operation.index)
+    merged: list[list[int]] = []
+    taken: set[int] = set()
+    for group in sorted(groups.values(), key=len, reverse=True):
+        remaining = [index for index in group if index not in taken]
+        if len(remaining) > 1:
+            merged.append(remaining)
+            taken.update(remaining)
+    return merged
+
+
+def _made_between(makers: Mapping[int, Operation], value: int, among: set[int], most: int) -> set[int]:
+    """Operations that a value is computed from, back to the first of ``among``; all of these if there are too many."""
+    found, stack = set[int](), [value]
+    while among and stack:
+        maker = makers.get(stack.pop())
+        if maker is not None and maker.index >= min(among) and maker.index not in found:
+            found.add(maker.index)
+            stack += (operand for operand in maker.operands if isinstance(operand, int))
+        if len(found) > most:
+            return among
+    return found
