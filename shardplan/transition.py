@@ -42,7 +42,8 @@ class Priced:
     fixed: np.ndarray
 
     def of(self, total_bytes: float) -> np.ndarray:
-        return self.per_byte * total_bytes + self.fixed
+        possible = np.isfinite(self.per_byte)  # of an empty tensor too
+        return np.where(possible, np.where(possible, self.per_byte, 0.0) * total_bytes + self.fixed, np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,8 @@ class Transitions:
 
     def table(self, domain: Domain, targets: tuple[Layout, ...], total_bytes: int) -> np.ndarray:
         """float [layouts of the domain, targets]: the price of each transition of a tensor of so many bytes."""
-        priced = self._solve(domain)[0]
         places = [domain.position.get(target, -1) for target in targets]
-        table = priced.per_byte[:, places] * total_bytes + priced.fixed[:, places]
+        table = self._solve(domain)[0].of(total_bytes)[:, places]
         table[:, [place < 0 for place in places]] = np.inf  # a partial layout that the tensor cannot have
         return table
 

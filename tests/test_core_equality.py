@@ -80,6 +80,11 @@ def convolution(x: Any, kernel: Any) -> Any:
     return kernel - jax.grad(loss)(kernel), loss(kernel)
 
 
+def rolled(w: Any, x: Any) -> Any:
+    """A roll joins two slices, and by nothing the first one is empty: partial sums of an empty tensor are added."""
+    return jnp.sum(jnp.roll(x @ w, 0, axis=0) ** 2 + jnp.roll(x @ w, 0, axis=1))
+
+
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, 32, (8, 16)))
 
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -94,6 +99,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "linear algebra": (lambda x: jnp.linalg.solve(x @ x.T + 8 * jnp.eye(8), x), (values(8, 8),)),
     "fft": (lambda x: jnp.abs(jnp.fft.rfft(x, axis=1)), (values(8, 16),)),
     "segment sum": (lambda x: jax.ops.segment_sum(x, jnp.arange(16) % 4, 4), (values(16, 8),)),
+    "rolled by nothing": (lambda w, x: w - jax.grad(rolled)(w, x), (values(16, 16), values(8, 16, seed=1))),
     "histogram": (lambda x: jnp.zeros(8, jnp.int32).at[(x * 3).astype(jnp.int32) % 8].add(1), (values(64),)),
 }
 
