@@ -111,28 +111,31 @@ _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
 
 
 def may_be_island(operation: Operation, strategy: Strategy) -> bool:
-    """Whether an operation with a partial result can run as itself on the blocks of its operands, in a ``shard_map``.
+    """Whether an operation can run as itself on the blocks of its operands, in a ``shard_map``, and be summed there.
 
-    That is so where its parameters name no sizes, and where no block needs rows of its neighbours: contractions, sums
-    and convolutions, which are those that XLA reduces worse. Blocks in a ``shard_map`` are equal. A product of rows in
-    groups may have a whole result.
+    That is so where its parameters name no sizes but the groups of a convolution, of which a block may have fewer, and
+    where no block needs rows of its neighbours: contractions, sums and convolutions, which are those that XLA reduces
+    worse. Blocks in a ``shard_map`` are equal. Products of rows in groups and convolutions in groups may have a whole
+    result.
     """
-    name = operation.primitive.name
-    if name not in ISLANDS or strategy.halos or strategy.padded:
+    if operation.primitive.name not in ISLANDS or strategy.halos or strategy.padded:
         return False
-    if set(strategy.reducers) != {"sum"}:
-        return set(strategy.reducers) == {None} and splits_rows_or_groups(operation, strategy)
-    return name != "conv_general_dilated" or not _has_groups(operation)
+    if set(strategy.reducers) == {None}:
+        return splits_rows_or_groups(operation, strategy) or _by_groups(operation)
+    return set(strategy.reducers) == {"sum"}
 
 
 def needs_island(operation: Operation, strategy: Strategy) -> bool:
-    """Whether XLA, left alone, would gather what an operation sums over, or rows and matrices of groups.
+    """Whether XLA, left alone, would gather what an operation reads.
 
-    That is space in the gradient of a convolution's weights, where the data are dilated (of a transposed convolution)
-    and where the weights' channels are split besides.
+    That is what a product of rows in groups reads, and a convolution in groups, unless each channel is a group of its
+    own; and space that the gradient of a convolution's weights sums over, where the data are dilated (of a transposed
+    convolution) and where the weights' channels are split besides.
     """
     if operation.primitive.name == RAGGED:
         return splits_rows_or_groups(operation, strategy)
+    if _by_groups(operation):
+        return any(layout and any(layout) for layout in (*strategy.operands, *strategy.results))
     if operation.primitive.name != "conv_general_dilated" or not any(strategy.pending):
         return False
     _, _, *space = operation.params["dimension_numbers"].lhs_spec
@@ -144,6 +147,39 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
     return bool(summed) and (max(summed) > 1 or any(strategy.results[0]))
 
 
+def split_runs(operation: Operation, split: Any, even: bool) -> bool:
+    """Whether an operation can be split so at all: where only an island would do, blocks are equal and lie apart."""
+    return not _by_groups(operation) or (even and not _with_neighbours(None, split))
+
+
+def passes_sums(operation: Operation) -> bool:
+    """Whether an operation that is linear may be run on every device's part of a sum: where it needs no island."""
+    return not _by_groups(operation)
+
+
+def _by_groups(operation: Operation) -> bool:
+    """Whether an operation is a convolution whose groups have several channels of the data."""
+    if operation.primitive.name != "conv_general_dilated":
+        return False
+    filters = operation.equation.invars[1].aval.shape  # type: ignore[attr-defined]
+    several = filters[operation.params["dimension_numbers"].rhs_spec[1]] > 1
+    return operation.params["feature_group_count"] > 1 and several
+
+
+def params_of_block(operation: Operation, strategy: Strategy, blocks: Callable[[Any], int]) -> dict[str, Any]:
+    """The parameters with which an operation runs on a block: a convolution split along its groups has fewer there.
+
+    ``blocks`` says over how many blocks some mesh axes split a dimension.
+    """
+    params, data = dict(operation.params), strategy.operands[0] if strategy.operands else None
+    if operation.primitive.name == "conv_general_dilated" and data is not None:
+        in_batches, in_features, *_ = params["dimension_numbers"].lhs_spec
+        for name, dim in (("feature_group_count", in_features), ("batch_group_count", in_batches)):
+            if params[name] > 1:
+                params[name] //= blocks(data[dim])
+    return params
+
+
 def runs(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation runs as a strategy says, by itself or in an island."""
     if operation.primitive.name == "select_and_scatter_add" and strategy.halos:
@@ -153,11 +189,19 @@ def runs(operation: Operation, strategy: Strategy) -> bool:
     return not needs_island(operation, strategy) or may_be_island(operation, strategy)
 
 
-def _has_groups(operation: Operation) -> bool:
-    return operation.params["feature_group_count"] > 1 or operation.params["batch_group_count"] > 1
+def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...]) -> bool:
+    """Whether XLA, left alone, makes a reduce-scatter of partial sums over ``axes``, in their order.
 
-
-def splits_one(strategy: Strategy, axes: tuple[int, ...]) -> bool:
-    """Whether ``axes`` together split one dimension of every operand that they split."""
+    It does where they together split one dimension of every operand that they split; of a convolution in groups only
+    in the order of the mesh.
+    """
+    if len(axes) < 2:
+        return True
+    if operation.primitive.name == "conv_general_dilated" and _has_groups(operation) and tuple(sorted(axes)) != axes:
+        return False
     touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]
     return all(axes in layout for layout in touching)
+
+
+def _has_groups(operation: Operation) -> bool:
+    return operation.params["feature_group_count"] > 1 or operation.params["batch_group_count"] > 1

@@ -18,7 +18,7 @@ from shardplan import _jax
 from shardplan.control import Links, layouts_read, links_of
 from shardplan.deferred import DeferredSums
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
-from shardplan.partitioner import may_be_island, needs_island, splits_one
+from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.prices import Prices, Timing
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
@@ -356,8 +356,8 @@ class Problem:
         travelling = reduction_dtype(operation, dtype, self.reduce_dtype) if island else dtype
         width = _jax.item_bytes(travelling) / _jax.item_bytes(dtype)
         pending = strategy.pending[position]
-        scatters = len(pending) < 2 or splits_one(strategy, pending)
-        return Partial(strategy.results[position], pending, island, width, scatters)
+        scattered = scatters(operation, strategy, pending)
+        return Partial(strategy.results[position], pending, island, width, scattered)
 
     def _add_outputs(self, network: Network) -> None:
         for number, position in self.program.ties.items():

@@ -21,6 +21,7 @@ from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import filled, fills, unfilled_params
+from shardplan.partitioner import params_of_block
 from shardplan.program import Constant, Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.strategy import Strategy
@@ -211,8 +212,9 @@ class Replay:
         """The operation on the blocks of one device, inside of an island."""
 
         def run(local: Sequence[Any]) -> Any:
-            return self._bind(operation, local)[0]
+            return _jax.bind_again(operation.equation, operation.primitive, params, local)[0]
 
+        params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
         if splits_rows_or_groups(operation, strategy):
             return on_blocks(operation, strategy, self._schedule.space.mesh, run)
         return lambda *local: run(local)

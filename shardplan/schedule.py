@@ -13,7 +13,7 @@ from typing import Any
 
 from shardplan.control import Link, layouts_read
 from shardplan.layout import Layout, replicated
-from shardplan.partitioner import may_be_island, needs_island, splits_one
+from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
 from shardplan.strategy import Strategy, reduction_dtype
@@ -144,8 +144,9 @@ class Schedule:
         needed = len(reducing) > 1 or needs_island(operation, strategy)
         if reducing[0].kind == "reduce-scatter":
             # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
-            in_order = reducing[0].axes == strategy.pending[0] and splits_one(strategy, reducing[0].axes)
-            needed = needed or followed_by_slice or (len(reducing[0].axes) > 1 and not in_order)
+            axes = reducing[0].axes
+            alone = len(axes) < 2 or (axes == strategy.pending[0] and scatters(operation, strategy, axes))
+            needed = needed or followed_by_slice or not alone
         return travelling if needed or travelling != dtype else None
 
     def collectives(self) -> list[Sent]:

@@ -15,7 +15,15 @@ from typing import Any
 
 from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, from_spec, replicated
-from shardplan.partitioner import ISLANDS, runs, usable_padded_splits, usable_splits, usable_uneven_splits
+from shardplan.partitioner import (
+    ISLANDS,
+    passes_sums,
+    runs,
+    split_runs,
+    usable_padded_splits,
+    usable_splits,
+    usable_uneven_splits,
+)
 from shardplan.program import Constant, Operation, Program
 from shardplan.regions import Named, collectives_of_region
 
@@ -144,7 +152,12 @@ class StrategyMaker:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]
         shapes = [tensor.shape for tensor in (*operands, *results)]
         splits = {
-            n: [s for s in self._splits(rule, shapes, n) if _reducible(s, results)] for n in self.space.mesh.degrees
+            n: [
+                s
+                for s in self._splits(rule, shapes, n)
+                if _reducible(s, results) and split_runs(operation, s.split, s.size % n == 0)
+            ]
+            for n in self.space.mesh.degrees
         }
         work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
         every = [sized.split for found in splits.values() for sized in found]
@@ -152,7 +165,8 @@ class StrategyMaker:
             domain = self.space.domain(results[0].shape)
             sizes = results[0].shape
             strategies = [self._following(layout, sizes, splits, ranks) for layout in domain.layouts]
-            return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), rule.linear, False, *work)
+            linear = rule.linear if passes_sums(operation) else ()
+            return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), linear, False, *work)
         indices = list(dict.fromkeys(split.index for split in every))
         strategies = [s for s in self._free(indices, splits, ranks) if runs(operation, s)]
         return Choices(tuple(strategies), False, False, (), operation.primitive.name in ISLANDS, *work)

@@ -20,6 +20,7 @@ STEPS = {
     "transposed": nn.ConvTranspose(16, (2, 2), strides=(2, 2)),
     "transposed, overlapping": nn.ConvTranspose(16, (3, 3), strides=(2, 2)),
     "grouped": nn.Conv(16, (2, 2), strides=(2, 2), feature_group_count=4),
+    "depthwise": nn.Conv(16, (3, 3), feature_group_count=16),
 }
 
 
@@ -59,6 +60,23 @@ def test_compiled_bytes_are_the_planned_ones(name: str, sizes: tuple[int, ...]):
     audit = shardplan.audit(plan)
     assert audit.predicted_bytes > 0
     assert audit.ok()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize("order", [("x", "y"), ("y", "x")], ids="".join)
+@pytest.mark.parametrize("name", ["grouped", "depthwise"])
+def test_sums_of_convolutions_in_groups_are_scattered_in_any_order(name: str, order: tuple[str, str]):
+    step, weights, images = gradients(STEPS[name], (64, 32, 32, 16))
+    pins = {"1": P(order), "0/*/kernel": P(None, None, None, order)}
+    loss = lambda weights, images: jax.tree.map(jnp.subtract, weights, step(weights, images)[0])  # noqa: E731
+    plan = shardplan.plan(loss, gpu_mesh("h100", (2, 4), ("x", "y")), weights, images, pins=pins)
+    assert "reduce-scatter" in [sent.kind for sent in plan.collectives]
+    assert shardplan.audit(plan).ok()
+    planned = shardplan.auto(loss, jax.make_mesh((2, 4), ("x", "y")), pins=pins)
+    arrays = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(0), leaf.shape), (weights, images))
+    for one, other in zip(*map(jax.tree.leaves, (planned(*arrays), jax.jit(loss)(*arrays))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
 
 def test_without_islands_nothing_is_summed_over_dilated_space():
