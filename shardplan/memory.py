@@ -28,6 +28,7 @@ from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy, bytes_of, operand_type
 
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
+POOLING_GRADIENT = "select_and_scatter_add"
 
 WORKSPACE_BYTES = 4 * 2**20
 """What XLA:GPU gives cuBLAS to work in while a matrix product runs, whatever its size."""
@@ -188,7 +189,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
         return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
 
-    merged = _merged_lifetimes(lifetimes, schedule)
+    merged = merged_lifetimes(lifetimes, schedule)
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
     for value, lifetime in (lifetimes.held | merged).items():
@@ -210,8 +211,6 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     for place, operation in enumerate(lifetimes.order):
         if operation.primitive.name == "dot_general":
             yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
-        elif operation.primitive.name == "select_and_scatter_add":
-            yield Held(None, (), _window_places(schedule, operation), Lifetime(place, place))
         for value, layout, first, last in _brought_for(lifetimes, schedule, operation):
             if schedule.gathered_anew(value, layout) and not operation.bodies:
                 yield hold(value, layout, place, place)
@@ -219,6 +218,8 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
                 known = shared.get((value, layout), (first, last))
                 shared[value, layout] = (min(known[0], first), max(known[1], last))
         strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is not None and operation.primitive.name == POOLING_GRADIENT:
+            yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
         for result, own in zip(operation.results, strategy.results if strategy else (), strict=strategy is not None):
             if own != schedule.assignment.values[result]:
                 yield hold(result, own, place, place)
@@ -239,7 +240,7 @@ def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
             yield Held(copy.value, layout, size, Lifetime(first, last))
 
 
-def _merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
+def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
     """The results of products that XLA merges: one buffer, which lives until nothing reads any of them."""
     sizes = {}
     for operation in lifetimes.order:
@@ -282,14 +283,13 @@ def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
         yield Held(None, (), size, Lifetime(first, last))
 
 
-def _window_places(schedule: Schedule, operation: Operation) -> float:
+def window_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> float:
     """Bytes on one device of the places that a pooling gradient scatters to: XLA:GPU finds them first, for every window
     an int32 per dimension."""
     source = operation.operands[0]
-    strategy = schedule.assignment.strategies.get(operation.index)
-    if not isinstance(source, int) or strategy is None:
+    if operation.primitive.name != POOLING_GRADIENT or not isinstance(source, int):
         return 0.0
-    value, domain = schedule.program.values[source], schedule.problem.domain(source)
+    value, domain = problem.program.values[source], problem.domain(source)
     layout = strategy.operands[0]
     degree = 1.0 if layout is None else float(domain.degrees[domain.position[layout]])
     return 4.0 * len(value.shape) * prod(value.shape) / degree

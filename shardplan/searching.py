@@ -30,10 +30,13 @@ _LARGE = 5e7
 _PRECISION_OF_LARGE = 1e-3
 
 # Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
-# search ends with the best plan by then, after so many times the work of the search without a limit. Work is counted,
-# not timed, so that the same program gets the same plan on every machine.
+# search ends with the best plan by then, after so many times the work of planning without a limit: of the search, and of
+# what comes before it, so many seconds per operation. Work is counted, not timed, so that the same program gets the same
+# plan on every machine.
 _PRECISION_WITHIN_LIMIT = 1e-3
-_TIMES_SLOWER_WITHIN_LIMIT = 3
+_TIMES_SLOWER_WITHIN_LIMIT = 2.0
+_SECONDS_PER_OPERATION = 3e-4
+_LEAST_SHARE = 0.3
 _LEAST_WORK = 1.0
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 _LEAST_SECONDS = 2.5
@@ -102,13 +105,17 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
     """The best schedule within the limit, where ``first``, the best one without, is not."""
     usages = Usages(first.lifetimes, problem, search.donated)
     least, bound, lower, allowed = first, 0.0, first.solution.lower_bound, search.limit_bytes
-    patience = max(_LEAST_WORK, _TIMES_SLOWER_WITHIN_LIMIT * first.solution.work)
+    planning = first.solution.work + _SECONDS_PER_OPERATION * len(problem.program.operations)
+    patience, spent = _TIMES_SLOWER_WITHIN_LIMIT * planning, 0.0
     places = set(_places_above(usages, first, search))
     found, prices = first, dict.fromkeys(places, 0.0)
+    usages.follow(first.schedule)
     for _ in range(_MOST_CORRECTIONS):
         network = usages.network(allowed, places)
         network.hint = _hint(network, found, prices, places)
-        found = _search_longer(problem, network, first.lifetimes, search, deadline, patience)
+        work = max(patience - spent, _LEAST_SHARE * patience)
+        found = _search_longer(problem, network, first.lifetimes, search, deadline, work)
+        spent += found.solution.work
         if allowed == search.limit_bytes:
             bound = max(bound, found.solution.least_peak_bound)
             lower = max(lower, min(found.solution.lower_bound, found.solution.cost))
@@ -120,7 +127,7 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
         prices = {place: found.solution.prices.get(time, 0.0) for time, place in enumerate(sorted(places))}
         above = set(_places_above(usages, found, search)) - places
         places |= above
-        if not above:
+        if not (usages.follow(found.schedule) or above):
             allowed -= _EXCESS * (found.peak_bytes - search.limit_bytes)
     least, bound = _least(problem, usages, search, (least, bound), deadline)
     raise InfeasibleError(_does_not_fit(problem, least, bound, search), least.peak_bytes)
@@ -156,6 +163,7 @@ def _least(
         target = 0.5 * (unreached + least.peak_bytes)
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
         places |= set(_places_above(usages, least, trial))
+        usages.follow(least.schedule)
         network = usages.network(target, places)
         network.hint = _hint(network, least, {}, places)
         found = _search(problem, network, [usages.lifetimes], trial, _LEAST_SECONDS, _LEAST_WORK)

@@ -13,7 +13,8 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 A limit is short of memory at few places of the order. So a search is held to it there alone, and where what it finds
 exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
 eliminated as without a limit. What is never counted (reshards that XLA merges and keeps), and what other places need,
-can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'.
+can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'. Which products XLA
+merges depends on their sizes: those that it merges in the schedule found before are taken as merged.
 """
 
 from __future__ import annotations
@@ -27,9 +28,18 @@ from numpy.typing import NDArray
 from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
-from shardplan.memory import WORKSPACE_BYTES, Lifetime, Lifetimes, masked_bytes
+from shardplan.memory import (
+    POOLING_GRADIENT,
+    WORKSPACE_BYTES,
+    Lifetime,
+    Lifetimes,
+    masked_bytes,
+    merged_lifetimes,
+    window_bytes,
+)
 from shardplan.problem import Problem
 from shardplan.program import Operation
+from shardplan.schedule import Schedule
 from shardplan.search import Network, PairUsage, Usage, with_pairs
 
 Array = NDArray[np.float64]
@@ -70,6 +80,7 @@ class Usages:
         self.lifetimes, self.problem, self.donated = lifetimes, problem, donated
         self.program = problem.program
         outputs = [(number, o) for number, o in enumerate(self.program.outputs) if isinstance(o, int)]
+        self._lifetimes = lifetimes.held
         self._inputs = {*self.program.inputs, *self.program.captured}
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
         self._replaced = {output for number, output in outputs if number in self.program.ties}
@@ -100,6 +111,12 @@ class Usages:
                 network.add_usage(working, [WORKSPACE_BYTES], moment, moment + 1)
         return network
 
+    def follow(self, schedule: Schedule) -> bool:
+        """Lets results of products that XLA merges live as long as with this schedule; True where that is another."""
+        before = self._lifetimes
+        self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
+        return before != self._lifetimes
+
     def _counted_values(self, limit: float) -> frozenset[int]:
         """All values but the smallest."""
         total, found = 0.0, set()
@@ -125,7 +142,7 @@ class Usages:
         """When a value is in memory; None where it is not, or lies in the memory of an argument."""
         if value in self._replaced:
             return None
-        return Lifetime(0, self.lifetimes.end) if value in self._leaving else self.lifetimes.held.get(value)
+        return Lifetime(0, self.lifetimes.end) if value in self._leaving else self._lifetimes.get(value)
 
     def _taken_over(self, value: int, lifetime: Lifetime) -> int:
         """Until when a value is in memory whatever the layout of its copy is."""
@@ -188,9 +205,10 @@ class Usages:
         """What operations need while they run, beside operands and results."""
         for place, operation in enumerate(self.lifetimes.order):
             variable = self.problem.variables.operations.get(operation.index)
-            if variable is not None and operation.primitive.name == RAGGED:
+            if variable is not None and operation.primitive.name in (RAGGED, POOLING_GRADIENT):
+                bytes_of, count = (masked_bytes, 2) if operation.primitive.name == RAGGED else (window_bytes, 1)
                 strategies = self.problem.choices[operation.index].strategies
-                amounts = [2 * masked_bytes(operation, self.problem, strategy) for strategy in strategies]
+                amounts = [count * bytes_of(operation, self.problem, strategy) for strategy in strategies]
                 yield Usage(variable, np.array(amounts), place, place + 1)
 
     def _product_copies(self) -> Iterator[Usage]:
