@@ -20,7 +20,7 @@ from shardplan.program import Constant, Operation
 # operands it computes on the way.
 _MOVES = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
-    | {"gather", "dynamic_slice", "concatenate", "copy", "copy_p", "stop_gradient"}
+    | {"gather", "dynamic_slice", "split", "concatenate", "copy", "copy_p", "stop_gradient"}
 )
 _READS_ON_THE_WAY = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.control import Link
+from shardplan.convolutions import neighbour_bytes, spread_copies
 from shardplan.fusion import readers_of
 from shardplan.groups import RAGGED, axes_of_groups
 from shardplan.layout import Layout
@@ -227,6 +228,21 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
         yield hold(operand, wanted, first, last)
     yield from _masked_rows(lifetimes, schedule)
     yield from _operand_copies(lifetimes, schedule)
+    yield from _convolution_copies(lifetimes, schedule)
+
+
+def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """The copies of operands that convolutions read, see `shardplan.convolutions`."""
+    for place, operation in enumerate(lifetimes.order):
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is not None and strategy.halos:
+            size = neighbour_bytes(schedule.problem, operation, strategy)
+            yield Held(None, (), size, Lifetime(place, place))
+    for reader, times, first, last in spread_copies(lifetimes.order):
+        image, strategy = reader.operands[0], schedule.assignment.strategies[reader.index]
+        layout = strategy.operands[0]
+        if isinstance(image, int) and layout is not None:
+            yield Held(image, layout, times * bytes_in(schedule, image, layout), Lifetime(first, last))
 
 
 def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from shardplan.convolutions import spread_images
 from shardplan.fusion import fused_operations, fuses_operands, readers_of
 from shardplan.problem import Problem
 from shardplan.products import product_operands
@@ -60,9 +61,13 @@ class Kernels:
     stored: frozenset[int]
 
 
-def kernels_of(problem: Problem) -> Kernels:
-    """What XLA:GPU fuses, and what it stores."""
-    fused, read = fused_operations(problem), _read_from_memory(problem)
+def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
+    """What XLA:GPU fuses, and what it stores.
+
+    ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
+    """
+    spread = {(index, 0) for index in spread_images(problem.program.operations)}
+    fused, read = fused_operations(problem), _read_from_memory(problem, spread | {*copied})
     within = fused | _normalising(problem)
     stored = _dearer_anew(problem, within, read, frozenset())
     # once others are stored, fewer kernels compute a value
@@ -200,7 +205,7 @@ def _normalising(problem: Problem) -> frozenset[int]:
     return frozenset(found)
 
 
-def _read_from_memory(problem: Problem) -> frozenset[int]:
+def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> frozenset[int]:
     """Values that leave a region, or that an operation reads which computes neither operands nor their copies."""
     needed = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     products = product_operands(problem.program)
@@ -208,7 +213,11 @@ def _read_from_memory(problem: Problem) -> frozenset[int]:
         if not fuses_operands(problem, operation):
             for position, operand in enumerate(operation.operands):
                 read = products.get((operation.index, position))
-                if isinstance(operand, int) and not (read and read.copied):
+                if (
+                    isinstance(operand, int)
+                    and not (read and read.copied)
+                    and (operation.index, position) not in copied
+                ):
                     needed.add(read.value if read else operand)
     return frozenset(needed)
 

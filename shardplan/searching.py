@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shardplan.convolutions import copied_with_neighbours, waiting_for_others
 from shardplan.errors import InfeasibleError
+from shardplan.greedy_order import greedy_order
 from shardplan.memory import Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.problem import Problem
@@ -96,9 +98,25 @@ def search_within(problem: Problem, search: Search) -> Found:
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
+    found = _with_copies(problem, found, search)
     if found.peak_bytes <= limit_bytes:
         return found
     return _search_again(problem, search, found, deadline)
+
+
+def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
+    """What is found, in the order of a program whose convolutions copy their images with rows of neighbours first."""
+    copied = copied_with_neighbours(problem, found.schedule.assignment.strategies)
+    if not copied:
+        return found
+    kernels = kernels_of(problem, copied)
+    program = problem.program
+    held = Lifetimes(problem, range(len(program.operations)), kernels).held
+    last = waiting_for_others(program, copied)
+    orders = (execution_order(program, kernels.fused), greedy_order(program, kernels.fused, held, copied, last))
+    lifetimes = [Lifetimes(problem, order, kernels) for order in orders]
+    peaks = [float(memory_profile(one, found.schedule, search.donated).max()) for one in lifetimes]
+    return replace(found, peak_bytes=min(peaks), lifetimes=lifetimes[int(np.argmin(peaks))])
 
 
 def _search_again(problem: Problem, search: Search, first: Found, deadline: float) -> Found:

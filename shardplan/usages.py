@@ -8,7 +8,8 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 | the copy that several readers share | the value and its copy: a copy in the value's own layout takes none |
 | an operand that an operation has brought to another layout, a result before it is | the two variables of that table |
 | what a library works in, the places that a pooling's gradient looks for | the operation |
-| the transposed copies of operands that products read | the first product that reads them |
+| the transposed copies of operands that products read, images spread with zeros | the first operation that reads them |
+| the copies of images with rows of neighbours | the convolution |
 
 A limit is short of memory at few places of the order. So a search is held to it there alone, and where what it finds
 exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.control import layouts_read
+from shardplan.convolutions import CONVOLUTION, neighbour_bytes, spread_copies
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory import (
@@ -210,17 +212,26 @@ class Usages:
                 strategies = self.problem.choices[operation.index].strategies
                 amounts = [count * bytes_of(operation, self.problem, strategy) for strategy in strategies]
                 yield Usage(variable, np.array(amounts), place, place + 1)
+            elif variable is not None and operation.primitive.name == CONVOLUTION:
+                strategies = self.problem.choices[operation.index].strategies
+                amounts = [neighbour_bytes(self.problem, operation, strategy) for strategy in strategies]
+                if any(amounts):
+                    yield Usage(variable, np.array(amounts), place, place + 1)
+        for reader, times, first, last in spread_copies(self.lifetimes.order):
+            yield from self._operand_copy(reader, 0, times, (first, last))
 
     def _product_copies(self) -> Iterator[Usage]:
         for copy, (position, first, last) in self.lifetimes.copies.items():
-            reader = self.lifetimes.order[first]
-            variable, operand = self.problem.variables.operations.get(reader.index), reader.operands[position]
-            if variable is not None and isinstance(operand, int):
-                places = self.problem.domain(operand).position
-                layouts = [strategy.operands[position] for strategy in self.problem.choices[reader.index].strategies]
-                sizes = copy.padding * self._sizes(operand)
-                amounts = [0.0 if layout is None else sizes[places[layout]] for layout in layouts]
-                yield Usage(variable, np.array(amounts), first, last + 1)
+            yield from self._operand_copy(self.lifetimes.order[first], position, copy.padding, (first, last))
+
+    def _operand_copy(self, reader: Operation, position: int, times: float, span: tuple[int, int]) -> Iterator[Usage]:
+        """A copy of an operand, so many times as large, in the layout that the first operation reads which needs it."""
+        variable, operand = self.problem.variables.operations.get(reader.index), reader.operands[position]
+        if variable is not None and isinstance(operand, int):
+            places, sizes = self.problem.domain(operand).position, times * self._sizes(operand)
+            layouts = [strategy.operands[position] for strategy in self.problem.choices[reader.index].strategies]
+            amounts = [0.0 if layout is None else sizes[places[layout]] for layout in layouts]
+            yield Usage(variable, np.array(amounts), span[0], span[1] + 1)
 
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""

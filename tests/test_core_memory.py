@@ -7,8 +7,10 @@ import optax
 import pytest
 
 import shardplan
+from shardplan.convolutions import copied_with_neighbours, waiting_for_others
 from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
+from shardplan.greedy_order import greedy_order
 from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.products import merged_products, product_operands
@@ -241,6 +243,45 @@ def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
     assert "by the planner's count none is below" in message
     assert "float32[2048, 512]" in message and "donate_argnums" in message
     assert f"{caught.value.least_peak_bytes / 1e6:.1f} MB" in message
+
+
+def _convolved(images, filters):
+    def loss(filters):
+        x = images
+        for _ in range(3):
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, filters, (1, 1), "SAME"))
+        return x.sum()
+
+    return jax.grad(loss)(filters)
+
+
+def test_convolutions_split_along_their_windows_read_copies_with_rows_of_neighbours_and_store_no_rectified_image():
+    shapes = jax.ShapeDtypeStruct((1, 8, 512, 256), jnp.float32), jax.ShapeDtypeStruct((8, 8, 3, 3), jnp.float32)
+    plan = shardplan.plan(_convolved, jax.sharding.AbstractMesh((4,), ("x",)), *shapes)
+    problem = plan.schedule.problem
+    copied = copied_with_neighbours(problem, plan.schedule.assignment.strategies)
+    assert set(copied.values()) == {(128 + 2) / 128}
+    makers = {r: o.primitive.name for o in problem.program.operations for r in o.results}
+    held = {
+        v
+        for v in Lifetimes(problem, range(len(problem.program.operations)), kernels_of(problem, copied)).held
+        if v in makers
+    }
+    assert "max" not in {makers[value] for value in held}
+    last = waiting_for_others(problem.program, copied)
+    order = greedy_order(problem.program, kernels_of(problem, copied).fused, held, copied, last)
+    convolutions = [i for i in order if problem.program.operations[i].primitive.name == "conv_general_dilated"]
+    assert sorted(order) == list(range(len(order))) and set(convolutions[-len(last) :]) == last
+
+
+def test_a_transposed_convolution_spreads_its_image_in_a_copy():
+    def grown(images, filters):
+        return jax.lax.conv_general_dilated(images * 2, filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
+    # the image, the copy with three zeros for each element, and the result: the image times two is stored nowhere
+    block, filters = 4 * 2 * 8 * 32 * 32, 4 * 8 * 8 * 2 * 2
+    assert _peak_on_one(grown, *shapes) + WORKSPACE_BYTES == pytest.approx((1 + 4 + 4) * block + filters, rel=0.05)
 
 
 def test_what_passes_a_barrier_stays_in_its_memory_until_its_own_last_reader():
