@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ def calibrate(
     *,
     largest_bytes: int = _LARGEST_BYTES,
     largest_side: int = _LARGEST_SIDE,
+    progress: bool = True,
 ) -> Calibration:
     """Measures the devices of a mesh and gives a hardware profile of them.
 
@@ -87,28 +89,51 @@ def calibrate(
             all-reduce and all-gather over each axis, float32 and bfloat16.
         path: where to write the profile (TOML), if anywhere.
         largest_bytes: of a collective; of memory traffic.
-        largest_side: of a square matrix product, whose rows are then split.
+        largest_side: of a square matrix product, whose rows are then split. Of both, what takes much longer than a
+            tenth of a second is not measured.
+        progress: whether to say on standard error what is being measured.
 
     Raises:
         ArgumentError: the mesh has no devices that can run, or the plan is for other axes.
     """
     _check(mesh, plan)
     mesh = with_auto_axes(mesh)  # type: ignore[assignment]
-    unit = 4 * mesh.size * 8
-    products = {
-        dtype: measure_curve(matrix_product(mesh, dtype, largest_side), largest_side, 4) for dtype in _dtypes(plan)
-    }
+    unit, collectives, dtypes = 4 * mesh.size * 8, _collectives(mesh, plan), _dtypes(plan)
+    say = _Progress(len(dtypes) + 1 + len(collectives), progress)
+    products = {}
+    for dtype in dtypes:
+        say(f"product {dtype}")
+        products[dtype] = measure_curve(matrix_product(mesh, dtype, largest_side), largest_side, 4)
+    say("memory")
     memory = measure_curve(memory_traffic(mesh), largest_bytes, unit)
-    sent = {
-        (kind, axes): measure_curve(collective(mesh, kind, axes), largest_bytes, unit)
-        for kind, axes in _collectives(mesh, plan)
-    }
+    sent = {}
+    for kind, axes in collectives:
+        say(_name(kind, axes))
+        sent[kind, axes] = measure_curve(collective(mesh, kind, axes), largest_bytes, unit)
     curves = _Curves(largest_side, products, memory, sent)
     profile = _profile(mesh, curves)
     calibration = Calibration(profile, tuple(_compared(mesh, profile, curves)))
     if path is not None:
         calibration.save(path)
     return calibration
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Says what is being measured, and how much is left."""
+
+    total: int
+    shown: bool
+    count: int = 0
+
+    def __call__(self, name: str) -> None:
+        self.count += 1
+        if self.shown:
+            print(f"measuring {self.count} of {self.total}: {name}", file=sys.stderr, flush=True)
+
+
+def _name(kind: str, axes: tuple[str, ...]) -> str:
+    return f"{kind} over {', '.join(axes)}"
 
 
 def _check(mesh: Mesh, plan: Plan | None) -> None:
@@ -223,7 +248,7 @@ def _compared(mesh: Mesh, profile: HardwareProfile, curves: _Curves) -> list[Mea
         rate = min(link.bytes_per_second for link in links)
         found.append(
             _measured(
-                f"{kind} over {', '.join(axes)}",
+                _name(kind, axes),
                 curve,
                 lambda size, k=kind, n=count, s=start, r=rate: s + sent_bytes(k, size, n) / r,
             )

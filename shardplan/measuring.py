@@ -28,6 +28,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 _WORTHWHILE = 0.05
 # Each point is the least of so many timings, which other work on the machine disturbs least.
 _REPEATS = 7
+# So long may one run take about: 4096 rows of a large product take minutes on emulated devices.
+_MOST_SECONDS = 0.1
 
 Run = Callable[[], Any]
 
@@ -58,10 +60,14 @@ def measure_curve(
 ) -> Curve:
     """Times ``make(size)`` from ``largest`` downwards; all sizes are multiples of ``unit``, at least 8 units.
 
-    ``largest`` is raised to 16 units where it is less, so that there are two points.
+    ``largest`` is raised to 16 units where it is less, so that there are two points, and lowered to what takes about a
+    tenth of a second.
     """
     timed = clock or (lambda run, size: least_seconds(run))
     found: dict[int, float] = {}
+    least = 16 * unit
+    once = clock(make(least), least) if clock else least_seconds(make(least), repeats=1)
+    largest = min(largest, int(least * _MOST_SECONDS / once)) if once > 0 else largest
     size = max(largest // unit, 16) * unit
     while True:
         found[size] = timed(make(size), size)
@@ -76,11 +82,11 @@ def measure_curve(
     return Curve(tuple(sizes), tuple(found[size] for size in sizes), held_out)
 
 
-def least_seconds(run: Run) -> float:
+def least_seconds(run: Run, repeats: int = _REPEATS) -> float:
     """The least wall-clock seconds of several runs, after one that compiles and warms up."""
     jax.block_until_ready(run())
     times = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         started = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - started)

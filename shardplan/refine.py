@@ -3,18 +3,21 @@
 The cost model can be wrong about a program. ``refine=n`` plans it n times: as asked, for the other objective, without
 islands, with less memory, and in combinations of these. Each plan is compiled for the target once; among those whose
 compiled peak keeps within the limit, the one that sends least is kept (or takes least time, for that objective).
+
+Where no compiled peak does so far, the next way is to plan for as much less as the compiled peak is above the limit.
+Where none does in the end, the plan with the lowest peak is kept, with a warning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import combinations, islice
+from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from shardplan.audit import audit
 from shardplan.compiled_overlap import compiled_time
-from shardplan.errors import InfeasibleError, ShardplanError
+from shardplan.errors import InfeasibleError, ShardplanError, warn
 from shardplan.hardware import load
 from shardplan.options import Options
 from shardplan.plan import Plan
@@ -22,6 +25,9 @@ from shardplan.target import gpu_mesh, targets
 
 # The part of the first plan's peak that a plan "with less memory" may need.
 _LESS_MEMORY = 0.9
+
+# A limit is lowered by what a compiled peak is above it, and by a little more.
+_MARGIN = 0.995
 
 
 def refined(make: Callable[[Options], Plan], options: Options) -> Plan:
@@ -34,46 +40,91 @@ def refined(make: Callable[[Options], Plan], options: Options) -> Plan:
     """
     target = _target(options)
     gpu_mesh(target, (1,), ("x",))
-    first = make(replace(options, refine=1))
     limit = options.memory_limit or load(options.hardware or "h100").memory_bytes
-    plans: list[Plan] = []
-    rows: list[dict[str, Any]] = []
-    for name, changed in islice(_ways(options, first), options.refine):
+    compared = _Compared(make, target, limit)
+    first = make(replace(options, refine=1))
+    compared.add("as asked", first)
+    ways = _ways(options, first)
+    while len(compared.rows) < options.refine:
+        way = compared.tighter(options) or next(ways, None)
+        if way is None:
+            break
+        compared.add(*way)
+    measure = "compiled_seconds" if options.objective == "time" else "compiled_bytes"
+    chosen = compared.best(measure)
+    return replace(chosen, statistics={**chosen.statistics, "refined": compared.rows})
+
+
+@dataclass(slots=True)
+class _Compared:
+    """Plans with what the compiler made of them; ``rows`` has those too that are infeasible or double."""
+
+    make: Callable[[Options], Plan]
+    target: str
+    limit: float
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    plans: list[tuple[Plan, dict[str, Any]]] = field(default_factory=list)
+    tightest: float = float("inf")
+
+    def add(self, name: str, way: Plan | Options) -> None:
+        """Plans in a way, unless it is a plan already, and compiles what comes of it."""
         row: dict[str, Any] = {"way": name, "kept": False}
-        rows.append(row)
+        self.rows.append(row)
         try:
-            plan = first if name == "as asked" else make(changed)
+            plan = way if isinstance(way, Plan) else self.make(way)
         except InfeasibleError:
             row["result"] = "infeasible"
-            continue
-        if any(_same(plan, other) for other in plans):
+            return
+        if any(_same(plan, other) for other, _ in self.plans):
             row["result"] = "the same plan as before"
-            continue
-        row |= _measured(plan, target)
-        plans.append(plan)
-        row["result"] = "compiled" if row["compiled_peak_bytes"] <= limit else "compiled, above the limit"
-    compiled = [row for row in rows if "compiled_bytes" in row]
-    within = [row for row in compiled if row["result"] == "compiled"] or compiled
-    measure = "compiled_seconds" if options.objective == "time" else "compiled_bytes"
-    best = min(within, key=lambda row: (row[measure], row["compiled_peak_bytes"]))
-    best["kept"] = True
-    chosen = plans[next(n for n, row in enumerate(compiled) if row is best)]
-    return replace(chosen, statistics={**chosen.statistics, "refined": rows})
+            return
+        row |= _measured(plan, self.target)
+        row["result"] = "compiled" if row["compiled_peak_bytes"] <= self.limit else "compiled, above the limit"
+        self.plans.append((plan, row))
+
+    def tighter(self, options: Options) -> tuple[str, Options] | None:
+        """The way with a limit lowered by what compiled peaks are above it; None where one fits, or it was tried."""
+        if any(row["result"] == "compiled" for _, row in self.plans) or self.rows[-1]["result"] == "infeasible":
+            return None
+        scales = [row["predicted_peak_bytes"] / row["compiled_peak_bytes"] for _, row in self.plans]
+        allowed = _MARGIN * self.limit * min(scales)
+        if allowed >= self.tightest:
+            return None
+        self.tightest = allowed
+        return _peak_below(allowed), replace(options, refine=1, memory_limit=allowed)
+
+    def best(self, measure: str) -> Plan:
+        """The plan that is kept; its row says so."""
+        within = [one for one in self.plans if one[1]["result"] == "compiled"]
+        if within:
+            plan, row = min(within, key=lambda one: (one[1][measure], one[1]["compiled_peak_bytes"]))
+        else:
+            plan, row = min(self.plans, key=lambda one: one[1]["compiled_peak_bytes"])
+            warn(
+                f"no plan's compiled peak keeps within {self.limit / 1e6:,.1f} MB per device: the one that is kept "
+                f"needs {row['compiled_peak_bytes'] / 1e6:,.1f} MB. Allow more ways (refine), or what makes it "
+                "smaller: more devices, a smaller batch, jax.checkpoint."
+            )
+        row["kept"] = True
+        return plan
 
 
 def _ways(options: Options, first: Plan) -> Iterator[tuple[str, Options]]:
-    """Names and options of the ways to plan, the simplest first."""
+    """Names and options of the ways to plan beside the one that was asked for, the simplest first."""
     other = "bytes" if options.objective == "time" else "time"
     less = _LESS_MEMORY * min(first.peak_bytes, options.memory_limit or first.peak_bytes)
     changes: list[tuple[str, dict[str, Any]]] = [(f"objective {other}", {"objective": other})]
     if options.reduce_dtype is None and options.islands:
         changes.append(("no islands", {"islands": False}))
-    changes.append((f"peak below {less / 1e6:.1f} MB", {"memory_limit": less}))
-    yield "as asked", options
+    changes.append((_peak_below(less), {"memory_limit": less}))
     for count in range(1, len(changes) + 1):
         for chosen in combinations(changes, count):
             merged = {key: value for _, change in chosen for key, value in change.items()}
             yield ", ".join(name for name, _ in chosen), replace(options, refine=1, **merged)
+
+
+def _peak_below(limit: float) -> str:
+    return f"peak below {limit / 1e6:.1f} MB"
 
 
 def _target(options: Options) -> str:

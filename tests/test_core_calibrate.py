@@ -30,6 +30,11 @@ def test_a_curve_stops_where_splitting_saves_nothing():
     assert len(curve.held_out) == 3
 
 
+def test_what_takes_long_is_measured_up_to_a_tenth_of_a_second():
+    curve = measure_curve(lambda size: lambda: None, 2**20, 1, clock=lambda run, size: 1e-4 * size)
+    assert 500 < curve.sizes[-1] <= 1000
+
+
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"])
 def test_every_kind_of_collective_runs(kind):
     assert np.isfinite(jax.block_until_ready(collective(_mesh(), kind, ("x",))(1024)())).all()
@@ -41,7 +46,7 @@ def test_bytes_sent_are_those_of_rings():
     assert sent_bytes("collective-permute", 80, 4) == 80
 
 
-def test_a_profile_is_measured_written_and_read(tmp_path):
+def test_a_profile_is_measured_written_and_read(tmp_path, capsys):
     mesh = _mesh()
     step = lambda w, x: w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)  # noqa: E731
     arguments = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((128, 64), jnp.float32))
@@ -52,6 +57,7 @@ def test_a_profile_is_measured_written_and_read(tmp_path):
     assert read.axes == found.profile.axes and set(read.axes) == {"x"}
     assert math.isfinite(found.error) and "mean error of interpolation" in str(found)
     assert {m.name for m in found.measured} >= {"product float32", "memory", "all-reduce over x", "all-gather over x"}
+    assert "measuring 1 of 4: product float32\nmeasuring 2 of 4: memory\n" in capsys.readouterr().err
     again = shardplan.plan(step, mesh, *arguments, objective="time", hardware=str(tmp_path / "ours.toml"))
     assert again.objective > 0
 

@@ -1,5 +1,6 @@
 """Plans that the compiler decides on: several ways to plan, compiled, the best one kept."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 import shardplan
 from shardplan import refine
+from shardplan.options import Options
 from shardplan.target import TargetNotInstalledError
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -45,6 +47,41 @@ def test_the_best_compiled_plan_is_kept_and_every_way_is_told(objective):
     assert kept[measure] == min(row[measure] for row in rows if measure in row)
     assert kept["predicted_bytes"] == plan.communication_bytes
     assert all("compiled" in row["result"] or row["result"] == "the same plan as before" for row in rows)
+
+
+def _compiled_a_tenth_above(monkeypatch, least):
+    """Makes plans of the peak that they may have, above ``least``, whose compiled peak is a tenth higher."""
+    plan = shardplan.plan(_step, MESH, W, X)
+
+    def make(options):
+        limit = options.memory_limit or plan.peak_bytes
+        if limit < least * plan.peak_bytes:
+            raise shardplan.InfeasibleError("it does not fit")
+        found = {"compiled_bytes": 1e9 / limit, "compiled_peak_bytes": 1.1 * limit, "compiled_seconds": 1.0}
+        measured[limit] = found | {"predicted_bytes": 0.0, "predicted_peak_bytes": limit}
+        return replace(plan, peak_bytes=limit, recipe=replace(plan.recipe, choices=(int(limit), *options.objective)))
+
+    measured: dict[float, dict[str, float]] = {}
+    monkeypatch.setattr(refine, "gpu_mesh", lambda *_: None)
+    monkeypatch.setattr(refine, "_measured", lambda plan, _: dict(measured[plan.peak_bytes]))
+    return make, plan.peak_bytes
+
+
+def test_a_limit_that_the_compiled_peak_exceeds_is_lowered_by_as_much(monkeypatch):
+    make, peak = _compiled_a_tenth_above(monkeypatch, least=0.0)
+    plan = refine.refined(make, Options(refine=2, memory_limit=peak))
+    asked, lowered = plan.statistics["refined"]
+    assert asked["result"] == "compiled, above the limit" and lowered["kept"]
+    assert 0.98 * peak < lowered["compiled_peak_bytes"] <= peak
+
+
+def test_where_no_compiled_plan_fits_the_smallest_is_kept_with_a_warning(monkeypatch):
+    make, peak = _compiled_a_tenth_above(monkeypatch, least=0.95)
+    with pytest.warns(shardplan.ShardplanWarning, match="no plan's compiled peak keeps within"):
+        plan = refine.refined(make, Options(refine=3, memory_limit=peak))
+    rows = plan.statistics["refined"]
+    assert [row["result"] for row in rows] == ["compiled, above the limit", "infeasible", "compiled, above the limit"]
+    assert plan.peak_bytes == peak
 
 
 def test_without_islands_every_reduction_is_left_to_xla():
