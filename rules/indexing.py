@@ -166,8 +166,15 @@ def _gather(equation: Equation) -> Expression:
             conditions.append(_equals(layout.start(1, batch, moved_by), offset, read[-1]))
     body = lookup(out.dtype, tuple(sums), conditions, Read(0, tuple(read)))
     if params["mode"] == GatherScatterMode.FILL_OR_DROP:
-        body = Apply("+", (body, Apply("fill", (Read(1, (*batch, None)),))))
+        body = Apply("+", (body, Apply(_filling(params["fill_value"], out.dtype), (Read(1, (*batch, None)),))))
     return expression(equation, sizes_of((at, out.shape)) | sums, [Result(at, body)], ("x", "indices"))
+
+
+def _filling(value: Any, dtype: Any) -> str:
+    """What fills places outside of the data: nothing that adds up (not a number, or 0), or some other value."""
+    if value is None:
+        return "missing" if jnp.issubdtype(dtype, jnp.inexact) else "fill"
+    return "missing" if value == 0 or value != value else "fill"
 
 
 def _scatter_by(combine: str, reducer: str) -> Semantics:

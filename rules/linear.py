@@ -4,7 +4,8 @@ A sum over devices that has not been carried out yet may pass an operation ``f``
 f(part)``:
 ``f`` must be linear, jointly, in the operands that are pending. ``a + b`` is linear in both together but in neither
 alone;
-``a * b`` in each alone.
+``a * b`` in each alone. What is missing (zeros or no numbers, where there is nothing to look up) is the same however
+often it is added.
 """
 
 from itertools import product
@@ -50,7 +51,7 @@ def _candidates(term: Term) -> _Sets:
         case Apply("*", arguments):
             return list({s for argument in arguments for s in _candidates(argument)})
         case Apply(function, arguments) if function in _JOINTLY:
-            return _unions([_candidates(argument) for argument in arguments[function in _SELECTED :]])
+            return _unions([_candidates(a) for a in arguments[function in _SELECTED :] if not _is_missing(a)])
         case Apply(_, arguments, linear) | Opaque(_, arguments, _, linear):
             return [
                 united
@@ -58,6 +59,10 @@ def _candidates(term: Term) -> _Sets:
                 for united in _unions([_candidates(arguments[position]) for position in sorted(positions)])
             ]
     return []
+
+
+def _is_missing(term: Term) -> bool:
+    return isinstance(term, Apply) and term.function == "missing"
 
 
 def _status(term: Term, operands: frozenset[int]) -> str:
@@ -78,7 +83,9 @@ def _status(term: Term, operands: frozenset[int]) -> str:
                 return "free"
             if "no" in found:
                 return "no"
-            positions = frozenset(n for n, status in enumerate(found) if status == "linear")
+            positions = frozenset(
+                n for n, status in enumerate(found) if status == "linear" or _is_missing(arguments[n])
+            )
             if function == "*":
                 return "linear" if len(positions) == 1 else "no"
             if function in _JOINTLY:

@@ -28,7 +28,9 @@ def _work(term: Term, elements: int, expression: Expression) -> int:
             return _work(body, elements, expression)
         case Apply("*", (Compare(), body)):
             return _work(body, elements, expression)
-        case Apply("chosen" | "fill", _):  # the comparisons are counted with the reduction that they belong to
+        case Apply(
+            "chosen" | "fill" | "missing", _
+        ):  # the comparisons are counted with the reduction that they belong to
             return elements
         case Apply(_, arguments):
             return elements + sum(_work(argument, elements, expression) for argument in arguments)

@@ -5,13 +5,15 @@ loop accumulates send once per iteration. So a value may keep its partial state:
 front, as long as the pending axes have devices and split over them, whose sum is the value. Additions, conversions and
 the like then run on every device's part alone, by linearity, which the analysis of the rules finds.
 
-Deferring pays only where sums meet: in an addition of two partial results, or in the carry of a loop. Only values on a
-linear way to such a place get these further layouts.
+Deferring pays only where sums meet (in an addition of two partial results, or in the carry of a loop), and where all
+that is computed from a value is smaller than the value: tokens that an operation has twice, for two experts, are added
+up before they are sent. Only values on a linear way to such a place get these further layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,8 @@ from shardplan.strategy import Choices
 class DeferredSums:
     """Which values of a program may stay partial, and by which operands each operation passes partial results on.
 
-    ``values`` are those that may; ``operands`` maps an operation to the positions of operands that are partial
-    together.
+    ``values`` are those that may; ``operands`` maps an operation to the sets of positions of operands that are partial
+    together: one of them, and of operations with strategies of their own all.
     """
 
     def __init__(
@@ -46,14 +48,14 @@ class DeferredSums:
             carries = {entering: coming for entering, coming in carries.items() if entering not in broken}
             able = self._able(set(carries))
         same = {value: other for found in links.values() for value, other in found.same.items()}
-        useful = self._useful(able, carries)
+        useful = self._useful(able, carries) | self._shrinking(self._able(set(carries), through=True))
         self.values = frozenset(
             useful | {value for value, other in same.items() if other in useful and other in carries}
         )
         self.operands = {
-            operation.index: linear
+            operation.index: sets[:1] if choices[operation.index].follows_result else sets
             for operation in program.operations
-            if (linear := self._linear(operation, self.values)) is not None and operation.results[0] in self.values
+            if (sets := tuple(self._all_linear(operation, self.values))) and operation.results[0] in self.values
         }
 
     def _carries(self, links: Mapping[int, Links]) -> dict[int, int]:
@@ -81,7 +83,8 @@ class DeferredSums:
         operand = maker.operands[0]
         return isinstance(operand, Constant) and not np.any(operand.value)
 
-    def _able(self, carries: set[int]) -> set[int]:
+    def _able(self, carries: set[int], through: bool = False) -> set[int]:
+        """The values that can be left partial; ``through`` operations with strategies of their own as well."""
         able = {value for value in carries if self._may(value)}
         for operation in self._program.operations:
             able |= {stack for stack, part in self._stacks.get(operation.index, {}).items() if part in able}
@@ -89,7 +92,8 @@ class DeferredSums:
             if choices is None or len(operation.results) != 1 or not self._may(operation.results[0]):
                 continue
             sums = not choices.follows_result and choices.islands and any(s.pending[0] for s in choices.strategies)
-            if sums or self._linear(operation, able) is not None:
+            passes = (through or choices.follows_result) and self._linear(operation, able) is not None
+            if sums or passes:
                 able.add(operation.results[0])
         return able
 
@@ -98,14 +102,17 @@ class DeferredSums:
         return bool(value.shape) and _jax.is_float(value.dtype) and index not in self._fixed
 
     def _linear(self, operation: Operation, able: Any) -> tuple[int, ...] | None:
+        return next(self._all_linear(operation, able), None)
+
+    def _all_linear(self, operation: Operation, able: Any) -> Iterator[tuple[int, ...]]:
+        """The sets of operands through which sums pass if what is able is partial; zeros are so as well."""
         choices = self._choices.get(operation.index)
-        if choices is None or not choices.follows_result:
-            return None
-        for positions in choices.linear:
+        for positions in choices.linear if choices is not None else ():
             operands = [operation.operands[position] for position in positions]
-            if positions and all(isinstance(operand, int) and operand in able for operand in operands):
-                return tuple(sorted(positions))
-        return None
+            waiting = [isinstance(operand, int) and operand in able for operand in operands]
+            others = [operand for operand, waits in zip(operands, waiting, strict=True) if not waits]
+            if any(waiting) and all(self.is_zero(operand) and operand not in self._fixed for operand in others):
+                yield tuple(sorted(positions))
 
     def _useful(self, able: set[int], carries: Mapping[int, int]) -> set[int]:
         """The able values from which a meeting place is reached."""
@@ -115,10 +122,45 @@ class DeferredSums:
             linear = self._linear(operation, able)
             if linear is None or operation.results[0] not in able:
                 continue
-            operands = {operation.operands[position] for position in linear}
+            operands = {operation.operands[position] for position in linear} & able
             meets = len(operands) > 1
             if meets:
                 useful.add(operation.results[0])
             if meets or operation.results[0] in useful:
                 useful |= operands  # type: ignore[arg-type]
         return useful
+
+    def _shrinking(self, able: set[int]) -> set[int]:
+        """The able values of which less is sent if all their readers pass them on, with what the readers make of them.
+
+        What is sent at least, in elements: of a value, itself, or what is made of it where all readers pass it on.
+        """
+        sizes = {value: prod(self._program.values[value].shape) for value in able}
+        readers: dict[int, list[Operation]] = {value: [] for value in able}
+        for operation in self._program.operations:
+            for value in able & {operand for operand in operation.operands if isinstance(operand, int)}:
+                readers[value].append(operation)
+        whole = {output for output in self._program.outputs if isinstance(output, int)}
+        whole |= {o for region in self._program.regions for o in region.outputs if isinstance(o, int)}
+        sent: dict[int, float] = {}
+        found: set[int] = set()
+        for value in sorted(able, reverse=True):
+            parts = [self._share(operation, value, able, sent) for operation in readers[value]]
+            sent[value] = sizes[value]
+            if parts and value not in whole and (total := sum(parts)) < sizes[value]:
+                sent[value] = total
+                found |= {value, *(operation.results[0] for operation in readers[value])}
+        for operation in reversed(self._program.operations):
+            open_ = found.intersection(operation.results) and self._linear(operation, found) is None
+            linear = self._linear(operation, able) if open_ else None
+            found |= {operation.operands[position] for position in linear or ()} & able  # type: ignore[arg-type]
+        return found
+
+    def _share(self, operation: Operation, value: int, able: set[int], sent: Mapping[int, float]) -> float:
+        """What must be sent of an operation's result for the sake of one of its operands, in elements."""
+        result = operation.results[0] if len(operation.results) == 1 else -1
+        for linear in self._all_linear(operation, able):
+            waiting = {operation.operands[position] for position in linear} & able
+            if value in waiting and result in sent:
+                return sent[result] / len(waiting)
+        return inf

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 ISLANDS = frozenset({"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated"})
 
+PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum"})
+"""Operations that have strategies of their own and that XLA runs on all devices' parts of a sum, each on its own."""
+
 
 def usable_splits(rule: Any, n: int) -> list[Any]:
     """The splits of a rule over n blocks that XLA runs as the rule says."""

@@ -22,7 +22,7 @@ from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.prices import Prices, Timing
 from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
-from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype
+from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
 from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps
 from shardplan.variables import Numbering
 
@@ -115,11 +115,12 @@ class Problem:
 
     def _pass_on_deferred(self) -> None:
         made: dict[Any, Choices] = {}
-        for index, linear in self.deferred.operands.items():
+        for index, sets in self.deferred.operands.items():
             choices, domain = self.choices[index], self.domain(self.program.operations[index].results[0])
-            key = (id(choices), domain, linear)
+            key = (id(choices), domain, sets)
             if key not in made:
-                made[key] = passing_on(choices, domain, linear)
+                follows = choices.follows_result
+                made[key] = passing_on(choices, domain, sets[0]) if follows else waiting(choices, self.space.mesh, sets)
             self.choices[index] = made[key]
 
     def domain(self, value: int) -> Domain:

@@ -158,12 +158,12 @@ class Replay:
         strategy = self._schedule.assignment.strategies[operation.index]
         operands = self._read_operands(operation, strategy)
         travelling = self._schedule.island_dtype(operation)
-        linear = self._linear(operation)
+        linear = self._linear(operation, strategy)
         filling = fills(operation) and self._scatters(operation)
         if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
         elif linear:
-            results, done = self._run_partial(operation, operands, linear), 0
+            results, done = self._run_partial(operation, strategy, operands, linear)
         elif filling:
             params = unfilled_params(operation)
             results, done = _jax.bind_again(operation.equation, operation.primitive, params, operands), 0
@@ -171,7 +171,7 @@ class Replay:
             results, done = self._bind(operation, operands), 0
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
             steps = self._schedule.result_steps(operation, position)[done:]
-            held = result if travelling is not None else self._constrain(result, strategy.results[position])
+            held = result if travelling is not None or done else self._constrain(result, strategy.results[position])
             for step in _ends(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._constrain(held, step.layout)
@@ -222,16 +222,19 @@ class Replay:
     def _island(self, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any) -> Island:
         return Island(self._mesh, self._schedule.space.mesh, pending, steps, travelling)
 
-    def _linear(self, operation: Operation) -> tuple[int, ...]:
+    def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
-        linear = self._schedule.problem.deferred.operands.get(operation.index, ())
-        if not linear:
+        if len(operation.results) != 1 or not self._schedule.is_partial(operation.results[0], strategy.results[0]):
             return ()
-        result = operation.results[0]
-        return linear if self._schedule.is_partial(result, self._schedule.assignment.values[result]) else ()
+        places = enumerate(zip(operation.operands, strategy.operands, strict=True))
+        return tuple(
+            n for n, (o, layout) in places if isinstance(o, int) and layout and self._schedule.is_partial(o, layout)
+        )
 
-    def _run_partial(self, operation: Operation, operands: Sequence[Any], linear: tuple[int, ...]) -> tuple[Any, ...]:
-        """Runs a linear operation on every device's part."""
+    def _run_partial(
+        self, operation: Operation, strategy: Strategy, operands: Sequence[Any], linear: tuple[int, ...]
+    ) -> tuple[tuple[Any, ...], int]:
+        """Runs a linear operation on every device's part; gives its results and how many reductions it did."""
 
         def on_part(*parts: Any) -> Any:
             whole = list(operands)
@@ -239,7 +242,13 @@ class Replay:
                 whole[position] = part
             return self._bind(operation, whole)[0]
 
-        return (jax.vmap(on_part)(*(operands[position] for position in linear)),)
+        stacked = jax.vmap(on_part)(*(operands[position] for position in linear))
+        steps = [step for step in self._schedule.result_steps(operation, 0) if step.kind in REDUCTIONS]
+        if not steps:
+            return (stacked,), 0
+        pending, *own = strategy.results[0]
+        island = self._island(pending, steps, self._schedule.problem.travelling(operation.results[0]))
+        return (island.reduce_stacked(self._constrain(stacked, strategy.results[0]), tuple(own)),), len(steps)
 
     def _read(self, operand: int | Constant, layout: Layout | None) -> Any:
         if isinstance(operand, Constant):

@@ -192,7 +192,10 @@ class Schedule:
             yield Sent(step, tensor, operation, step.fraction * tensor.total_bytes, times, region)
         for position, result in enumerate(operation.results):
             tensor = self.program.values[result]
-            width = self.problem.partial(operation, strategy, position).width
+            waits = self.is_partial(result, strategy.results[position])
+            width = (
+                self.problem.domain(result) if waits else self.problem.partial(operation, strategy, position)
+            ).width
             for step in self.result_steps(operation, position):
                 if step.fraction > 0:
                     size = step.fraction * tensor.total_bytes * (width if step.kind in REDUCTIONS else 1.0)

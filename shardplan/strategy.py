@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, from_spec, replicated
 from shardplan.partitioner import (
     ISLANDS,
+    PASSING,
     passes_sums,
     runs,
     split_runs,
@@ -104,6 +105,27 @@ def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Cho
     return replace(choices, strategies=tuple(strategies))
 
 
+def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...]) -> Choices:
+    """The choices of an operation, and those in which a partial sum of one of the ``sets`` of operands waits.
+
+    The devices that hold the parts all do the work, each on its own part.
+    """
+    found = []
+    for linear, base in product(sets, choices.strategies):
+        layouts = [layout for layout in (*base.operands, *base.results) if layout is not None]
+        free = [axis for axis in mesh.splitting if all(axis not in axes for layout in layouts for axes in layout)]
+        if any(base.pending) or base.halos or base.padded:
+            continue
+        for size in range(1, len(free) + 1):
+            for pending in combinations(free, size):
+                operands = tuple(
+                    (pending, *layout) if position in linear and layout is not None else layout
+                    for position, layout in enumerate(base.operands)
+                )
+                found.append(replace(base, operands=operands, results=((pending, *base.results[0]),)))
+    return replace(choices, strategies=(*choices.strategies, *found))
+
+
 @dataclass(frozen=True, slots=True)
 class _Sized:
     """A split, and the size of the index that it splits."""
@@ -169,7 +191,8 @@ class StrategyMaker:
             return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), linear, False, *work)
         indices = list(dict.fromkeys(split.index for split in every))
         strategies = [s for s in self._free(indices, splits, ranks) if runs(operation, s)]
-        return Choices(tuple(strategies), False, False, (), operation.primitive.name in ISLANDS, *work)
+        linear = rule.linear if operation.primitive.name in PASSING else ()
+        return Choices(tuple(strategies), False, False, linear, operation.primitive.name in ISLANDS, *work)
 
     def _splits(self, rule: Any, shapes: Sequence[tuple[int, ...]], n: int) -> list[_Sized]:
         """The splits of an operation over n blocks, equal ones or padded."""

@@ -1,0 +1,137 @@
+"""Sums that wait: what is added up later is sent once, through lookups, contractions and scatters too."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import shardplan
+from shardplan import rules
+from shardplan.audit import measure
+from shardplan.schedule import Schedule
+from shardplan.search import solve
+from shardplan.target import gpu_mesh
+from tests.core_programs import assert_equal_trees, mesh_of, run
+
+TOKENS, INNER, WIDTH, CHOICES = 64, 32, 16, 4
+
+
+def chosen_rows(x: Any, w: Any, ids: Any) -> Any:
+    """Each token adds up some rows of a product."""
+    return jnp.sum((x @ w)[ids], axis=1)
+
+
+def weighted_rows(x: Any, w: Any, ids: Any) -> Any:
+    """The same by weights, as experts do, with the gradients of all."""
+
+    def loss(x: Any, w: Any) -> Any:
+        weights = jax.nn.softmax(ids.astype(jnp.float32))
+        return jnp.sum(jnp.einsum("tk,tkd->td", weights, (x @ w)[ids]) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1))(x, w)
+
+
+def added_at(x: Any, w: Any, ids: Any) -> Any:
+    """Rows of a product added at few places."""
+    return jax.ops.segment_sum(x @ w, ids[:, 0], num_segments=8)
+
+
+def filled_with(value: Any) -> Any:
+    return lambda x, w, ids: jnp.sum(jnp.take(x @ w, ids, axis=0, mode="fill", fill_value=value), axis=1)
+
+
+PROGRAMS = {
+    "lookup": chosen_rows, "weights": weighted_rows, "scatter": added_at,
+    "zeros": filled_with(0), "fives": filled_with(5.0),
+}  # fmt: skip
+
+
+def arguments() -> tuple[Any, Any, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    ids = jax.random.randint(keys[2], (TOKENS, CHOICES), 0, TOKENS)
+    return jax.random.normal(keys[0], (TOKENS, INNER)), jax.random.normal(keys[1], (INNER, WIDTH)), ids
+
+
+def test_tables_and_updates_are_linear_where_nothing_but_zeros_and_no_numbers_are_filled_in():
+    ids, table = jax.ShapeDtypeStruct((5, 1), jnp.int32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
+    for value, linear in ((None, True), (0.0, True), (float("nan"), True), (5.0, False)):
+        rule = rules.rule_of(
+            lambda t, i, value=value: jax.lax.gather(t, i, numbers, (1, 8), mode="fill", fill_value=value), table, ids
+        )
+        assert rule.linear == ((frozenset({0}),) if linear else ())
+
+
+def result_of(program: Any, index: int) -> Any:
+    return program.values[program.operations[index].results[0]]
+
+
+def open_sums(plan: shardplan.Plan, seed: int) -> shardplan.Plan:
+    """The same program with drawn layouts, sums being left open wherever they may."""
+    problem, draw = plan.schedule.problem, np.random.default_rng(seed)
+    costs = list(problem.network.costs)
+    problem.network.costs[:] = [c + 1e9 * draw.random(c.shape) for c in costs]
+    for value in problem.deferred.values:
+        variable, domain = problem.variables.values.get(value), problem.domain(value)
+        if variable is not None:
+            partial = np.array([len(layout) > domain.rank for layout in domain.layouts])
+            problem.network.costs[variable] = problem.network.costs[variable] - 3e9 * partial
+    for index in problem.deferred.operands:
+        variable, rank = problem.variable_of_operation(index), len(result_of(problem.program, index).shape)
+        if variable is not None:
+            waits = np.array([len(strategy.results[0]) > rank for strategy in problem.choices[index].strategies])
+            problem.network.costs[variable] = problem.network.costs[variable] - 3e9 * waits
+    choices = solve(problem.network, time_limit=5.0, gap=0.5).choices
+    problem.network.costs[:] = costs
+    return replace(plan, built=Schedule(problem, problem.decode(choices)))
+
+
+def waiting(schedule: Schedule) -> set[str]:
+    """The operations that pass on parts of a sum."""
+    strategies = schedule.assignment.strategies
+    return {
+        operation.primitive.name
+        for operation in schedule.program.operations
+        if operation.index in strategies
+        and schedule.is_partial(operation.results[0], strategies[operation.index].results[0])
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_open_sums_give_what_one_device_gives(program: str):
+    mesh, function, (x, w, ids) = mesh_of((2, 4)), PROGRAMS[program], arguments()
+    beyond = ids.at[3, 1].set(1000).at[5, 0].set(-2000)
+    plan = shardplan.plan(function, mesh, x, w, ids)
+    passed = set()
+    for seed in range(3):
+        drawn = open_sums(plan, seed)
+        passed |= waiting(drawn.schedule)
+        for places in (ids, beyond):
+            assert_equal_trees(run(drawn, mesh, x, w, places), function(x, w, places))
+    assert bool(passed & {"gather", "scatter-add", "reduce_sum", "dot_general"}) == (program != "fives")
+
+
+def test_rows_are_added_up_before_they_are_sent():
+    rows, matrix = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((TOKENS, 2048), (2048, WIDTH)))
+    mesh, pins = AbstractMesh((8,), ("x",)), {"0": PartitionSpec(None, "x"), "1": PartitionSpec("x")}
+    plan = shardplan.plan(added_at, mesh, rows, matrix, jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32), pins=pins)
+    assert waiting(plan.schedule) == {"scatter-add"}
+    assert plan.communication_bytes == 7 / 8 * 8 * WIDTH * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize("program", ["lookup", "weights", "scatter"])
+def test_waiting_sums_are_compiled_as_planned(program: str):
+    mesh, arrays = gpu_mesh("h100", (2, 4), ("x", "y")), arguments()
+    drawn = open_sums(shardplan.plan(PROGRAMS[program], mesh, *arrays), 0)
+    assert waiting(drawn.schedule)
+    planned = sum(sent.bytes * sent.times for sent in drawn.schedule.collectives())
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+    assert measure(drawn.jitted(mesh).lower(*shapes)).communication_bytes == pytest.approx(planned, rel=0.02, abs=64)
