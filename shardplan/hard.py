@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -50,7 +51,8 @@ def hard_layouts(program: Program, space: LayoutSpace, pins: Mapping[str, Partit
     for pattern, spec in (pins or {}).items():
         found = [index for index, name in names.items() if fnmatchcase(name, pattern)]
         if not found:
-            problems.append(f"the pin `{pattern}` matches no argument; there are {_some(names.values())}")
+            nearest = sorted(names.values(), key=lambda name: (-SequenceMatcher(None, pattern, name).ratio(), name))
+            problems.append(f"the pin `{pattern}` matches no argument; there are {_some(nearest)}")
         for index in found:
             wanted = _layout(space, program.values[index], spec)
             if isinstance(wanted, str):
@@ -170,5 +172,5 @@ def _next(size: int, blocks: int) -> int:
 
 
 def _some(names: Iterable[str]) -> str:
-    listed = sorted(names)
+    listed = list(names)
     return ", ".join(f"`{name}`" for name in listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")

@@ -137,6 +137,11 @@ def load(profile: str | os.PathLike[str] | HardwareProfile) -> HardwareProfile:
     """
     if isinstance(profile, HardwareProfile):
         return profile
+    if not isinstance(profile, str | os.PathLike):
+        raise ArgumentError(
+            f"a hardware profile is a name ({', '.join(profiles())}), the path of a `.toml` or `.json` file, or what "
+            f"`shardplan.hardware.load` gives, got `{profile!r}`"
+        )
     if str(profile) in profiles():
         return _shipped(str(profile))
     path = Path(profile)
@@ -169,6 +174,14 @@ def _bits(dtype_name: str) -> int:
 
 def _is_float(dtype_name: str) -> bool:
     return "float" in dtype_name or "complex" in dtype_name
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether a name is that of an element type, or what those of a few bits begin with (`float8`)."""
+    try:
+        return np.dtype(name).name == name
+    except TypeError:
+        return re.fullmatch(r"(float|int|uint)[2468]", name) is not None
 
 
 class _Reader:
@@ -224,10 +237,15 @@ _NUMBERS = ("memory_bytes", "memory_bytes_per_second", "launch_seconds", "device
 def _from_entries(name: str, place: str, entries: Any) -> HardwareProfile:
     """Builds a profile from a parsed file; `place` is named in the error."""
     reader = _Reader(entries)
+    if reader.problems:
+        raise ArgumentError(f"the hardware profile `{place}` cannot be used: {reader.problems[0]}")
     reader.unknown(reader.entries, (*_NUMBERS, *_SECTIONS, "sources"))
     numbers = {key: reader.number(reader.entries, key) for key in _NUMBERS}
     rates = reader.section("flops_per_second")
     flops = {key: float(reader.number(rates, key, "flops_per_second.", "flops_per_second")) for key in rates}
+    for key in flops:
+        if not _is_dtype(key):
+            reader.problems.append(f"`flops_per_second.{key}` is no element type, such as `float32` or `bfloat16`")
     if not flops:
         reader.problems.append("`[flops_per_second]` lists no element type: give at least `float32`")
     links = {key: reader.link(reader.section(key), f"{key}.") for key in ("intra_host", "inter_host")}
@@ -235,6 +253,9 @@ def _from_entries(name: str, place: str, entries: Any) -> HardwareProfile:
     axis_links = {
         axis: reader.link(reader.as_section(f"`[axes.{axis}]`", axes[axis]), f"axes.{axis}.") for axis in axes
     }
+    sources = reader.entries.get("sources", [])
+    if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
+        reader.problems.append(f"`sources` is `{sources!r}`, not a list of texts")
     if reader.problems:
         listed = "".join(f"\n  {problem}" for problem in reader.problems)
         raise ArgumentError(f"the hardware profile `{place}` cannot be used:{listed}")
@@ -248,5 +269,5 @@ def _from_entries(name: str, place: str, entries: Any) -> HardwareProfile:
         intra_host=links["intra_host"],
         inter_host=links["inter_host"],
         axes=axis_links,
-        sources=tuple(reader.entries.get("sources", ())),
+        sources=tuple(sources),
     )

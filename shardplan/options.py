@@ -48,11 +48,15 @@ class Options:
             raise ArgumentError(f"refine is a number of plans from 1 to {MOST_REFINED}, got `{self.refine}`")
         if self.reduce_dtype is not None and not self.islands:
             raise ArgumentError("reduce_dtype needs islands: XLA alone reduces in the type of the operation")
-        if isinstance(self.hardware, str):
+        if self.hardware is not None:
             load(self.hardware)
         if self.pins is not None and not isinstance(self.pins, Mapping):
             raise ArgumentError(f"pins map path globs to PartitionSpecs, got `{self.pins!r}`")
         for path, spec in (self.pins or {}).items():
+            if not isinstance(path, str):
+                raise ArgumentError(
+                    f"pins map path globs to PartitionSpecs: `{path!r}` is no path, such as `0/params/*`"
+                )
             if not isinstance(spec, PartitionSpec):
                 raise ArgumentError(f"the pin `{path}` is `{spec!r}`: a jax.sharding.PartitionSpec was expected")
 

@@ -32,9 +32,9 @@ _LARGE = 5e7
 _PRECISION_OF_LARGE = 1e-3
 
 # Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
-# search ends with the best plan by then, after so many times the work of planning without a limit: of the search, and of
-# what comes before it, so many seconds per operation. Work is counted, not timed, so that the same program gets the same
-# plan on every machine.
+# search ends with the best plan by then, after so many times the work of planning without a limit: of the search, and
+# of what comes before it, so many seconds per operation. Work is counted, not timed, so that the same program gets the
+# same plan on every machine.
 _PRECISION_WITHIN_LIMIT = 1e-3
 _TIMES_SLOWER_WITHIN_LIMIT = 2.0
 _SECONDS_PER_OPERATION = 3e-4

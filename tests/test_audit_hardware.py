@@ -107,6 +107,8 @@ BAD = [
     ({"intra_host": 7}, r"`\[intra_host\]` is `7`, not a section"),
     ({"axes": {"data": 3}}, r"`\[axes.data\]` is `3`, not a section"),
     ({"colour": "green"}, "`colour` is unknown"),
+    ({"flops_per_second": {"float32": 1e12, "floot16": 1e12}}, "`flops_per_second.floot16` is no element type"),
+    ({"sources": 5}, "`sources` is `5`, not a list of texts"),
 ]
 
 

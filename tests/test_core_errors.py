@@ -72,6 +72,8 @@ def test_no_function() -> None:
         ({"objective": "speed"}, "no objective `speed`: choose 'bytes' or 'time'"),
         ({"objective": ["bytes"]}, "no objective"),
         ({"hardware": "h1000"}, "h1000"),
+        ({"hardware": 5}, "a hardware profile is a name .*, got `5`"),
+        ({"pins": {0: P("x")}}, "`0` is no path"),
         ({"pins": {"0/w": "x"}}, "pin `0/w` is `'x'`: a jax.sharding.PartitionSpec was expected"),
         ({"pins": [("0/w", P("x"))]}, "pins map path globs to PartitionSpecs, got"),
         ({"reduce_dtype": "float33"}, "reduce_dtype is a floating-point type, got `float33`"),
