@@ -44,7 +44,7 @@ _SECONDS_PER_VARIABLE = 1.2e-4
 """What copying and reducing take, about."""
 _SWEEPS = 30
 _CROSSABLE = 40_000
-_CROSSING_WORK = 0.5
+_CROSSING_WORK = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Pricing:
         entries = sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
         if entries > _CROSSABLE:
             return
-        tolerance = _SHARE_OF_GAP * self.solver.gap * abs(self.bound)
+        tolerance = 0.5 * self.solver.gap * abs(self.bound)
         result = close(graph, _CROSSING_WORK, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
         self.estimate += result.work
         if result.choices is not None:
