@@ -87,9 +87,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     with run.stage("price"):
         priced = _price(run, solver, begun)
     with run.stage("search"):
-        if priced:
-            solver.finish()
-        elif not solver.closed:
+        if not priced and not solver.closed:
             solver.solve()
     run.work += solver.estimate
     report()
@@ -123,6 +121,8 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.cross()
     if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
         pricing.prune()
+        if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:
+            solver.finish()
     run.work += pricing.estimate
     run.prices = solver.prices
     solver.watch.report()
