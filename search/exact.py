@@ -16,11 +16,14 @@ from shardplan.search.pricing import Pricing
 from shardplan.search.reductions import reduce_graph
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.run import Run
+from shardplan.search.solution import relative_gap
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
 _BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
 _BRANCHABLE = 10_000
 _SECONDS_PER_PART = 0.1
+_WORTH_IMPROVING = 0.01
+"""The gap from which on it is tried though little of the work is left: what prices leave below, parts rarely change."""
 _PRUNABLE = 0.02
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
@@ -55,7 +58,8 @@ def auto(run: Run) -> None:
     """
     limited = run.network.usage_limit is not None
     solver = _minimise(run, sweeping=0.3 if limited else 0.8, closing=0.1)
-    if not solver.closed and solver.graph.hint is not None:
+    little_left = run.work > 0.5 * run.work_limit and relative_gap(solver.upper, solver.lower) < _WORTH_IMPROVING
+    if not solver.closed and solver.graph.hint is not None and not little_left:
         with run.stage("improve"):
             _improve(run, solver)
 
