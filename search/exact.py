@@ -46,9 +46,11 @@ def exact(run: Run) -> None:
 def auto(run: Run) -> None:
     """The method for every network. What it does:
 
-    | usage limit | after reductions and rounds of messages | then |
+    | usage limit | after reductions | then |
     |---|---|---|
-    | none, or never reached | dynamic programming fits | proven |
+    | none, or never reached | rounds of messages, until dynamic programming fits | proven |
+    | at few times | prices of these, a mixture of what is best at some, what cannot be in it is dropped | as below |
+    | at many times | rounds of messages | as below |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
     | any | ten thousand choices are left | crossings, branching and local search by turns, until the time is over |
     | any | more are left | crossings, local search until the time is over |
