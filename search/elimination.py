@@ -23,6 +23,7 @@ __all__ = ["Elimination", "plan"]
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Factor = tuple[tuple[int, ...], Array]
+_MOST_DIMENSIONS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
     limit = math.log(largest)
 
     def width(v: int) -> float:
+        if len(neighbours[v]) >= _MOST_DIMENSIONS:  # of one choice each, mostly
+            return math.inf
         return widths[v] + sum([widths[w] for w in neighbours[v]])
 
     current = {v: width(v) for v in sizes}

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from shardplan.search.branching import Branching
+from shardplan.search.coarsening import coarse_start
 from shardplan.search.crossing import Crossing
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
@@ -86,10 +87,10 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         begun = graph.hint
         graph.hint = begun if run.cost < math.inf else None
     with run.stage("fold"):
-        start = folded_start(graph, effort, run.gap, solver.watch)
+        start = coarse_start(graph, effort, run.gap, solver.watch) or folded_start(graph, effort, run.gap, solver.watch)
         if start is not None:
-            solver.begin(start[0].messages, start[0].choices)
-            solver.sweeps += start[1]
+            solver.begin(start.messages, start.choices)
+            solver.sweeps, solver.estimate = start.sweeps, start.estimate
     with run.stage("price"):
         priced = _price(run, solver, begun)
     with run.stage("search"):

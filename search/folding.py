@@ -28,20 +28,27 @@ _CLOSER = 0.6
 """The gap asked of the small graph, as a share of that of the whole one, which may come out larger."""
 
 _LAST_SWEEPS = 20
+_WORTH_LEAVING_OUT = 3.0
+"""Graphs that leaving out layers makes less than so much smaller are searched as they are."""
 _SHARE_OF_TIME = 0.5
 """Of the time that is left, what is kept for the whole graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Messages and, where one was found, an assignment of a graph, to search on from."""
+    """Messages and, where one was found, an assignment of a graph, to search on from.
+
+    sweeps: that it took. estimate: seconds that these should have taken, the same on every machine.
+    """
 
     messages: Messages
     choices: dict[int, int] | None
+    sweeps: int
+    estimate: float
 
 
-def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Start, int] | None:
-    """A start for a graph by its repeated layers, with the sweeps that it took; `None` where it has none.
+def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Start | None:
+    """A start for a graph by its repeated layers; `None` where it has none, or too few.
 
     Where usage binds, layers are not alike: they use memory at other times. There is no start then.
     """
@@ -49,13 +56,14 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> tupl
     if folded is None:
         return None
     small = folded.graph
+    if len(graph.live()) < _WORTH_LEAVING_OUT * len(small.live()):
+        return None
     # The same share of the graph's constant cost, so that gaps compare.
     small.constant = graph.constant * len(small.live()) / len(graph.live())
-    found, sweeps = _search(small, effort, gap, watch)
-    return _lifted(folded, found), sweeps
+    return _lifted(folded, _search(small, effort, gap, watch))
 
 
-def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Start, int]:
+def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> Start:
     """Messages and an assignment of a small graph, as good as they get."""
     allowed = _SHARE_OF_TIME * watch.seconds_left()
 
@@ -82,14 +90,13 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> tuple[Sta
             solver.solve()
     hint = solver.graph.hint
     if hint is None:
-        return Start(messages, None), solver.sweeps
+        return Start(messages, None, solver.sweeps, solver.estimate)
     full = solver.graph.expand(hint)
-    return Start(messages, {v: int(full[v]) for v in small.live()}), solver.sweeps
+    return Start(messages, {v: int(full[v]) for v in small.live()}, solver.sweeps, solver.estimate)
 
 
 def _lifted(folded: Folded, found: Start) -> Start:
     """A start for the whole graph."""
     messages = {edge: found.messages[w] for edge, w in folded.edge.items() if w in found.messages}
-    if found.choices is None:
-        return Start(messages, None)
-    return Start(messages, {v: found.choices[stand_in] for v, stand_in in folded.variable.items()})
+    choices = found.choices and {v: found.choices[stand_in] for v, stand_in in folded.variable.items()}
+    return Start(messages, choices, found.sweeps, found.estimate)

@@ -71,6 +71,8 @@ class Graph:
         """Whether any cost may be infinite; reductions never make one so."""
         self.tick: Callable[[], None] = lambda: None
         """Called every now and then by what takes long; it may raise, after which only `expand` may be used."""
+        self.twins: dict[int, NDArray[np.intp]] = {}
+        """Per variable that has any, a label per choice (see `Network.twins`)."""
         self.undo: list[Best | Follow | Keep] = []
         self.hint: dict[int, int] | None = None
         """A valid assignment of the variables that are left, which every reduction carries along."""
@@ -96,6 +98,7 @@ class Graph:
         for usage in network.usages if network.usage_limit is not None else ():
             graph.spans[leaders[usage.variable]].append((tables.unique(usage.amounts), usage.start, usage.end))
         graph.usage_limit = network.usage_limit
+        graph.twins = {v: labels for v, labels in network.twins.items() if leaders[v] == v}
         followers = [(v, u) for v, u in enumerate(leaders) if v != u]
         for v, u in followers:
             graph.undo.append(Follow(v, u, np.arange(network.costs[v].size)))
@@ -115,7 +118,7 @@ class Graph:
         other.spans = [list(spans) for spans in self.spans]
         other.fixed_spans = list(self.fixed_spans)
         other.usage_limit, other.constant, other.tick = self.usage_limit, self.constant, self.tick
-        other.exclusions = self.exclusions
+        other.exclusions, other.twins = self.exclusions, dict(self.twins)
         if sibling:
             other.undo = list(self.undo)
         return other
@@ -171,6 +174,8 @@ class Graph:
     def _note(self, v: int, keep: NDArray[np.bool_]) -> None:
         """Records that only some choices of `v` stay; a hint that is not among them is lost."""
         self.undo.append(Keep(v, np.flatnonzero(keep)))
+        if v in self.twins:
+            self.twins[v] = self.twins[v][keep]
         if self.hint is not None:
             if keep[self.hint[v]]:
                 self.hint[v] = int(np.count_nonzero(keep[: self.hint[v]]))

@@ -69,6 +69,7 @@ def merge(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
     for u, table in list(graph.neighbours[v].items()):
         graph.set_edge(v, u, table[first])
     graph.spans[v] = [(amounts[first], start, end) for amounts, start, end in graph.spans[v]]
+    graph.twins.pop(v, None)
     fold_follower(graph, w, v, second)
 
 

@@ -97,6 +97,9 @@ class Network:
         self.usages: list[Usage] = []
         self.annotations: dict[int, Annotation] = {}
         self.hint: Hint | None = None
+        self.twins: dict[int, NDArray[np.intp]] = {}
+        """Per variable, a label per choice. Choices of equal label are taken to have twins of equal cost, whatever the
+        other variables choose; where they have not, searches take longer, and give the same."""
         self._known: dict[int, tuple[object, int]] = {}
 
     def __len__(self) -> int:

@@ -269,6 +269,7 @@ def _without_layers(graph: Graph, found: Repetition) -> Folded | None:
     gone = {v for v, layer in found.layer.items() if start <= layer < stop}
     small = Graph(len(graph.costs))
     small.tables, small.exclusions, small.tick = graph.tables, graph.exclusions, graph.tick
+    small.twins = dict(graph.twins)
     for v in graph.live():
         if v not in gone:
             small.costs[v] = graph.costs[v]

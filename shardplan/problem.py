@@ -24,6 +24,7 @@ from shardplan.program import Constant, Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
 from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps
+from shardplan.twins import twins
 from shardplan.variables import Numbering
 
 
@@ -87,6 +88,7 @@ class Problem:
     def network(self) -> Network:
         """The cost network, built when it is first asked for: a plan that is known already does without."""
         network = Network()
+        network.twins = twins(self.space.mesh, self.variables, self.domain, self.choices)
         for add in (self._add_values, self._add_copies, self._add_work, self._add_operations, self._add_outputs):
             add(network)
         return network
@@ -249,9 +251,9 @@ class Problem:
 
     def _add_copies(self, network: Network) -> None:
         for index, shared in self.variables.copies.items():
-            value, domain = self.program.values[index], self.domain(index)
-            network.add_variable(np.zeros(len(domain)), name=self.variables.names[shared])
-            table = self._transition_table(value, domain.layouts, self._value_times[index])
+            layouts = self.domain(index).layouts
+            network.add_variable(np.zeros(len(layouts)), name=self.variables.names[shared])
+            table = self._transition_table(self.program.values[index], layouts, self._value_times[index])
             network.add_edge(self.variables.values[index], shared, table)
 
     def _add_work(self, network: Network) -> None:
@@ -365,9 +367,8 @@ class Problem:
             output, target = self.program.outputs[number], self.program.inputs[position]
             if not isinstance(output, int) or output in self.generated or output == target:
                 continue
-            value = self.program.values[output]
             if len(self.domain(output)) > 1:
-                table = self._transition_table(value, self.domain(target).layouts, 1)
+                table = self._transition_table(self.program.values[output], self.domain(target).layouts, 1)
                 network.add_edge(self.variables.read(output), self.variables.values[target], table)
 
     def variables_of(self, value: int) -> tuple[int | None, int | None]:
@@ -377,8 +378,6 @@ class Problem:
     def variable_of_operation(self, operation: int) -> int | None:
         """The variable of an operation in the network, None where its result's layout decides how it is split."""
         return self.variables.operations.get(operation)
-
-    # ---- the way back
 
     def decode(self, choices: np.ndarray) -> Assignment:
         """The layouts and strategies that a solution of the network stands for."""

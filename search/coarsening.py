@@ -1,0 +1,187 @@
+"""Starting the search on a graph whose choices are taken together with their twins.
+
+Layouts that differ in the names of equal mesh axes alone cost the same: on a mesh (2, 2, 2) six such twins have the
+same messages. Here all twins become one choice, and a table says the least that any pair of their members costs. That
+is a relaxation, whatever the twins are: its bound holds for the whole graph. Where they are true twins nothing is lost
+against messages on the whole graph, whose tables are up to 36 times as large. Messages are lifted to the whole graph,
+each choice with that of its twins, as from any start.
+
+Which members go together is not said by the assignment that the small graph gives: the whole graph is searched for it
+with only the choices of these twins.
+
+>>> import numpy as np
+>>> from shardplan.search.network import Network
+>>> net = Network()
+>>> a, b = net.add_variable([5.0, 0.0, 0.0]), net.add_variable([5.0, 0.0, 1.0])
+>>> net.add_edge(a, b, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 9.0], [1.0, 9.0, 0.0]]))
+>>> net.twins = {a: np.array([0, 1, 1]), b: np.array([0, 1, 1])}
+>>> small, _ = coarse(Graph.of(net))
+>>> small.costs[1].tolist(), small.neighbours[0][1].tolist()
+([5.0, 0.0], [[0.0, 1.0], [1.0, 0.0]])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.folding import Start, folded_start
+from shardplan.search.graph import Best, Follow, Graph, Infeasible, Keep
+from shardplan.search.relaxation import Messages, Relaxation
+from shardplan.search.run import Stop
+from shardplan.search.solver import Effort, GraphSolver, Watch
+
+__all__ = ["coarse", "coarse_start"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+
+_WORTH_ENTRIES = 300_000
+_WORTH_SHARE = 0.5
+"""Graphs with fewer table entries, or that keep more than this share of them, are not searched first."""
+
+_SWEEPS = 200
+_CLOSER = 0.3
+"""The gap asked among the twins of the best assignment, as a share of that of the whole graph."""
+
+_SHARE_OF_TIME = 0.5
+"""Of the time that is left, what is kept for the whole graph."""
+
+
+def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Start | None:
+    """A start for a graph by its twins; `None` where it has none, or hardly any, or where usage is limited.
+
+    Choices of the graph that cannot be in anything better than what is found are dropped.
+    """
+    if not graph.twins or graph.hint is not None or graph.usage_limit is not None:
+        return None
+    before = _entries(graph)
+    if before < _WORTH_ENTRIES:
+        return None
+    small, places = coarse(graph)
+    if _entries(small) > _WORTH_SHARE * before:
+        return None
+    allowed = _SHARE_OF_TIME * watch.seconds_left()
+
+    def tick() -> None:
+        if watch.seconds_left() < allowed:
+            raise Stop
+
+    quiet = Watch(tick, watch.seconds_left)
+    small.tick = tick
+    solver = GraphSolver(small, math.inf, replace(effort, sweeps=_SWEEPS), gap, quiet)
+    solver.prunes, solver.patience = False, 1
+    # Where the time is over, what was found by then is lifted all the same.
+    with contextlib.suppress(Stop):
+        start = folded_start(small, effort, gap, quiet)
+        if start is not None:
+            solver.begin(start.messages, start.choices)
+            solver.sweeps, solver.estimate = start.sweeps, start.estimate
+        solver.sweep_until_prunable()
+    choices = None
+    with contextlib.suppress(Stop, Infeasible):
+        choices = _among_twins(graph, _kept(small, places), replace(effort, sweeps=_SWEEPS), _CLOSER * gap, quiet)
+    relaxation = solver.relaxation
+    if relaxation is None:
+        return None
+    keep = None if choices is None else _fitting(graph, relaxation, places, choices)
+    lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
+    if choices is not None and keep is not None:
+        graph.hint, mark = choices, len(graph.undo)
+        graph.restrict_all(keep)
+        graph.make_consistent()
+        choices, graph.hint = graph.hint, None
+        lifted = _restricted(lifted, graph.undo[mark:])
+    return Start(lifted, choices, solver.sweeps, solver.estimate)
+
+
+def _fitting(
+    graph: Graph, relaxation: Relaxation, places: dict[int, Index], choices: dict[int, int]
+) -> dict[int, NDArray[np.bool_]]:
+    """Per variable, the choices that may be in something better than an assignment: all twins, or none."""
+    upper = graph.cost(choices)
+    bound, above = relaxation.reduced_costs()
+    fits = above <= upper - bound + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
+    masks = {}
+    for place, v in enumerate(relaxation.order):
+        masks[v] = fits[relaxation.sweeper.offsets[place] : relaxation.sweeper.offsets[place + 1]][places[v]]
+        masks[v][choices[v]] = True
+    return masks
+
+
+def _restricted(messages: Messages, steps: list[Best | Follow | Keep]) -> Messages:
+    """The messages into the choices that are kept."""
+    kept: dict[int, Index] = {}
+    for step in steps:
+        assert isinstance(step, Keep)
+        known = kept.get(step.variable)
+        kept[step.variable] = step.kept if known is None else known[step.kept]
+    return {(v, w): into[kept[v]] if v in kept else into for (v, w), into in messages.items()}
+
+
+def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:
+    """The graph with twins taken together, and per variable the choice that each of its choices became."""
+    places = {}
+    for v in graph.live():
+        labels = graph.twins.get(v)
+        every = np.arange(graph.size(v), dtype=np.intp)
+        places[v] = every if labels is None else np.unique(labels, return_inverse=True)[1].astype(np.intp)
+    small = graph.copy()
+    small.twins, small.hint = {}, None
+    keys = {v: place.tobytes() for v, place in places.items()}
+    made: dict[tuple[object, ...], Array] = {}
+
+    for v, place in places.items():
+        costs = graph.costs[v]
+        assert costs is not None
+        key: tuple[object, ...] = (id(costs), keys[v])
+        if key not in made:
+            made[key] = _least(costs, place)
+        small.costs[v] = made[key]
+        for w, table in graph.neighbours[v].items():
+            if v < w:
+                key = (id(table), keys[v], keys[w])
+                if key not in made:
+                    made[key] = np.ascontiguousarray(_least(_least(table, place).T, places[w]).T)
+                small.set_edge(v, w, made[key])
+    return small, places
+
+
+def _least(array: Array, places: Index) -> Array:
+    """The least of the rows that become one, per place."""
+    order = np.argsort(places, kind="stable")
+    starts = np.flatnonzero(np.diff(places[order], prepend=-1))
+    return np.minimum.reduceat(array[order], starts, axis=0)
+
+
+def _kept(small: Graph, places: dict[int, Index]) -> dict[int, NDArray[np.bool_]]:
+    """Per variable, the choices that became the one that the small graph's best assignment takes."""
+    if small.hint is None:
+        return {}
+    return {v: place == small.hint[v] for v, place in places.items()}
+
+
+def _among_twins(
+    graph: Graph, keep: dict[int, NDArray[np.bool_]], effort: Effort, gap: float, watch: Watch
+) -> dict[int, int] | None:
+    """The best assignment of a graph that is found among some choices of each variable."""
+    if not keep:
+        return None
+    part = graph.copy()
+    part.twins = {}
+    part.restrict_all(keep)
+    part.make_consistent()
+    solver = GraphSolver(part, math.inf, replace(effort, closing=0.0, dives=False, merging=0), gap, watch)
+    solver.solve()
+    if part.hint is None:
+        return None
+    full = part.expand(part.hint)
+    return {v: int(full[v]) for v in graph.live()}
+
+
+def _entries(graph: Graph) -> int:
+    return sum(table.size for v in graph.live() for w, table in graph.neighbours[v].items() if v < w)

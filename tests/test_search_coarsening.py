@@ -1,0 +1,64 @@
+"""Choices taken together with their twins: the search starts there, and ends where it did."""
+
+import math
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, coarsening, solve, testing
+from shardplan.search.coarsening import coarse, coarse_start
+from shardplan.search.graph import Graph
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.solver import Effort, Watch
+
+
+def renamed_axes(count: int) -> Network:
+    """A ring of variables of six choices, whose tables stay the same when 0 to 2 and 3 to 5 are turned together."""
+    rng = np.random.default_rng(0)
+    turn = np.array([1, 2, 0, 4, 5, 3])
+    net = Network()
+    for _ in range(count):
+        net.add_variable(np.repeat(rng.integers(0, 5, 2), 3).astype(float))
+        net.twins[len(net) - 1] = np.repeat([0, 1], 3)
+    for v in range(count):
+        table = rng.integers(0, 20, (6, 6)).astype(float)
+        net.add_edge(v, (v + 1) % count, table + table[turn][:, turn] + table[turn[turn]][:, turn[turn]])
+    return net
+
+
+def test_true_twins_lose_nothing_of_the_bound() -> None:
+    graph = Graph.of(renamed_axes(7))
+    small, _ = coarse(graph)
+    bounds = []
+    for each in (graph, small):
+        relaxation = Relaxation(each)
+        for _ in range(60):
+            relaxation.improve(math.inf)
+        bounds.append(relaxation.bound)
+    assert {len(costs) for costs in small.costs if costs is not None} == {2}
+    assert bounds[1] == pytest.approx(bounds[0])
+
+
+@pytest.mark.parametrize("excluded", [0.0, 0.2])
+def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(coarsening, "_WORTH_SHARE", 1.0)
+    found = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
+        net = testing.random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, excluded)
+        net.twins = {v: rng.integers(0, 2, len(costs)) for v, costs in enumerate(net.costs)}
+        _, optimum = testing.brute_force(net)
+        solution = solve(net)
+        assert solution.cost == optimum
+        if np.isfinite(optimum):
+            assert net.cost(solution.choices) == optimum and solution.lower_bound <= optimum
+            graph = Graph.of(net)
+            start = coarse_start(graph, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+            assert start is not None
+            if start.choices is not None:
+                found += 1
+                assert graph.cost(start.choices) >= optimum - 1e-9
+                assert all(len(into) == graph.size(v) for (v, _), into in start.messages.items())
+    assert found > 10
