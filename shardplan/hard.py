@@ -121,7 +121,8 @@ def agrees(layout: tuple[tuple[int, ...], ...], wanted: HardLayout) -> bool:
 def undivided(program: Program, space: LayoutSpace) -> list[str]:
     """A sentence for each argument with data whose first dimension no mesh axis divides, with the sizes that would do.
 
-    Data is what no result replaces in the next step. Of a function without a state, arguments count that cannot be
+    Data is what no result replaces in the next step; where a scan runs over it, by microbatches, the second dimension
+    is asked. Of a function without a state, arguments count that cannot be
     split on any dimension. Of a state, long dimensions count: a vocabulary.
     """
     mesh = space.mesh
@@ -132,19 +133,27 @@ def undivided(program: Program, space: LayoutSpace) -> list[str]:
     state = set(program.ties.values())
     of_state = [program.values[program.inputs[position]] for position in sorted(state)]
     found = _undivided_state(of_state, sizes, axes, space.padded)
+    scanned = _scanned(program)
     for position, index in enumerate(program.inputs):
-        shape = program.values[index].shape
-        batch = shape[0] if shape else 0
+        shape, dim = program.values[index].shape, int(index in scanned)
+        batch = shape[dim] if len(shape) > dim else 0
         hopeless = state or not any(_divides(size, sizes) for size in shape)
         if position in state or not hopeless or batch < 2 or prod(shape) < mesh.device_count or _divides(batch, sizes):
             continue
         better = " or ".join(str(_next(batch, n)) for n in sorted({min(sizes), mesh.device_count}))
         inside = " but inside the step, padded" if batch in space.padded else ""
         found.append(
-            f"no mesh axis ({axes}) divides dimension 0 of `{program.values[index].name}` {list(shape)}: its {batch} "
+            f"no mesh axis ({axes}) divides dimension {dim} of `{program.values[index].name}` {list(shape)}: its {batch} "
             f"rows are not split{inside}. {better} rows would be."
         )
     return found
+
+
+def _scanned(program: Program) -> set[int]:
+    """The values that a scan runs over: their first dimension is split by no plan."""
+    scans = [o for o in program.operations if o.primitive.name == "scan"]
+    first = [o.params["num_consts"] + o.params["num_carry"] for o in scans]
+    return {v for o, n in zip(scans, first, strict=True) for v in o.operands[n:] if isinstance(v, int)}
 
 
 def _undivided_state(state: Iterable[Value], sizes: list[int], axes: str, padded: frozenset[int]) -> list[str]:

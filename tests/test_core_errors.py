@@ -221,6 +221,20 @@ def test_a_batch_that_nothing_divides(rows: int, sizes: tuple[int, ...], message
         assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize(("rows", "message"), [(16, None), (13, r"divides dimension 1 of `1` \[3, 13, 8\]: its 13 rows")])
+def test_microbatches_are_not_what_is_split(rows: int, message: str | None) -> None:
+    def accumulated(params: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda p, rows: step(p, rows), params, x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardplan.plan(accumulated, mesh_of((8,)), PARAMS, jnp.ones((3, rows, 8)))
+    assert len(caught) == (message is not None)
+    if message:
+        with pytest.raises(ShardplanWarning, match=message):
+            raise caught[0].message  # type: ignore[misc]
+
+
 def test_the_rest_is_split_where_nothing_divides_the_batch() -> None:
     def wide(params: Any, x: Any) -> Any:
         loss = lambda p: jnp.tanh(x @ p["up"] @ p["down"]).sum()  # noqa: E731
