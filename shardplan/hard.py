@@ -143,8 +143,8 @@ def undivided(program: Program, space: LayoutSpace) -> list[str]:
         better = " or ".join(str(_next(batch, n)) for n in sorted({min(sizes), mesh.device_count}))
         inside = " but inside the step, padded" if batch in space.padded else ""
         found.append(
-            f"no mesh axis ({axes}) divides dimension {dim} of `{program.values[index].name}` {list(shape)}: its {batch} "
-            f"rows are not split{inside}. {better} rows would be."
+            f"no mesh axis ({axes}) divides dimension {dim} of `{program.values[index].name}` {list(shape)}: its "
+            f"{batch} rows are not split{inside}. {better} rows would be."
         )
     return found
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.control import stated_trip_count, while_trip_count
+from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
 
 
@@ -42,7 +43,7 @@ def trace_program(
     ties = _find_ties(
         input_paths, [path for path, _ in output_paths], [builder.values[i] for i in inputs], outputs, builder
     )
-    return _prune(
+    program = _prune(
         Program(
             values=tuple(builder.values),
             operations=tuple(builder.operations),
@@ -56,6 +57,7 @@ def trace_program(
             out_tree=out_tree,
         )
     )
+    return _prune(hoist_conversions(program))
 
 
 class _Builder:

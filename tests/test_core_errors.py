@@ -221,7 +221,9 @@ def test_a_batch_that_nothing_divides(rows: int, sizes: tuple[int, ...], message
         assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(("rows", "message"), [(16, None), (13, r"divides dimension 1 of `1` \[3, 13, 8\]: its 13 rows")])
+@pytest.mark.parametrize(
+    ("rows", "message"), [(16, None), (13, r"divides dimension 1 of `1` \[3, 13, 8\]: its 13 rows")]
+)
 def test_microbatches_are_not_what_is_split(rows: int, message: str | None) -> None:
     def accumulated(params: Any, x: Any) -> Any:
         return jax.lax.scan(lambda p, rows: step(p, rows), params, x)

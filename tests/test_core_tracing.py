@@ -225,3 +225,37 @@ def test_fingerprints_tell_programs_apart() -> None:
     assert len(prints) == len(functions)
     assert trace_program(jnp.sin, (S((4, 8), jnp.float32),)).fingerprint() not in prints
     assert trace_program(lambda x: jnp.sin(x), (X,)).fingerprint() in prints
+
+
+# ---- conversions out of loops
+
+
+def scanned(body: Any, times: int = 3) -> Any:
+    """A scan that runs over numbers, with what its body closes over."""
+
+    def add(total: Any, x: Any) -> Any:
+        return total + jnp.sum(body(x)).astype(jnp.float32), None
+
+    return jax.lax.scan(add, 0.0, jnp.ones(times))[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "region"),
+    [
+        (lambda w: scanned(lambda x: w.astype(jnp.bfloat16)), 0),
+        (lambda w: scanned(lambda _: scanned(lambda x: w.astype(jnp.bfloat16))), 0),
+        (lambda w: scanned(lambda x: w.astype(jnp.bfloat16) * w.sum()), 1),  # the scan reads it as it is besides
+        (lambda w: scanned(lambda x: w.astype(jnp.complex64).real), 1),  # that would be held at twice the size
+    ],
+)
+def test_what_a_scan_only_converts_goes_in_converted(fn: Any, region: int) -> None:
+    program = trace_program(fn, (X,))
+    (found,) = [
+        operation
+        for operation in program.operations
+        if operation.primitive.name == "convert_element_type"
+        and program.values[operation.results[0]].shape == X.shape
+        and program.values[operation.results[0]].dtype != X.dtype
+    ]
+    assert found.region == region
+    jax.block_until_ready(fn(jnp.ones(X.shape)))
