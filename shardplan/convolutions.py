@@ -8,11 +8,11 @@ image, zeros are written between the elements, in a copy that the gradient of it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.problem import Problem
-from shardplan.program import Operation, Program
+from shardplan.program import Operation
 from shardplan.strategy import Strategy
 
 CONVOLUTION = "conv_general_dilated"
@@ -28,24 +28,6 @@ def copied_with_neighbours(problem: Problem, strategies: Mapping[int, Strategy])
             if operation.primitive.name == CONVOLUTION:
                 found[index, position] = _times_larger(problem, operation, strategy, position)
     return found
-
-
-def waiting_for_others(program: Program, copied: Collection[tuple[int, int]]) -> frozenset[int]:
-    """The convolutions, by index, whose exchanges with neighbours no later exchange depends on.
-
-    XLA merges exchanges of which none depends on another into one, which waits for all that it sends. So the gradients
-    of filters, which nothing but an update reads, wait for the last gradients of images.
-    """
-    exchanging = {index for index, _ in copied}
-    leading: set[int] = set()  # values that an exchange depends on
-    found = set()
-    for operation in reversed(program.operations):
-        leads = not leading.isdisjoint(operation.results)
-        if operation.index in exchanging and not leads:
-            found.add(operation.index)
-        if leads or operation.index in exchanging:
-            leading.update(o for o in operation.operands if isinstance(o, int))
-    return frozenset(found)
 
 
 def _times_larger(problem: Problem, operation: Operation, strategy: Strategy, position: int) -> float:

@@ -1,8 +1,12 @@
 """The order of XLA's list scheduler: next runs what frees the most memory, less what its results take.
 
-It is one of the orders among which XLA keeps the one with the lowest peak, see `shardplan.order`. A weight's
-gradient, which frees an activation, runs at once; but where a copy of the activation has to be made first (with rows of
-neighbours, for a convolution), it waits until nothing better is left.
+It is one of the orders among which XLA keeps the one with the lowest peak, see `shardplan.order`. Where a copy of an
+operand has to be made first (with rows of neighbours, for a convolution), an operation waits until nothing better is
+left.
+
+What comes after hides collectives behind work: from the end of a program, whatever can run beside one. Weights'
+gradients can, since nothing but their reductions waits for them. So they run last, and the activations that they are
+computed from stay until then.
 
 >>> import jax
 >>> from shardplan.tracing import trace_program
@@ -25,6 +29,9 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from shardplan.convolutions import CONVOLUTION
+from shardplan.groups import RAGGED
+from shardplan.products import PRODUCT
 from shardplan.program import Program
 
 _MOST_SOURCES = 64
@@ -49,6 +56,20 @@ def greedy_order(
     graph.last = frozenset(last)
     _append_region(graph, 0, order)
     return order
+
+
+def weights_gradients(program: Program) -> frozenset[int]:
+    """The products, convolutions and loops, by index, on whose results no other one depends."""
+    leading: set[int] = set()  # values that one of them depends on
+    found = set()
+    for operation in reversed(program.operations):
+        leads = not leading.isdisjoint(operation.results)
+        long = bool(operation.bodies) or operation.primitive.name in (PRODUCT, RAGGED, CONVOLUTION)
+        if long and not leads:
+            found.add(operation.index)
+        if leads or long:
+            leading.update(o for o in operation.operands if isinstance(o, int))
+    return frozenset(found)
 
 
 @dataclass(slots=True)

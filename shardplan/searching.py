@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardplan.convolutions import copied_with_neighbours, waiting_for_others
+from shardplan.convolutions import copied_with_neighbours
 from shardplan.errors import InfeasibleError
-from shardplan.greedy_order import greedy_order
+from shardplan.greedy_order import greedy_order, weights_gradients
 from shardplan.memory import Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.problem import Problem
@@ -112,8 +112,8 @@ def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
     kernels = kernels_of(problem, copied)
     program = problem.program
     held = Lifetimes(problem, range(len(program.operations)), kernels).held
-    last = waiting_for_others(program, copied)
-    orders = (execution_order(program, kernels.fused), greedy_order(program, kernels.fused, held, copied, last))
+    greedy = greedy_order(program, kernels.fused, held, copied, weights_gradients(program))
+    orders = (execution_order(program, kernels.fused), greedy)
     lifetimes = [Lifetimes(problem, order, kernels) for order in orders]
     peaks = [float(memory_profile(one, found.schedule, search.donated).max()) for one in lifetimes]
     return replace(found, peak_bytes=min(peaks), lifetimes=lifetimes[int(np.argmin(peaks))])

@@ -7,10 +7,10 @@ import optax
 import pytest
 
 import shardplan
-from shardplan.convolutions import copied_with_neighbours, waiting_for_others
+from shardplan.convolutions import copied_with_neighbours
 from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
-from shardplan.greedy_order import greedy_order
+from shardplan.greedy_order import greedy_order, weights_gradients
 from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.products import merged_products, product_operands
@@ -261,16 +261,12 @@ def test_convolutions_split_along_their_windows_read_copies_with_rows_of_neighbo
     problem = plan.schedule.problem
     copied = copied_with_neighbours(problem, plan.schedule.assignment.strategies)
     assert set(copied.values()) == {(128 + 2) / 128}
-    makers = {r: o.primitive.name for o in problem.program.operations for r in o.results}
-    held = {
-        v
-        for v in Lifetimes(problem, range(len(problem.program.operations)), kernels_of(problem, copied)).held
-        if v in makers
-    }
-    assert "max" not in {makers[value] for value in held}
-    last = waiting_for_others(problem.program, copied)
-    order = greedy_order(problem.program, kernels_of(problem, copied).fused, held, copied, last)
-    convolutions = [i for i in order if problem.program.operations[i].primitive.name == "conv_general_dilated"]
+    kernels, program = kernels_of(problem, copied), problem.program
+    held = Lifetimes(problem, range(len(program.operations)), kernels).held
+    assert "max" not in {o.primitive.name for o in program.operations for result in o.results if result in held}
+    last = weights_gradients(program)
+    order = greedy_order(program, kernels.fused, held, copied, last)
+    convolutions = [i for i in order if program.operations[i].primitive.name == "conv_general_dilated"]
     assert sorted(order) == list(range(len(order))) and set(convolutions[-len(last) :]) == last
 
 
