@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from shardplan.combining import combined_order
 from shardplan.convolutions import copied_with_neighbours
 from shardplan.errors import InfeasibleError
 from shardplan.greedy_order import greedy_order, weights_gradients
@@ -88,16 +89,18 @@ def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
     limit_bytes = search.limit_bytes
-    # XLA schedules a program in several ways, and keeps the one with the lowest peak
     kernels = kernels_of(problem)
-    late = execution_order(problem.program, kernels.fused)
-    orders = (late, range(len(problem.program.operations)))
-    lifetimes = [Lifetimes(problem, order, kernels) for order in orders]
-    found = _search(problem, problem.network, lifetimes, search, search.seconds)
+    late = Lifetimes(problem, execution_order(problem.program, kernels.fused), kernels)
+    found = _search(problem, problem.network, [late], search, search.seconds)
     if found.solution.status == "infeasible":
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
+    # XLA schedules a program in several ways, and keeps the one with the lowest peak
+    combined = Lifetimes(problem, combined_order(found.schedule, kernels.fused), kernels)
+    peak_bytes = float(memory_profile(combined, found.schedule, search.donated).max())
+    if peak_bytes < found.peak_bytes:
+        found = replace(found, peak_bytes=peak_bytes, lifetimes=combined)
     found = _with_copies(problem, found, search)
     if found.peak_bytes <= limit_bytes:
         return found

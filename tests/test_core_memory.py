@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import shardplan
+from shardplan.combining import combined_order, products_of_combined_reductions
 from shardplan.convolutions import copied_with_neighbours
 from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
@@ -64,6 +65,41 @@ def test_what_one_kernel_updates_is_updated_before_the_next_gradient_is_made():
     moves = {o.index for o in program.operations if o.primitive.name != "dot_general"}
     names = [program.operations[index].primitive.name for index in execution_order(program, moves)]
     assert [name for name in names if name != "transpose"] == [*["dot_general", "dot_general", "add", "mul"] * 2]
+
+
+def _gradients_of_layers(width):
+    """Each layer multiplies by a weight, whose gradient is summed over the devices, and mixes the rows."""
+
+    def loss(weights, x, mixing):
+        for w in weights:
+            x = jnp.tanh(mixing @ jnp.tanh(x @ w))
+        return jnp.sum(x)
+
+    rows = jax.ShapeDtypeStruct((1024, 16, width), jnp.float32)
+    pins = {"0/*": jax.P(), "1": jax.P("x", None, None), "2": jax.P()}
+    plan = shardplan.plan(jax.grad(loss), MESH, [_square(width)] * 4, rows, _square(16), pins=pins)
+    return plan.schedule, kernels_of(plan.schedule.problem).fused
+
+
+def test_what_combined_reductions_read_is_computed_late_and_after_its_operands():
+    schedule, fused = _gradients_of_layers(64)
+    (group,) = products_of_combined_reductions(schedule)
+    order = combined_order(schedule, fused)
+    assert sorted(order) == list(range(len(schedule.program.operations)))
+    place = {index: n for n, index in enumerate(order)}
+    makers = {r: o.index for o in schedule.program.operations for r in o.results}
+    for operation in schedule.program.operations:
+        made = [makers[o] for o in operation.operands if isinstance(o, int) and o in makers]
+        assert all(place[index] < place[operation.index] for index in made)
+    assert len(group) == 4
+    assert place[group[0].index] > group[0].index
+    assert [o.index for o in group] == sorted((o.index for o in group), key=place.__getitem__)
+
+
+def test_reductions_are_combined_up_to_a_size():
+    schedule, fused = _gradients_of_layers(8192)  # 32 MiB each, scattered
+    assert [len(group) for group in products_of_combined_reductions(schedule)] == [1] * 4
+    assert combined_order(schedule, fused) == list(range(len(schedule.program.operations)))
 
 
 def _peak_on_one(step, *args):
@@ -229,7 +265,8 @@ def test_a_limit_is_kept_and_costs_communication():
     assert bound.objective >= free.objective
     donated = frozenset(range(len(jax.tree.leaves(state))))
     program = bound.schedule.program
-    orders = (execution_order(program, fused_operations(bound.schedule.problem)), range(len(program.operations)))
+    fused = fused_operations(bound.schedule.problem)
+    orders = (execution_order(program, fused), combined_order(free.schedule, fused))
     peaks = [memory_profile(Lifetimes(bound.schedule.problem, o), bound.schedule, donated).max() for o in orders]
     assert any(bound.peak_bytes == pytest.approx(peak) for peak in peaks)
 
