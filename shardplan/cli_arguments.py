@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ def load_step(text: str) -> Step:
     except AttributeError as error:
         raise ArgumentError(f"there is no step `{text}`: {error}") from error
     step = _as_step(found)
-    if step is None and callable(found):
+    if step is None and callable(found) and not _takes_arguments(found):
         try:
             step = _as_step(found())
         except Exception as error:
@@ -63,9 +64,20 @@ def load_step(text: str) -> Step:
     if step is None:
         raise ArgumentError(
             f"`{text}` is no step: it must be, or return when it is called, an object with train_step, state and "
-            "batch, or a tuple (function, *arguments)"
+            "batch, or a tuple (function, *arguments), whose arguments may be jax.ShapeDtypeStructs"
         )
     return step
+
+
+def _takes_arguments(found: Any) -> bool:
+    """Whether a callable cannot be called without arguments: a step itself, whose shapes nobody gave."""
+    try:
+        inspect.signature(found).bind()
+    except TypeError:
+        return True
+    except ValueError:  # it has no signature
+        return False
+    return False
 
 
 def _as_step(found: Any) -> Step | None:

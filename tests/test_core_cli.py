@@ -28,6 +28,7 @@ shape = jax.ShapeDtypeStruct((64, 64), "float32")
 tuple_ = (lambda x, w: x @ w, shape, shape)
 holder = SimpleNamespace(inner=lambda: tuple_)
 number = 3
+bare = lambda state, batch: state
 def broken():
     raise RuntimeError("no data here")
 def raises(x):
@@ -168,6 +169,7 @@ def test_refined_by_the_compiler(capsys: pytest.CaptureFixture[str]):
         ("plan train:nothing --mesh 8", "there is no step `train:nothing`"),
         ("plan train --mesh 8", "a step is named `module:attribute`, got `train`"),
         ("plan steps:number --mesh 8", "`steps:number` is no step"),
+        ("plan steps:bare --mesh 8", "`steps:bare` is no step"),
         ("plan steps:broken --mesh 8", "`steps:broken` raised RuntimeError when it was called: no data here"),
         ("plan train:step --mesh data=two", "a mesh is written `data=2,model=4`"),
         ("plan train:step --mesh a=2,a=4", "uses an axis name twice"),
