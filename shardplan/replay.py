@@ -20,8 +20,8 @@ from shardplan.control import Link, Links
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
-from shardplan.lookups import filled, fills, unfilled_params
-from shardplan.partitioner import params_of_block
+from shardplan.lookups import filled, fills, starting_inside, unfilled_params
+from shardplan.partitioner import params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.strategy import Strategy
@@ -156,7 +156,7 @@ class Replay:
 
     def _run(self, operation: Operation) -> None:
         strategy = self._schedule.assignment.strategies[operation.index]
-        operands = self._read_operands(operation, strategy)
+        operands = starting_inside(operation, self._read_operands(operation, strategy))
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation, strategy)
         filling = fills(operation) and self._scatters(operation)
@@ -164,6 +164,8 @@ class Replay:
             results, done = self._run_island(operation, strategy, operands, travelling)
         elif linear:
             results, done = self._run_partial(operation, strategy, operands, linear)
+        elif self._schedule.problem.islands and runs_apart(operation, strategy):
+            results, done = self._run_apart(operation, strategy, operands), 0
         elif filling:
             params = unfilled_params(operation)
             results, done = _jax.bind_again(operation.equation, operation.primitive, params, operands), 0
@@ -207,6 +209,21 @@ class Replay:
         own = strategy.results[0]
         result = run_on_blocks(self._on_blocks(operation, strategy), operands, strategy.operands, own, island)
         return (result,), len(steps)
+
+    def _run_apart(self, operation: Operation, strategy: Strategy, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs an operation block by block, where no block needs anything of another; the results are split as what is
+        read is, and no further."""
+        mesh, (data, *_) = self._schedule.space.mesh, strategy.operands
+        params = params_of_block(operation, strategy, mesh.degree)
+        in_specs = tuple(to_spec(mesh, layout or ()) for layout in strategy.operands)
+        out_specs = (to_spec(mesh, data or ()),) * len(operation.results)
+
+        def blocks(*local: Any) -> tuple[Any, ...]:
+            return _jax.bind_again(operation.equation, operation.primitive, params, local)
+
+        return jax.shard_map(blocks, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
+            *operands
+        )
 
     def _on_blocks(self, operation: Operation, strategy: Strategy) -> Callable[..., Any]:
         """The operation on the blocks of one device, inside of an island."""
