@@ -187,7 +187,8 @@ def _least(
         usages.follow(least.schedule)
         network = usages.network(target, places)
         network.hint = _hint(network, least, {}, places)
-        found = _search(problem, network, [usages.lifetimes], trial, _LEAST_SECONDS, _LEAST_WORK)
+        left = max(_LEAST_SECONDS, deadline - time.perf_counter())
+        found = _search(problem, network, [usages.lifetimes], trial, left, _LEAST_WORK)
         bound = max(bound, found.solution.least_peak_bound)
         above = set(_places_above(usages, found, trial)) - places
         if found.peak_bytes > _MISSED * target and not (above and np.isfinite(found.solution.cost)):
