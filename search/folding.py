@@ -28,8 +28,6 @@ _CLOSER = 0.6
 """The gap asked of the small graph, as a share of that of the whole one, which may come out larger."""
 
 _LAST_SWEEPS = 20
-_WORTH_LEAVING_OUT = 3.0
-"""Graphs that leaving out layers makes less than so much smaller are searched as they are."""
 _SHARE_OF_TIME = 0.5
 """Of the time that is left, what is kept for the whole graph."""
 
@@ -48,7 +46,7 @@ class Start:
 
 
 def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Start | None:
-    """A start for a graph by its repeated layers; `None` where it has none, or too few.
+    """A start for a graph by its repeated layers; `None` where it has none.
 
     Where usage binds, layers are not alike: they use memory at other times. There is no start then.
     """
@@ -56,8 +54,6 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     if folded is None:
         return None
     small = folded.graph
-    if len(graph.live()) < _WORTH_LEAVING_OUT * len(small.live()):
-        return None
     # The same share of the graph's constant cost, so that gaps compare.
     small.constant = graph.constant * len(small.live()) / len(graph.live())
     return _lifted(folded, _search(small, effort, gap, watch))

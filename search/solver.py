@@ -54,7 +54,7 @@ class Effort:
     closing: float = 30.0
     closable: int = 60_000
     dives: bool = True
-    merging: int = 15_000_000
+    merging: int = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)

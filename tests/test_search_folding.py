@@ -156,7 +156,7 @@ def test_usage_that_binds_is_not_folded() -> None:
 
 def test_the_folded_graph_does_not_grow_with_the_layers() -> None:
     sizes, sweeps = [], []
-    for layers in (24, 36):
+    for layers in (14, 28):
         net = gpt(layers, batch=8, length=128, width=256, vocabulary=1024).network((2, 2))
         graph = Graph.of(net)
         shrink(graph)
