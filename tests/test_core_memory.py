@@ -138,8 +138,8 @@ def test_what_many_kernels_read_is_stored_where_computing_it_anew_reads_more():
 
 
 def test_what_takes_longer_to_compute_than_to_read_is_stored_for_the_backward_pass():
-    def stored(function):
-        square = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    def stored(function, dtype=jnp.bfloat16):
+        square = jax.ShapeDtypeStruct((512, 512), dtype)
         mesh = jax.sharding.AbstractMesh((1,), ("x",))
         problem = shardplan.plan(jax.grad(function), mesh, square, square).schedule.problem
         makers = {result: o.primitive.name for o in problem.program.operations for result in o.results}
@@ -148,6 +148,7 @@ def test_what_takes_longer_to_compute_than_to_read_is_stored_for_the_backward_pa
     assert stored(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w)) == set()
     assert stored(lambda w, x: jnp.sum(jax.nn.silu(x @ w) @ w)) == set()
     assert stored(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)) == {"tanh"}
+    assert stored(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w), jnp.float32) == set()  # twice as long to read
 
     def dropped(w, x):
         kept = jax.random.bernoulli(jax.random.key(x[0, 0].astype(int)), 0.9, w.shape)
