@@ -101,6 +101,7 @@ class Lifetimes:
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
         self._share_in_place(last_read)
+        self._share_with_results(last_read)
         # what links alone read (a body's result that is carry and stack) is read where the loop ends
         self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
         for value, found in readers.items():
@@ -115,11 +116,25 @@ class Lifetimes:
         place = self.place[operation.index]
         ends = [last_read.get(r, place) if r not in self.held else 0 for r in operation.results]
         passed = operation.primitive is _jax.optimization_barrier
+        initial = self._becoming_carries(operation)
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int):
                 copy = self._copied.get((operation.index, position))
                 first = place if copy is None else self.copies[copy][1]
-                yield operand, max(first, ends[position] if passed else max(ends, default=0))
+                if operand in initial:  # from the loop's start on, its memory is the carry's
+                    yield operand, self.start(operation) - 1
+                else:
+                    yield operand, max(first, ends[position] if passed else max(ends, default=0))
+
+    def _becoming_carries(self, operation: Operation) -> frozenset[int]:
+        """The values that enter a loop as carries alone."""
+        links = self._problem.links.get(operation.index)
+        if links is None:
+            return frozenset()
+        carried = {link.target for link in links.inside}
+        others = {link.source for link in links.enter if link.target not in carried}
+        entering = {link.source for link in links.enter if link.target in carried}
+        return frozenset(source for source in entering - others if isinstance(source, int))
 
     def _share_in_place(self, last_read: dict[int, int]) -> None:
         """Lets a result take the memory of an operand of its size that is read for the last time."""
@@ -142,6 +157,21 @@ class Lifetimes:
                 if self._problem.program.values[operand].total_bytes == size:
                     self.held[operand] = Lifetime(lifetime.start, place - 1)
                     break
+
+    def _share_with_results(self, last_read: dict[int, int]) -> None:
+        """Lets what leaves a branch lie in the memory of the branch's result, and what goes round a loop in that of
+        the carry, which is the loop's result: there once nothing reads the carry of the iteration before."""
+        makers = {result: operation for operation in self.order for result in operation.results}
+        for operation in self.order:
+            for link in self._problem.links[operation.index].inside if operation.bodies else ():
+                source = link.source if isinstance(link.source, int) else -1
+                maker = makers.get(source)
+                if maker is None or maker.region not in operation.bodies or link.stacked:
+                    continue
+                in_place = maker.index in self._fused or maker.primitive.name in _UPDATES
+                read = last_read.get(link.target, -1) if link.target not in operation.results else -1
+                if read < self.place[maker.index] + in_place:
+                    self.held.pop(source, None)
 
     def kept_around(self, operation: Operation) -> Iterator[tuple[Link, int]]:
         """The links through which a loop or a branch reads values, without carries (which are its results), each with

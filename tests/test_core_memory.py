@@ -358,3 +358,36 @@ def test_the_least_peak_is_near_its_bound_and_no_higher_on_a_finer_mesh():
         least.append(caught.value.least_peak_bytes)
     assert least[1] <= 1.02 * least[0]
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=1.001 * least[0])
+
+
+def _peak_of(step, *arguments):
+    """The predicted peak on one device, and the bytes of the first argument."""
+    plan = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), *arguments)
+    return plan.peak_bytes, plan.program.values[plan.program.inputs[0]].total_bytes
+
+
+def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
+    def step(cache, rows):
+        def body(place, cache):
+            return jax.lax.dynamic_update_slice(cache, rows * cache[:1, :1], (place, 0))
+
+        return jax.lax.fori_loop(0, 8, body, cache)
+
+    peak, cache = _peak_of(step, _square(512), jax.ShapeDtypeStruct((1, 512), jnp.float32))
+    assert 2 * cache <= peak < 2.1 * cache  # the argument, which stays, and the result
+
+
+def test_what_a_loop_multiplies_lies_beside_its_carry_and_what_it_starts_from_becomes_the_carry():
+    def step(x):
+        return jnp.sum(jax.lax.fori_loop(0, 8, lambda _, carry: carry @ carry, x @ x))
+
+    peak, x = _peak_of(step, _square(2048))
+    assert 3 * x <= peak < 3.1 * x + WORKSPACE_BYTES  # the argument, a carry, and the next one
+
+
+def test_the_results_of_all_branches_lie_in_one_memory():
+    def step(x, which):
+        return jax.lax.switch(which, [lambda x: x @ x, lambda x: x @ (x + 1), lambda x: (2 * x) @ x], x).sum()
+
+    peak, x = _peak_of(step, _square(2048), jax.ShapeDtypeStruct((), jnp.int32))
+    assert 3 * x <= peak < 3.1 * x + WORKSPACE_BYTES  # the argument, an operand made for a product, the result
