@@ -6,6 +6,7 @@ Every plan is made in a process of its own, cold. Seconds are by the clock unles
 
 import argparse
 import dataclasses
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -35,12 +36,13 @@ LETTERS = "abcdefgh"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A model with some of its configuration's fields changed, on a mesh of these sizes."""
+    """A model with some of its configuration's fields changed, on a mesh of these sizes, within a memory limit."""
 
     model: str
     mesh: tuple[int, ...]
     base: str = ""
     changes: tuple[tuple[str, Any], ...] = ()
+    memory_limit: float | None = None
 
     def training(self) -> Training:
         module = load(self.model)
@@ -54,7 +56,8 @@ class Program:
     @property
     def title(self) -> str:
         changed = ", ".join(f"{name} {value}" for name, value in self.changes)
-        return ", ".join(filter(None, (self.base or self.model, changed)))
+        unlimited = "no memory limit" if self.memory_limit == math.inf else ""
+        return ", ".join(filter(None, (self.base or self.model, changed, unlimited)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ def spend(program: Program, twice: bool = False) -> Spent:
             os.environ["SHARDPLAN_CACHE_DIR"] = folder
 
         def plan() -> shardplan.Plan:
-            return shardplan.plan(training.train_step, program.abstract, state, batch, donate_argnums=0)
+            options: dict[str, Any] = {"donate_argnums": 0, "memory_limit": program.memory_limit}
+            return shardplan.plan(training.train_step, program.abstract, state, batch, **options)
 
         found, seconds, work = timed(plan)
         again = timed(plan)[1] if twice else 0.0
@@ -159,12 +163,12 @@ class Part:
 
 def _large() -> Part:
     """The programs that a planner has to be quick at."""
-    kept = ("checkpoint", "nothing_saveable")
+    kept, tokens = ("checkpoint", "nothing_saveable"), (("batch", 8), ("sequence", 2048))
     programs = [
-        Program("llama", (2, 4), "llama3-8b"),
+        Program("llama", (2, 4), "llama3-8b", tokens),
         Program("llama", (2, 4), "llama3-8b", (("scan_layers", True), kept)),
-        Program("llama", (2, 2, 2), "llama3-70b"),
-        Program("gpt", (8, 8, 8), "gpt3-175b", (("batch", 64), *_scanned("gpt"))),
+        Program("llama", (2, 2, 2), "llama3-70b", tokens, memory_limit=math.inf),
+        Program("gpt", (8, 8, 8), "gpt3-175b", (("batch", 256), kept, *_scanned("gpt"))),
     ]
     return Part("Large programs", HEADER, _planned(*programs))
 
