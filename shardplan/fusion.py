@@ -25,6 +25,7 @@ _MOVES = frozenset(
 _READS_ON_THE_WAY = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -89,8 +90,14 @@ def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
     return name not in _PRODUCTS and (problem.choices[operation.index].pointwise or name in _MOVES)
 
 
-def fuses_operands(problem: Problem, operation: Operation) -> bool:
-    """Whether an operation computes its operands on the way instead of reading them from memory."""
+def fuses_operands(problem: Problem, operation: Operation, position: int = 0) -> bool:
+    """Whether an operation computes an operand on the way instead of reading it from memory.
+
+    A scatter does so with its indices and its updates, which it writes into its first operand.
+    """
     if operation.primitive is _jax.optimization_barrier or operation.bodies:
         return False
-    return _computes_on_the_way(problem, operation) or operation.primitive.name in _READS_ON_THE_WAY
+    name = operation.primitive.name
+    if name in _SCATTERS:
+        return position > 0
+    return _computes_on_the_way(problem, operation) or name in _READS_ON_THE_WAY

@@ -211,8 +211,8 @@ def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> 
     needed = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     products = product_operands(problem.program)
     for operation in problem.program.operations:
-        if not fuses_operands(problem, operation):
-            for position, operand in enumerate(operation.operands):
+        for position, operand in enumerate(operation.operands):
+            if not fuses_operands(problem, operation, position):
                 read = products.get((operation.index, position))
                 if (
                     isinstance(operand, int)
