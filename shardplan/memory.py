@@ -25,6 +25,7 @@ from shardplan.problem import Problem
 from shardplan.products import PRODUCT, ProductOperand, merged_products, product_operands
 from shardplan.program import Constant, Operation
 from shardplan.recomputing import Kernels, kernels_of
+from shardplan.repeated import repeated_results
 from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy, bytes_of, operand_type
 
@@ -85,7 +86,13 @@ class Lifetimes:
                 leaving = {o for o in program.regions[body].outputs if isinstance(o, int)}
                 outputs |= leaving
                 last_read |= dict.fromkeys(leaving, place)
+        same = repeated_results(program, self.order)
         for operation in reversed(self.order):
+            if any(result in same for result in operation.results):
+                for result in operation.results:
+                    until = max(last_read.get(same[result], 0), last_read.get(result, 0))
+                    last_read[same[result]] = until
+                continue
             start, place = self.start(operation), self.place[operation.index]
             for result in operation.results:
                 passed = operation.primitive is _jax.optimization_barrier
@@ -106,7 +113,7 @@ class Lifetimes:
         self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
         for value, found in readers.items():
             first = self.start(found[0])
-            self.reads[value] = (first, max(last_read[value], first))
+            self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
 
     def _needed_until(self, operation: Operation, last_read: dict[int, int]) -> Iterator[tuple[int, int]]:
         """The operands of an operation, with the last place that reads them, or what is computed from them on the way.
@@ -132,9 +139,9 @@ class Lifetimes:
         if links is None:
             return frozenset()
         carried = {link.target for link in links.inside}
-        others = {link.source for link in links.enter if link.target not in carried}
-        entering = {link.source for link in links.enter if link.target in carried}
-        return frozenset(source for source in entering - others if isinstance(source, int))
+        entering = [(link.source, link.target in carried) for link in links.enter]
+        others = {source for source, becomes in entering if isinstance(source, int) and not becomes}
+        return frozenset(source for source, becomes in entering if isinstance(source, int) and becomes) - others
 
     def _share_in_place(self, last_read: dict[int, int]) -> None:
         """Lets a result take the memory of an operand of its size that is read for the last time."""

@@ -16,6 +16,7 @@ from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
 from shardplan.products import merged_products, product_operands
 from shardplan.recomputing import kernels_of
+from shardplan.repeated import repeated_results
 from shardplan.search import extended
 from shardplan.tracing import trace_program
 from shardplan.usages import Usages
@@ -379,7 +380,9 @@ def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
 
 def test_what_a_loop_multiplies_lies_beside_its_carry_and_what_it_starts_from_becomes_the_carry():
     def step(x):
-        return jnp.sum(jax.lax.fori_loop(0, 8, lambda _, carry: carry @ carry, x @ x))
+        return jnp.sum(
+            jax.lax.while_loop(lambda c: c[1] < 8, lambda c: (c[0] @ c[0], c[1] + 1), (x @ x, np.int32(0)))[0]
+        )
 
     peak, x = _peak_of(step, _square(2048))
     assert 3 * x <= peak < 3.1 * x + WORKSPACE_BYTES  # the argument, a carry, and the next one
@@ -400,3 +403,17 @@ def test_a_scatter_computes_its_updates_on_the_way():
     edges = jax.ShapeDtypeStruct((4096,), jnp.int32), jax.ShapeDtypeStruct((4096,), jnp.float32)
     peak, nodes = _peak_of(step, _square(512), *edges)
     assert 2 * nodes <= peak < 2.2 * nodes  # not the eight times as many rows of the edges
+
+
+def test_what_is_computed_twice_from_the_same_values_is_held_once():
+    def step(x):
+        first, second = x @ x, x @ x
+        return jnp.sum(jnp.sin(first) @ jax.lax.optimization_barrier(x)) + jnp.sum(second @ x)
+
+    program = trace_program(step, (_square(8),), {})
+    assert sorted(repeated_results(program, program.operations)) == [program.operations[1].results[0]]
+    lifetimes = Lifetimes(shardplan.plan(step, 1, _square(8)).schedule.problem, range(len(program.operations)))
+    first, second = (operation.results[0] for operation in lifetimes.order[:2])
+    products = [o for o in lifetimes.order if o.primitive.name == "dot_general"]
+    assert second not in lifetimes.held
+    assert lifetimes.held[first].end == lifetimes.place[products[-1].index]
