@@ -3,17 +3,18 @@
 cuDNN reads one block of memory per operand. Where an image is split along its windows, each device puts the rows of its
 neighbours around its own in a copy, which lives while the convolution runs. The kernel that makes it computes the image
 on the way: what is cheap to compute (a rectifier) is then stored nowhere. Where a transposed convolution spreads its
-image, zeros are written between the elements, in a copy that the gradient of its filters reads as well.
+image, zeros are written between the elements, in a copy. The gradient of its filters, which are larger than the image,
+needs none, unless it runs in an island.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.problem import Problem
-from shardplan.program import Operation
-from shardplan.strategy import Strategy
+from shardplan.program import Operation, Program
+from shardplan.strategy import Strategy, operand_type
 
 CONVOLUTION = "conv_general_dilated"
 
@@ -56,11 +57,16 @@ def neighbour_bytes(problem: Problem, operation: Operation, strategy: Strategy) 
     return found
 
 
-def spread_images(operations: Iterable[Operation]) -> dict[int, float]:
+def spread_images(
+    program: Program, operations: Iterable[Operation], copied: Collection[tuple[int, int]] = ()
+) -> dict[int, float]:
     """The convolutions that read a copy of their image with zeros between its elements, by index, and how many times
     larger it is.
 
-    Where filters are reversed, cuDNN computes the gradient of an image, without a copy.
+    Where filters are reversed, cuDNN computes the gradient of an image, without a copy. Where filters are larger than
+    their images (the gradient of a transposed convolution's filters), XLA lets both change places: the image becomes
+    filters, between whose elements cuDNN leaves space. It does not where the image is ``copied`` all the same (an
+    operation's index and a position), with rows of neighbours or in an island.
     """
     reversed_filters, found = set[int](), {}
     for operation in operations:
@@ -68,15 +74,28 @@ def spread_images(operations: Iterable[Operation]) -> dict[int, float]:
             reversed_filters.update(operation.results)
         elif operation.primitive.name == CONVOLUTION and operation.operands[1] not in reversed_filters:
             times = prod(operation.params["lhs_dilation"])
-            if times > 1:
+            if times > 1 and ((operation.index, 0) in copied or not _change_places(program, operation)):
                 found[operation.index] = float(times)
     return found
 
 
-def spread_copies(order: Sequence[Operation]) -> Iterator[tuple[Operation, float, int, int]]:
+def _change_places(program: Program, operation: Operation) -> bool:
+    """Whether a convolution's filters are larger than its images, and may change places with these."""
+    image, filters = (operand_type(program, operand).shape for operand in operation.operands)
+    numbers = operation.params["dimension_numbers"]
+    sizes = [
+        prod(shape[d] for d in spec[2:]) for shape, spec in ((image, numbers.lhs_spec), (filters, numbers.rhs_spec))
+    ]
+    groups = operation.params["feature_group_count"] * operation.params["batch_group_count"]
+    return groups == 1 and sizes[1] > sizes[0]
+
+
+def spread_copies(
+    program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]] = ()
+) -> Iterator[tuple[Operation, float, int, int]]:
     """For each copy of a spread image the first convolution that reads it, how many times larger it is than the image,
     and from which to which place of the order it lives."""
-    spread = spread_images(order)
+    spread = spread_images(program, order, copied)
     found: dict[tuple[int, float], tuple[int, int]] = {}
     for place, operation in enumerate(order):
         image = operation.operands[0] if operation.index in spread else None

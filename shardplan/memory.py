@@ -71,6 +71,7 @@ class Lifetimes:
         outputs = {o for o in program.outputs if isinstance(o, int)}
         readers = readers_of(self.order)
         self._fused = kernels.fused
+        self.spread = list(spread_copies(program, self.order, kernels.copied))
         self.copies: dict[ProductOperand, tuple[int, int, int]] = {}
         self._copied = {key: operand for key, operand in product_operands(program).items() if operand.copied}
         for operation in self.order:
@@ -275,7 +276,7 @@ def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[He
         if strategy is not None and strategy.halos:
             size = neighbour_bytes(schedule.problem, operation, strategy)
             yield Held(None, (), size, Lifetime(place, place))
-    for reader, times, first, last in spread_copies(lifetimes.order):
+    for reader, times, first, last in lifetimes.spread:
         image, strategy = reader.operands[0], schedule.assignment.strategies[reader.index]
         layout = strategy.operands[0]
         if isinstance(image, int) and layout is not None:

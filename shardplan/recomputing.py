@@ -54,12 +54,14 @@ _PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What XLA:GPU makes of a program: the operations ``fused`` into the kernels that read them, by index; the values
-    that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them.
+    that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them;
+    the operands that convolutions read from ``copied`` memory of their own.
     """
 
     fused: frozenset[int]
     read: frozenset[int]
     stored: frozenset[int]
+    copied: frozenset[tuple[int, int]] = frozenset()
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -67,12 +69,13 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
 
     ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
     """
-    spread = {(index, 0) for index in spread_images(problem.program.operations)}
+    spread = {(index, 0) for index in spread_images(problem.program, problem.program.operations, copied)}
     fused, read = fused_operations(problem), _read_from_memory(problem, spread | {*copied})
     within = fused | _normalising(problem)
     stored = _dearer_anew(problem, within, read, frozenset())
     # once others are stored, fewer kernels compute a value
-    return Kernels(fused, read, _dearer_anew(problem, within, read, stored) if stored else stored)
+    stored = _dearer_anew(problem, within, read, stored) if stored else stored
+    return Kernels(fused, read, stored, frozenset(copied))
 
 
 def _dearer_anew(

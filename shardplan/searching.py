@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardplan.combining import combined_order
-from shardplan.convolutions import copied_with_neighbours
+from shardplan.convolutions import CONVOLUTION, copied_with_neighbours
 from shardplan.errors import InfeasibleError
 from shardplan.greedy_order import greedy_order, weights_gradients
 from shardplan.memory import Lifetimes, memory_profile
@@ -112,8 +112,12 @@ def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
     copied = copied_with_neighbours(problem, found.schedule.assignment.strategies)
     if not copied:
         return found
-    kernels = kernels_of(problem, copied)
     program = problem.program
+    # XLA's simplifications, which let images and filters change places, do not look into islands
+    islands = [
+        o.index for o in program.operations if o.primitive.name == CONVOLUTION and found.schedule.island_dtype(o)
+    ]
+    kernels = kernels_of(problem, {*copied, *((index, 0) for index in islands)})
     held = Lifetimes(problem, range(len(program.operations)), kernels).held
     greedy = greedy_order(program, kernels.fused, held, copied, weights_gradients(program))
     orders = (execution_order(program, kernels.fused), greedy)

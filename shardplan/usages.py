@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.control import layouts_read
-from shardplan.convolutions import CONVOLUTION, neighbour_bytes, spread_copies
+from shardplan.convolutions import CONVOLUTION, neighbour_bytes
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory import (
@@ -217,7 +217,7 @@ class Usages:
                 amounts = [neighbour_bytes(self.problem, operation, strategy) for strategy in strategies]
                 if any(amounts):
                     yield Usage(variable, np.array(amounts), place, place + 1)
-        for reader, times, first, last in spread_copies(self.lifetimes.order):
+        for reader, times, first, last in self.lifetimes.spread:
             yield from self._operand_copy(reader, 0, times, (first, last))
 
     def _product_copies(self) -> Iterator[Usage]:

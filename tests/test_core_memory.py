@@ -8,7 +8,7 @@ import pytest
 
 import shardplan
 from shardplan.combining import combined_order, products_of_combined_reductions
-from shardplan.convolutions import copied_with_neighbours
+from shardplan.convolutions import copied_with_neighbours, spread_images
 from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
 from shardplan.greedy_order import greedy_order, weights_gradients
@@ -417,3 +417,15 @@ def test_what_is_computed_twice_from_the_same_values_is_held_once():
     products = [o for o in lifetimes.order if o.primitive.name == "dot_general"]
     assert second not in lifetimes.held
     assert lifetimes.held[first].end == lifetimes.place[products[-1].index]
+
+
+def test_the_gradient_of_a_transposed_convolutions_filters_spreads_no_image():
+    def grow(images, filters):
+        grown = jax.lax.conv_general_dilated(images, filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+        return jnp.sum(grown**2)
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
+    program = trace_program(jax.grad(grow, argnums=1), shapes, {})
+    grown, gradient = (o.index for o in program.operations if o.primitive.name == "conv_general_dilated")
+    assert spread_images(program, program.operations) == {grown: 4.0}
+    assert spread_images(program, program.operations, {(gradient, 0)}) == {grown: 4.0, gradient: 4.0}
