@@ -22,7 +22,7 @@ from shardplan.fusion import readers_of
 from shardplan.groups import RAGGED, axes_of_groups
 from shardplan.layout import Layout
 from shardplan.problem import Problem
-from shardplan.products import PRODUCT, ProductOperand, merged_products, product_operands
+from shardplan.products import PRODUCT, ProductOperand, is_sum, merged_products, product_operands
 from shardplan.program import Constant, Operation
 from shardplan.recomputing import Kernels, kernels_of
 from shardplan.repeated import repeated_results
@@ -71,6 +71,9 @@ class Lifetimes:
         outputs = {o for o in program.outputs if isinstance(o, int)}
         readers = readers_of(self.order)
         self._fused = kernels.fused
+        self.in_libraries = {
+            self.place[o.index] for o in self.order if o.primitive.name == PRODUCT and not is_sum(program, o)
+        }
         self.spread = list(spread_copies(program, self.order, kernels.copied))
         self.copies: dict[ProductOperand, tuple[int, int, int]] = {}
         self._copied = {key: operand for key, operand in product_operands(program).items() if operand.copied}
@@ -248,7 +251,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
             yield hold(value, schedule.copy(value), *lifetimes.reads[value])
     shared: dict[tuple[int, Layout], tuple[int, int]] = {}  # reshards that XLA merges and keeps for the last reader
     for place, operation in enumerate(lifetimes.order):
-        if operation.primitive.name == "dot_general":
+        if place in lifetimes.in_libraries:
             yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
         for value, layout, first, last in _brought_for(lifetimes, schedule, operation):
             if schedule.gathered_anew(value, layout) and not operation.bodies:
@@ -299,7 +302,8 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
     sizes = {}
     for operation in lifetimes.order:
         strategy = schedule.assignment.strategies.get(operation.index)
-        if operation.primitive.name == PRODUCT and strategy is not None and operation.results[0] in lifetimes.held:
+        place = lifetimes.place[operation.index]
+        if place in lifetimes.in_libraries and strategy is not None and operation.results[0] in lifetimes.held:
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
             sizes[operation.index] = sum(
                 bytes_in(schedule, value, layout)

@@ -22,8 +22,12 @@ from typing import Any
 
 from shardplan import _jax
 from shardplan.program import Operation, Program
+from shardplan.strategy import operand_type
 
 PRODUCT = "dot_general"
+
+_SUMMED = 1e7
+"""A product of a vector and a matrix is a multiplication and a sum where the matrix has fewer elements than this."""
 
 _MULTIPLE = 8
 """Dimensions of products of 16-bit numbers are padded to multiples of this, which tensor cores need."""
@@ -48,12 +52,24 @@ class ProductOperand:
     copied: bool
 
 
+def is_sum(program: Program, operation: Operation) -> bool:
+    """Whether a product is one of a vector and a small matrix, per batch: XLA multiplies and adds up, in one kernel."""
+    if operation.primitive.name != PRODUCT:
+        return False
+    free, contracted = [], 1
+    for operand, contraction, batch in zip(operation.operands, *operation.params["dimension_numbers"], strict=True):
+        shape = operand_type(program, operand).shape
+        free.append(prod(size for dim, size in enumerate(shape) if dim not in (*contraction, *batch)))
+        contracted = prod(shape[dim] for dim in contraction)
+    return min(free) == 1 and contracted * sum(free) < _SUMMED
+
+
 def product_operands(program: Program) -> dict[tuple[int, int], ProductOperand]:
     """What products read, by the operation's index and the operand's position."""
     makers = {result: operation for operation in program.operations for result in operation.results}
     found = {}
     for operation in program.operations:
-        if operation.primitive.name == PRODUCT:
+        if operation.primitive.name == PRODUCT and not is_sum(program, operation):
             for position, operand in enumerate(operation.operands):
                 if isinstance(operand, int):
                     found[operation.index, position] = _product_operand(program, makers, operation, position)

@@ -109,7 +109,7 @@ class Usages:
             network.add_usage(usage.variable, usage.amounts, *_within(moments, usage))
         working = network.add_variable([0.0], name="libraries")
         for moment, place in enumerate(moments):
-            if place < len(self.lifetimes.order) and self.lifetimes.order[place].primitive.name == "dot_general":
+            if place in self.lifetimes.in_libraries:
                 network.add_usage(working, [WORKSPACE_BYTES], moment, moment + 1)
         return network
 

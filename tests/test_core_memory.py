@@ -14,7 +14,7 @@ from shardplan.fusion import fused_operations
 from shardplan.greedy_order import greedy_order, weights_gradients
 from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.order import execution_order
-from shardplan.products import merged_products, product_operands
+from shardplan.products import is_sum, merged_products, product_operands
 from shardplan.recomputing import kernels_of
 from shardplan.repeated import repeated_results
 from shardplan.search import extended
@@ -429,3 +429,17 @@ def test_the_gradient_of_a_transposed_convolutions_filters_spreads_no_image():
     grown, gradient = (o.index for o in program.operations if o.primitive.name == "conv_general_dilated")
     assert spread_images(program, program.operations) == {grown: 4.0}
     assert spread_images(program, program.operations, {(gradient, 0)}) == {grown: 4.0, gradient: 4.0}
+
+
+def test_a_product_with_a_vector_is_a_sum_and_copies_no_operand():
+    def attend(queries, keys):
+        return jnp.einsum("bqhd,bkhd->bhqk", queries, keys)
+
+    keys = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.float32)
+    for queries, summed in ((1, True), (2, False)):
+        shapes = jax.ShapeDtypeStruct((2, queries, 4, 64), jnp.float32), keys
+        program = trace_program(attend, shapes, {})
+        (product,) = (o for o in program.operations if o.primitive.name == "dot_general")
+        assert is_sum(program, product) == summed and bool(product_operands(program)) != summed
+        peak, size = _peak_on_one(attend, *shapes), 4 * 2 * 512 * 4 * 64
+        assert (peak < 1.1 * size) == summed
