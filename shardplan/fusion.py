@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from shardplan import _jax
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation
+from shardplan.program import Constant, Operation, Program
 
 # Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose
 # operands it computes on the way.
@@ -24,6 +24,7 @@ _MOVES = frozenset(
 )
 _READS_ON_THE_WAY = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
+    | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
 )
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
@@ -101,3 +102,15 @@ def fuses_operands(problem: Problem, operation: Operation, position: int = 0) ->
     if name in _SCATTERS:
         return position > 0
     return _computes_on_the_way(problem, operation) or name in _READS_ON_THE_WAY
+
+
+def updates_of(program: Program, fused: Collection[int]) -> frozenset[int]:
+    """Operations, by index, that nothing but results of the step is computed from, on the way to these."""
+    needed: set[int] = set()
+    found = set()
+    for operation in reversed(program.operations):
+        if operation.region or operation.index not in fused or not needed.isdisjoint(operation.results):
+            needed.update(o for o in operation.operands if isinstance(o, int))
+        else:
+            found.add(operation.index)
+    return frozenset(found)

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from shardplan import _jax
+from shardplan.accumulation import added_in_place
 from shardplan.control import Link
-from shardplan.convolutions import neighbour_bytes, spread_copies
-from shardplan.fusion import readers_of
-from shardplan.groups import RAGGED, axes_of_groups
+from shardplan.convolutions import POOLING_GRADIENT, neighbour_bytes, rectifiers_of_poolings, spread_copies
+from shardplan.fusion import readers_of, updates_of
+from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.problem import Problem
 from shardplan.products import PRODUCT, ProductOperand, is_sum, merged_products, product_operands
@@ -27,28 +27,10 @@ from shardplan.program import Constant, Operation
 from shardplan.recomputing import Kernels, kernels_of
 from shardplan.repeated import repeated_results
 from shardplan.schedule import Schedule
-from shardplan.strategy import Strategy, bytes_of, operand_type
+from shardplan.strategy import Strategy
+from shardplan.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
-POOLING_GRADIENT = "select_and_scatter_add"
-
-WORKSPACE_BYTES = 4 * 2**20
-"""What XLA:GPU gives cuBLAS to work in while a matrix product runs, whatever its size."""
-
-
-def masked_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> float:
-    """Bytes of the copies of its rows that one device makes for an operation on rows that belong to groups.
-
-    XLA:GPU multiplies the rows by the matrices of all groups at once: it makes a copy of the rows for each group, zero
-    where the row is not of that group, and transposes all of it. It merges equal copies, and keeps them from the
-    forward pass for the gradient of the matrices; the transposed ones live as long as the operation runs.
-    """
-    if operation.primitive.name != RAGGED:
-        return 0.0
-    rows, _, sizes = (operand_type(problem.program, operand) for operand in operation.operands)
-    axes = {axis for axes in strategy.operands[0] or () for axis in axes} | {*axes_of_groups(operation, strategy)}
-    split = problem.space.mesh.degree(tuple(axes))
-    return sizes.shape[-1] * bytes_of(rows) / split
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +66,8 @@ class Lifetimes:
                     self.copies[copy] = (*self.copies.get(copy, (position, place))[:2], place)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
+        last_copy: dict[int, int] = {}
+        self.updating = updates_of(program, kernels.fused)
         for operation in self.order:
             place = self.place[operation.index]
             for body in operation.bodies:
@@ -105,6 +89,8 @@ class Lifetimes:
                     self.held[result] = Lifetime(start, last_read.get(result, place))
             for operand, until in self._needed_until(operation, last_read):
                 last_read[operand] = max(last_read.get(operand, 0), until)
+                if operation.index not in self.updating:
+                    last_copy[operand] = max(last_copy.get(operand, 0), until)
         for link in (link for links in problem.links.values() for link in links.enter if link.stacked):
             if link.target in readers:  # one slice of a stack; other operands are the outer ones, or a carry's result
                 first = self.place[readers[link.target][0].index]
@@ -118,6 +104,14 @@ class Lifetimes:
         for value, found in readers.items():
             first = self.start(found[0])
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
+        self.copied = self.reads | self._read_before_updates(last_copy)
+
+    def _read_before_updates(self, last_read: dict[int, int]) -> dict[int, tuple[int, int]]:
+        """When copies of the state in other layouts are read: updates read it in its own layout."""
+        program = self._problem.program
+        states = {program.inputs[position] for position in program.ties.values()} & self.reads.keys()
+        spans = {state: self.reads[state] for state in sorted(states)}
+        return {state: (first, max(first, last_read.get(state, last))) for state, (first, last) in spans.items()}
 
     def _needed_until(self, operation: Operation, last_read: dict[int, int]) -> Iterator[tuple[int, int]]:
         """The operands of an operation, with the last place that reads them, or what is computed from them on the way.
@@ -195,6 +189,13 @@ class Lifetimes:
                 if isinstance(source, int) and not (source in self._problem.generated or link.target in carried):
                     yield link, source
 
+    def zeros(self) -> Iterator[tuple[Operation, int, int]]:
+        """Pooling gradients, and from which to which place the zeros are in memory that they scatter into."""
+        for gradient, (rectifier, *others) in rectifiers_of_poolings(self._problem.program).items():
+            place = self.place[gradient]
+            until = max((self.place[other.index] for other in others), default=place - 1)
+            yield self.order[place], self.place[rectifier.index], until
+
     def start(self, operation: Operation) -> int:
         """When the results of an operation take memory: a loop's carries and stacks before its first iteration."""
         regions = self._problem.program.regions
@@ -240,7 +241,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
         if value in leaving:
             continue
         if copy != layout and value not in inputs:
-            end = max(lifetime.start, min(end, lifetimes.reads[value][0]))
+            end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
         yield hold(value, layout, lifetime.start, end)
     for number, output in enumerate(program.outputs):
         # the caller's memory for results is there from the start; a donated argument's is the result's
@@ -248,7 +249,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
             yield hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
     for value in schedule.assignment.copies:
         if schedule.copy(value) != schedule.assignment.values[value]:
-            yield hold(value, schedule.copy(value), *lifetimes.reads[value])
+            yield hold(value, schedule.copy(value), *lifetimes.copied[value])
     shared: dict[tuple[int, Layout], tuple[int, int]] = {}  # reshards that XLA merges and keeps for the last reader
     for place, operation in enumerate(lifetimes.order):
         if place in lifetimes.in_libraries:
@@ -262,7 +263,10 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is not None and operation.primitive.name == POOLING_GRADIENT:
             yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
-        for result, own in zip(operation.results, strategy.results if strategy else (), strict=strategy is not None):
+        for position, result in enumerate(operation.results):
+            if strategy is None:
+                break
+            own = layout_left(schedule.problem, operation, strategy, position)
             if own != schedule.assignment.values[result]:
                 yield hold(result, own, place, place)
     for (operand, wanted), (first, last) in shared.items():
@@ -284,6 +288,10 @@ def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[He
         layout = strategy.operands[0]
         if isinstance(image, int) and layout is not None:
             yield Held(image, layout, times * bytes_in(schedule, image, layout), Lifetime(first, last))
+    for gradient, first, last in lifetimes.zeros():
+        image, layout = gradient.operands[1], schedule.assignment.strategies[gradient.index].operands[1]
+        if isinstance(image, int) and layout is not None:
+            yield Held(None, layout, bytes_in(schedule, image, layout), Lifetime(first, last))
 
 
 def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
@@ -298,7 +306,8 @@ def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
 
 
 def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
-    """The results of products that XLA merges: one buffer, which lives until nothing reads any of them."""
+    """The results of products that XLA merges: one buffer, which lives until nothing reads any of them. Those of
+    products that it adds up in place live no longer than their operation, in another one's memory."""
     sizes = {}
     for operation in lifetimes.order:
         strategy = schedule.assignment.strategies.get(operation.index)
@@ -316,7 +325,22 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
         spans = [lifetimes.held[result] for result in results]
         whole = Lifetime(min(span.start for span in spans), max(span.end for span in spans))
         found |= dict.fromkeys(results, whole)
+    own = lifetimes.held.keys() - found.keys() - {*schedule.program.inputs, *schedule.program.captured}
+    for result in added_in_place(schedule.program, lifetimes.order, own, lambda o: _stays(schedule, o)):
+        start = lifetimes.held[result].start
+        found[result] = Lifetime(start, start - 1)
     return found
+
+
+def _stays(schedule: Schedule, operation: Operation) -> bool:
+    """Whether an operation leaves its result in the layout that it is stored in, and, where it is no product, reads
+    its operands so."""
+    strategy, values = schedule.assignment.strategies.get(operation.index), schedule.assignment.values
+    if strategy is None:
+        return False
+    operands = zip(operation.operands, strategy.operands, strict=True)
+    as_stored = all(layout == values[o] for o, layout in operands if isinstance(o, int) and o in values)
+    return (as_stored or operation.primitive.name == PRODUCT) and not schedule.result_steps(operation, 0)
 
 
 def bytes_in(schedule: Schedule, value: int, layout: Layout) -> float:
@@ -341,16 +365,11 @@ def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
         yield Held(None, (), size, Lifetime(first, last))
 
 
-def window_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> float:
-    """Bytes on one device of the places that a pooling gradient scatters to: XLA:GPU finds them first, for every window
-    an int32 per dimension."""
-    source = operation.operands[0]
-    if operation.primitive.name != POOLING_GRADIENT or not isinstance(source, int):
-        return 0.0
-    value, domain = problem.program.values[source], problem.domain(source)
-    layout = strategy.operands[0]
-    degree = 1.0 if layout is None else float(domain.degrees[domain.position[layout]])
-    return 4.0 * len(value.shape) * prod(value.shape) / degree
+def layout_left(problem: Problem, operation: Operation, strategy: Strategy, position: int) -> Layout:
+    """The layout of the memory in which an operation leaves a result: where it can, that of a sum that waits."""
+    partial = problem.partial(operation, strategy, position)
+    waits = partial.pending and partial.kept in problem.domain(operation.results[position]).position
+    return partial.kept if waits else partial.layout
 
 
 def _brought_for(
@@ -372,5 +391,6 @@ def _brought_for(
     for operand, layout, first in wanted:
         if not isinstance(operand, int) or layout is None or operand not in values:
             continue
-        if layout not in (values[operand], schedule.copy(operand)):
+        copied = layout == schedule.copy(operand) and place <= lifetimes.copied[operand][1]
+        if layout != values[operand] and not copied:
             yield operand, layout, first, ends.get(operand, place)

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from shardplan.convolutions import spread_images
+from shardplan.convolutions import rectifiers_of_poolings, spread_images
 from shardplan.fusion import fused_operations, fuses_operands, readers_of
 from shardplan.problem import Problem
 from shardplan.products import product_operands
@@ -71,6 +71,7 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
     """
     spread = {(index, 0) for index in spread_images(problem.program, problem.program.operations, copied)}
     fused, read = fused_operations(problem), _read_from_memory(problem, spread | {*copied})
+    read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
     within = fused | _normalising(problem)
     stored = _dearer_anew(problem, within, read, frozenset())
     # once others are stored, fewer kernels compute a value

@@ -27,22 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.control import layouts_read
-from shardplan.convolutions import CONVOLUTION, neighbour_bytes
+from shardplan.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory import (
-    POOLING_GRADIENT,
-    WORKSPACE_BYTES,
     Lifetime,
     Lifetimes,
-    masked_bytes,
+    layout_left,
     merged_lifetimes,
-    window_bytes,
 )
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 from shardplan.search import Network, PairUsage, Usage, with_pairs
+from shardplan.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 
 Array = NDArray[np.float64]
 
@@ -152,7 +150,7 @@ class Usages:
         stays = value in self._leaving or value in self._inputs
         if copy is None or stays:
             return lifetime.end
-        return max(lifetime.start, min(lifetime.end, self.lifetimes.reads[value][0]))
+        return min(lifetime.end, max(lifetime.start, self.lifetimes.reads[value][0]))
 
     def _of_copies(self, counted: frozenset[int]) -> Iterator[PairUsage]:
         """Copies that several readers share."""
@@ -162,7 +160,7 @@ class Usages:
                 continue
             sizes = self._sizes(value)
             equal = np.eye(len(sizes), dtype=bool)
-            first, last = self.lifetimes.reads[value]
+            first, last = self.lifetimes.copied[value]
             yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             lifetime = self._held(value)
             if lifetime is not None:
@@ -197,10 +195,11 @@ class Usages:
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int) and operand in variables.values:
                 wanted = tuple([strategy.operands[position] for strategy in strategies])
-                source = self.problem.source_of(operation, operand)
+                updating = operation.index in self.lifetimes.updating  # the copy may be gone by then
+                source = variables.values[operand] if updating else self.problem.source_of(operation, operand)
                 yield Brought(operand, source, own, self._layouts(operand), wanted)
         for position, result in enumerate(operation.results if not follows else ()):
-            there = tuple([strategy.results[position] for strategy in strategies])
+            there = tuple([layout_left(self.problem, operation, strategy, position) for strategy in strategies])
             yield Brought(result, own, variables.values[result], there, self._layouts(result), result=True)
 
     def _working(self) -> Iterator[Usage]:
@@ -219,6 +218,8 @@ class Usages:
                     yield Usage(variable, np.array(amounts), place, place + 1)
         for reader, times, first, last in self.lifetimes.spread:
             yield from self._operand_copy(reader, 0, times, (first, last))
+        for gradient, first, last in self.lifetimes.zeros():
+            yield from self._operand_copy(gradient, 1, 1.0, (first, last))
 
     def _product_copies(self) -> Iterator[Usage]:
         for copy, (position, first, last) in self.lifetimes.copies.items():

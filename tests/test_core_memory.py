@@ -8,7 +8,7 @@ import pytest
 
 import shardplan
 from shardplan.combining import combined_order, products_of_combined_reductions
-from shardplan.convolutions import copied_with_neighbours, spread_images
+from shardplan.convolutions import copied_with_neighbours, rectifiers_of_poolings, spread_images
 from shardplan.errors import InfeasibleError
 from shardplan.fusion import fused_operations
 from shardplan.greedy_order import greedy_order, weights_gradients
@@ -240,6 +240,38 @@ def test_the_peak_of_a_chain_of_products_by_hand():
     assert plan.peak_bytes == pytest.approx(4 * 4 * n * n + WORKSPACE_BYTES, rel=1e-3)
 
 
+def test_partial_gradients_of_one_weight_are_added_up_in_place():
+    n, steps = 512, 6
+
+    def step(w, xs, ys):
+        return sum(x.T @ y for x, y in zip(xs, ys, strict=True)) @ w
+
+    many = [_square(n)] * steps
+    # arguments, the result, the sum of all products and one more buffer at most
+    assert _peak_on_one(step, _square(n), many, many) <= (1 + 2 * steps + 1 + 2) * 4 * n * n
+
+
+def test_a_gathered_parameter_is_gone_before_its_update():
+    step, state, batch = _training()
+    plan = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    lifetimes = Lifetimes(plan.schedule.problem, execution_order(plan.program))
+    updated = plan.program.inputs[0]
+    assert lifetimes.copied[updated][1] < lifetimes.reads[updated][1]
+
+
+@pytest.mark.parametrize("rectified", [1, 2])
+def test_a_pooling_gradient_scatters_into_the_zeros_of_a_rectifier(rectified):
+    def loss(x):
+        for _ in range(rectified):
+            x = jax.nn.relu(2 * x)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID").sum()
+
+    program = trace_program(jax.grad(loss), (jax.ShapeDtypeStruct((4, 16, 16), jnp.float32),), {})
+    ((gradient, (rectifier, *others)),) = rectifiers_of_poolings(program).items()
+    assert rectifier.primitive.name == "max" and rectifier.index < gradient
+    assert len(others) == (rectified if rectified > 1 else 0)
+
+
 def _training(width=512, layers=4, batch=2048):
     optimizer = optax.adam(1e-3)
 
@@ -339,7 +371,9 @@ def test_a_search_within_a_limit_counts_what_the_schedule_holds():
     lifetimes = Lifetimes(problem, execution_order(plan.program, fused_operations(problem)))
     exact = memory_profile(lifetimes, plan.schedule, donated)
     places = range(0, len(exact), 3)
-    network = Usages(lifetimes, problem, donated).network(1e6, places)
+    usages = Usages(lifetimes, problem, donated)
+    usages.follow(plan.schedule)
+    network = usages.network(1e6, places)
     choices = extended(network, np.array(plan.recipe.choices))
     counted = [
         sum(u.amounts[choices[u.variable]] for u in network.usages if u.start <= time < u.end)
