@@ -57,13 +57,8 @@ class Lifetimes:
             self.place[o.index] for o in self.order if o.primitive.name == PRODUCT and not is_sum(program, o)
         }
         self.spread = list(spread_copies(program, self.order, kernels.copied))
-        self.copies: dict[ProductOperand, tuple[int, int, int]] = {}
         self._copied = {key: operand for key, operand in product_operands(program).items() if operand.copied}
-        for operation in self.order:
-            for position in range(len(operation.operands)):
-                copy, place = self._copied.get((operation.index, position)), self.place[operation.index]
-                if copy is not None:
-                    self.copies[copy] = (*self.copies.get(copy, (position, place))[:2], place)
+        self.copies = self._copies()
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         last_copy: dict[int, int] = {}
@@ -105,6 +100,16 @@ class Lifetimes:
             first = self.start(found[0])
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
+
+    def _copies(self) -> dict[ProductOperand, tuple[int, int, int]]:
+        """Copies of products' operands: the position in the first reader, and the first and last places reading it."""
+        copies: dict[ProductOperand, tuple[int, int, int]] = {}
+        for operation in self.order:
+            for position in range(len(operation.operands)):
+                copy, place = self._copied.get((operation.index, position)), self.place[operation.index]
+                if copy is not None:
+                    copies[copy] = (*copies.get(copy, (position, place))[:2], place)
+        return copies
 
     def _read_before_updates(self, last_read: dict[int, int]) -> dict[int, tuple[int, int]]:
         """When copies of the state in other layouts are read: updates read it in its own layout."""

@@ -36,29 +36,16 @@ def reshape(draw: Any) -> Case:
     return (lambda x: lax.reshape(x, target, order)), [numbers(*source)]
 
 
+MOVES = ["transpose", "broadcast", "rev", "pad", "slice", "concatenate", "split", "squeeze", "tile", "stack", "unstack"]
+
+
 @st.composite
 def moves(draw: Any) -> Case:
     shape = draw(shapes(1, 3))
     rank = len(shape)
     axis = draw(st.integers(0, rank - 1))
     x = numbers(*shape)
-    kind = draw(
-        st.sampled_from(
-            [
-                "transpose",
-                "broadcast",
-                "rev",
-                "pad",
-                "slice",
-                "concatenate",
-                "split",
-                "squeeze",
-                "tile",
-                "stack",
-                "unstack",
-            ]
-        )
-    )
+    kind = draw(st.sampled_from(MOVES))
     if kind == "transpose":
         order = draw(st.permutations(range(rank)))
         return (lambda x: lax.transpose(x, order)), [x]

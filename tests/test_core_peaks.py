@@ -1,0 +1,301 @@
+"""Predicted peaks: what XLA:GPU stores, computes anew, copies, merges and updates in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan.convolutions import copied_with_neighbours, rectifiers_of_poolings, spread_images
+from shardplan.greedy_order import greedy_order, weights_gradients
+from shardplan.memory import WORKSPACE_BYTES, Lifetimes
+from shardplan.products import is_sum, merged_products, product_operands
+from shardplan.recomputing import kernels_of
+from shardplan.repeated import repeated_results
+from shardplan.tracing import trace_program
+
+MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _square(size):
+    return jax.ShapeDtypeStruct((size, size), jnp.float32)
+
+
+def _peak_on_one(step, *args):
+    return shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), *args).peak_bytes - WORKSPACE_BYTES
+
+
+def test_a_scatter_into_zeros_and_its_sum_with_another_value_are_one_buffer():
+    n = 1024
+
+    def step(x, w, places):
+        logits = (x @ w).astype(jnp.bfloat16)
+        row = jnp.arange(n)
+        ones = jnp.zeros((n, n)).at[row, places].add(1.0)
+        return (ones + logits.astype(jnp.float32) * 2).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+    indices = jax.ShapeDtypeStruct((n,), jnp.int32)
+    # x, w and the result; the sum in float32 and its operand, or its bfloat16 copy, with that of w
+    assert _peak_on_one(step, _square(n), _square(n), indices) < (4 + 4 + 2 + 4 + 4 + 2.1) * n * n
+
+
+def _stored_by(function):
+    """The primitives of the values that are held while a function of two bfloat16 matrices runs."""
+    half = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    problem = shardplan.plan(function, jax.sharding.AbstractMesh((1,), ("x",)), half, half).schedule.problem
+    makers = {o.results[0]: o.primitive.name for o in problem.program.operations}
+    return {makers.get(value) for value in Lifetimes(problem, range(len(problem.program.operations))).held}
+
+
+def test_what_many_kernels_read_is_stored_where_computing_it_anew_reads_more():
+    def sums(total, count):
+        return [jnp.sum(jnp.abs(total * k), axis=0) for k in range(count)]
+
+    assert "add" not in _stored_by(lambda a, b: sums(a @ b + b @ a, 2))
+    assert "add" in _stored_by(lambda a, b: sums(a @ b + b @ a, 5))
+    assert "convert_element_type" not in _stored_by(lambda a, b: sums((a @ b).astype(jnp.float32), 5))
+
+
+def test_what_takes_longer_to_compute_than_to_read_is_stored_for_the_backward_pass():
+    def stored(function, dtype=jnp.bfloat16):
+        square = jax.ShapeDtypeStruct((512, 512), dtype)
+        mesh = jax.sharding.AbstractMesh((1,), ("x",))
+        problem = shardplan.plan(jax.grad(function), mesh, square, square).schedule.problem
+        makers = {result: o.primitive.name for o in problem.program.operations for result in o.results}
+        return {makers[value] for value in kernels_of(problem).stored if problem.program.values[value].shape}
+
+    assert stored(lambda w, x: jnp.sum(jax.nn.relu(x @ w) @ w)) == set()
+    assert stored(lambda w, x: jnp.sum(jax.nn.silu(x @ w) @ w)) == set()
+    assert stored(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w)) == {"tanh"}
+    assert stored(lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w), jnp.float32) == set()  # twice as long to read
+
+    def dropped(w, x):
+        kept = jax.random.bernoulli(jax.random.key(x[0, 0].astype(int)), 0.9, w.shape)
+        return jnp.sum(jnp.where(kept, x @ w, 0) @ w)
+
+    assert stored(dropped) == {"lt"}  # one byte per element, not the random bits
+
+
+def test_a_softmax_is_one_kernel_and_stores_nothing_in_between():
+    rows = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    step = jax.grad(lambda w, x: jnp.sum(jax.nn.softmax((x @ w).astype(jnp.float32)).astype(jnp.bfloat16) @ w))
+    problem = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), rows, rows).schedule.problem
+    assert not {v for v in kernels_of(problem).stored if problem.program.values[v].shape == (512, 512)}
+
+
+def _heads(size, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct((4, size, 2, 64), dtype)
+
+
+def test_a_product_over_batch_dimensions_that_lie_inside_reads_copies_and_forward_and_backward_share_them():
+    def attended(q, k):
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        return scores, jax.lax.dot_general(scores, q, (((2,), (1,)), ((0, 1), (0, 2))))  # its gradient for keys
+
+    program = trace_program(attended, (_heads(32),) * 2, {})
+    copied = [operand for operand in product_operands(program).values() if operand.copied]
+    assert {(o.value, o.order) for o in copied} == {(0, (0, 2, 1, 3)), (1, (0, 2, 3, 1))}
+    problem = shardplan.plan(attended, 1, _heads(32), _heads(32)).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+    products = [o.index for o in problem.program.operations if o.primitive.name == "dot_general"]
+    assert {(copy.value, first, last) for copy, (_, first, last) in lifetimes.copies.items()} == {
+        (0, products[0], products[1]),
+        (1, products[0], products[0]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "times"), [(32, "bfloat16", 1), (33, "bfloat16", 40 / 33), (33, "float32", 1)]
+)
+def test_products_of_half_precision_pad_their_operands(size, dtype, times):
+    matrix = jax.ShapeDtypeStruct((size, 64), dtype)
+    program = trace_program(lambda x, y: x @ y.T, (matrix, matrix), {})
+    operands = list(product_operands(program).values())
+    assert [operand.padding for operand in operands] == pytest.approx([times] * 2)
+    assert [operand.value for operand in operands] == [0, 1]  # the transposition is part of the product
+    assert all(operand.copied == (times > 1) for operand in operands)
+
+
+def test_products_of_one_operand_are_merged_where_neither_needs_the_other():
+    def step(x, w, v):
+        first, second = x @ w, x @ v
+        return first, second, x @ (second * 2)
+
+    program = trace_program(step, (_square(8),) * 3, {})
+    products = [o for o in program.operations if o.primitive.name == "dot_general"]
+    sizes = {o.index: 1.0 for o in products}
+    assert merged_products(program, products, sizes) == [[o.index for o in products[:2]]]
+    assert merged_products(program, products, dict.fromkeys(sizes, 2.0**30)) == []
+
+
+def test_a_copy_for_a_loop_is_held_while_the_loop_runs():
+    n, mesh = 512, MESH
+    rows = jax.ShapeDtypeStruct((8, 64 * n, n), jnp.float32)
+
+    def step(w, xs):
+        def body(total, x):
+            return total + jnp.sum(jnp.tanh(x @ w) @ w), None
+
+        return jax.lax.scan(body, 0.0, xs)[0]
+
+    pins = {"0": jax.P("x", None), "1": jax.P(None, "x", None)}
+    plan = shardplan.plan(step, mesh, _square(n), rows, pins=pins)
+    assert [c.times for c in plan.collectives if c.kind == "all-gather"] == [1]
+    size = 4 * n * n
+    block = 64 * size // 8
+    # w, its whole copy, the rows; a product with its operand
+    assert plan.peak_bytes == pytest.approx(size / 8 + size + 8 * block + 2 * block + WORKSPACE_BYTES, rel=0.01)
+
+
+def test_partial_gradients_of_one_weight_are_added_up_in_place():
+    n, steps = 512, 6
+
+    def step(w, xs, ys):
+        return sum(x.T @ y for x, y in zip(xs, ys, strict=True)) @ w
+
+    many = [_square(n)] * steps
+    # arguments, the result, the sum of all products and one more buffer at most
+    assert _peak_on_one(step, _square(n), many, many) <= (1 + 2 * steps + 1 + 2) * 4 * n * n
+
+
+@pytest.mark.parametrize("rectified", [1, 2])
+def test_a_pooling_gradient_scatters_into_the_zeros_of_a_rectifier(rectified):
+    def loss(x):
+        for _ in range(rectified):
+            x = jax.nn.relu(2 * x)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID").sum()
+
+    program = trace_program(jax.grad(loss), (jax.ShapeDtypeStruct((4, 16, 16), jnp.float32),), {})
+    ((gradient, (rectifier, *others)),) = rectifiers_of_poolings(program).items()
+    assert rectifier.primitive.name == "max" and rectifier.index < gradient
+    assert len(others) == (rectified if rectified > 1 else 0)
+
+
+def _convolved(images, filters):
+    def loss(filters):
+        x = images
+        for _ in range(3):
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, filters, (1, 1), "SAME"))
+        return x.sum()
+
+    return jax.grad(loss)(filters)
+
+
+def test_convolutions_split_along_their_windows_read_copies_with_rows_of_neighbours_and_store_no_rectified_image():
+    shapes = jax.ShapeDtypeStruct((1, 8, 512, 256), jnp.float32), jax.ShapeDtypeStruct((8, 8, 3, 3), jnp.float32)
+    plan = shardplan.plan(_convolved, jax.sharding.AbstractMesh((4,), ("x",)), *shapes)
+    problem = plan.schedule.problem
+    copied = copied_with_neighbours(problem, plan.schedule.assignment.strategies)
+    assert set(copied.values()) == {(128 + 2) / 128}
+    kernels, program = kernels_of(problem, copied), problem.program
+    held = Lifetimes(problem, range(len(program.operations)), kernels).held
+    assert "max" not in {o.primitive.name for o in program.operations for result in o.results if result in held}
+    last = weights_gradients(program)
+    order = greedy_order(program, kernels.fused, held, copied, last)
+    convolutions = [i for i in order if program.operations[i].primitive.name == "conv_general_dilated"]
+    assert sorted(order) == list(range(len(order))) and set(convolutions[-len(last) :]) == last
+
+
+def test_a_transposed_convolution_spreads_its_image_in_a_copy():
+    def grown(images, filters):
+        return jax.lax.conv_general_dilated(images * 2, filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
+    # the image, the copy with three zeros for each element, and the result: the image times two is stored nowhere
+    block, filters = 4 * 2 * 8 * 32 * 32, 4 * 8 * 8 * 2 * 2
+    assert _peak_on_one(grown, *shapes) + WORKSPACE_BYTES == pytest.approx((1 + 4 + 4) * block + filters, rel=0.05)
+
+
+def _peak_of(step, *arguments):
+    """The predicted peak on one device, and the bytes of the first argument."""
+    plan = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), *arguments)
+    return plan.peak_bytes, plan.program.values[plan.program.inputs[0]].total_bytes
+
+
+def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
+    def step(cache, rows):
+        def body(place, cache):
+            return jax.lax.dynamic_update_slice(cache, rows * cache[:1, :1], (place, 0))
+
+        return jax.lax.fori_loop(0, 8, body, cache)
+
+    peak, cache = _peak_of(step, _square(512), jax.ShapeDtypeStruct((1, 512), jnp.float32))
+    assert 2 * cache <= peak < 2.1 * cache  # the argument, which stays, and the result
+
+
+def test_what_a_loop_multiplies_lies_beside_its_carry_and_what_it_starts_from_becomes_the_carry():
+    def step(x):
+        return jnp.sum(
+            jax.lax.while_loop(lambda c: c[1] < 8, lambda c: (c[0] @ c[0], c[1] + 1), (x @ x, np.int32(0)))[0]
+        )
+
+    peak, x = _peak_of(step, _square(2048))
+    assert 3 * x <= peak < 3.1 * x + WORKSPACE_BYTES  # the argument, a carry, and the next one
+
+
+def test_the_results_of_all_branches_lie_in_one_memory():
+    def step(x, which):
+        return jax.lax.switch(which, [lambda x: x @ x, lambda x: x @ (x + 1), lambda x: (2 * x) @ x], x).sum()
+
+    peak, x = _peak_of(step, _square(2048), jax.ShapeDtypeStruct((), jnp.int32))
+    assert 3 * x <= peak < 3.1 * x + WORKSPACE_BYTES  # the argument, an operand made for a product, the result
+
+
+def test_a_scatter_computes_its_updates_on_the_way():
+    def step(nodes, edges, weights):
+        return jax.ops.segment_sum(weights[:, None] * nodes[edges], edges, 512)
+
+    edges = jax.ShapeDtypeStruct((4096,), jnp.int32), jax.ShapeDtypeStruct((4096,), jnp.float32)
+    peak, nodes = _peak_of(step, _square(512), *edges)
+    assert 2 * nodes <= peak < 2.2 * nodes  # not the eight times as many rows of the edges
+
+
+def test_what_is_computed_twice_from_the_same_values_is_held_once():
+    def step(x):
+        first, second = x @ x, x @ x
+        return jnp.sum(jnp.sin(first) @ jax.lax.optimization_barrier(x)) + jnp.sum(second @ x)
+
+    program = trace_program(step, (_square(8),), {})
+    assert sorted(repeated_results(program, program.operations)) == [program.operations[1].results[0]]
+    lifetimes = Lifetimes(shardplan.plan(step, 1, _square(8)).schedule.problem, range(len(program.operations)))
+    first, second = (operation.results[0] for operation in lifetimes.order[:2])
+    products = [o for o in lifetimes.order if o.primitive.name == "dot_general"]
+    assert second not in lifetimes.held
+    assert lifetimes.held[first].end == lifetimes.place[products[-1].index]
+
+
+def test_the_gradient_of_a_transposed_convolutions_filters_spreads_no_image():
+    def grow(images, filters):
+        grown = jax.lax.conv_general_dilated(images, filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+        return jnp.sum(grown**2)
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
+    program = trace_program(jax.grad(grow, argnums=1), shapes, {})
+    grown, gradient = (o.index for o in program.operations if o.primitive.name == "conv_general_dilated")
+    assert spread_images(program, program.operations) == {grown: 4.0}
+    assert spread_images(program, program.operations, {(gradient, 0)}) == {grown: 4.0, gradient: 4.0}
+
+
+def test_a_product_with_a_vector_is_a_sum_and_copies_no_operand():
+    def attend(queries, keys):
+        return jnp.einsum("bqhd,bkhd->bhqk", queries, keys)
+
+    keys = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.float32)
+    for queries, summed in ((1, True), (2, False)):
+        shapes = jax.ShapeDtypeStruct((2, queries, 4, 64), jnp.float32), keys
+        program = trace_program(attend, shapes, {})
+        (product,) = (o for o in program.operations if o.primitive.name == "dot_general")
+        assert is_sum(program, product) == summed and bool(product_operands(program)) != summed
+        peak, size = _peak_on_one(attend, *shapes), 4 * 2 * 512 * 4 * 64
+        assert (peak < 1.1 * size) == summed
+
+
+def test_what_passes_a_barrier_stays_in_its_memory_until_its_own_last_reader():
+    n = 1024
+
+    def step(x, w):
+        early, late = jax.lax.optimization_barrier((x @ w, w @ x))
+        return ((early @ w) @ w) @ late
+
+    # x, w and the result; `late`, and two products in a row
+    assert _peak_on_one(step, _square(n), _square(n)) == 6 * 4 * n * n
