@@ -73,8 +73,7 @@ class Lifetimes:
         for operation in reversed(self.order):
             if any(result in same for result in operation.results):
                 for result in operation.results:
-                    until = max(last_read.get(same[result], 0), last_read.get(result, 0))
-                    last_read[same[result]] = until
+                    last_read[same[result]] = max(last_read.get(same[result], 0), last_read.get(result, 0))
                 continue
             start, place = self.start(operation), self.place[operation.index]
             for result in operation.results:

@@ -33,8 +33,8 @@ _CYCLES = {
     "rsqrt": 75, "sqrt": 75, "div": 19,
 }  # fmt: skip
 """Clock cycles that an H100 takes for one element in float32, as XLA's performance model counts them. What XLA puts
-together from other operations (an error function, random bits) counts as these do together. A hyperbolic tangent is
-stored in bfloat16 and computed anew in float32, as was compiled: its cycles lie between what these two say."""
+together from other operations (an error function, random bits) counts as these do together. A hyperbolic tangent,
+467 there, was compiled stored in bfloat16 and computed anew in float32: 400 is chosen between what these two say."""
 
 _OTHER_CYCLES = 5
 _CYCLES_PER_BYTE = 20.0
