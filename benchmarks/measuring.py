@@ -173,7 +173,7 @@ def _key(job: Job) -> str:
         facts = (job.mesh, job.way, job.limit, code((*model, "benchmarks/measuring.py", *folders)))
     else:
         baseline = next(b for b in baselines_of(job.model) if b.title == job.way)
-        facts = (repr(baseline), code((*model, "benchmarks/baselines.py", "shardplan/hlo.py")))
+        facts = (repr(baseline), code((*model, "benchmarks/baselines.py", "shardplan/hlo/collectives.py")))
     return f"{job.model}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
 
 

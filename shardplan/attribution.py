@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardplan.compiled import Axes, operation_of, origins
-from shardplan.hlo import CompiledCollective
+from shardplan.hlo.collectives import CompiledCollective
 
 _SAME_SIZE = 0.01
 """A planned and a compiled collective whose sizes differ by no more are the same one: padding makes some larger."""

@@ -26,7 +26,7 @@ from shardplan.compiled import axes_text
 from shardplan.compiled import measure as measure
 from shardplan.compiled_overlap import CompiledTime, compiled_time
 from shardplan.errors import ArgumentError
-from shardplan.hlo import KINDS
+from shardplan.hlo.collectives import KINDS
 from shardplan.overlap import StepTime
 from shardplan.plan import Plan
 from shardplan.tables import html_table, megabytes, text_table

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardplan.errors import ArgumentError
-from shardplan.hlo import REDUCTIONS, CompiledCollective, collectives
+from shardplan.hlo.collectives import REDUCTIONS, CompiledCollective, collectives
 from shardplan.tables import html_table, megabytes, text_table
 from shardplan.target import compile_for
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardplan.compiled import CompiledReport, operations_of
-from shardplan.hlo import CompiledCollective
+from shardplan.hlo.collectives import CompiledCollective
 from shardplan.overlap import time_prices, work_seconds
 from shardplan.plan import Plan
 from shardplan.prices import Prices

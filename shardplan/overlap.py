@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardplan.fusion import fused_operations
 from shardplan.hardware import HardwareProfile, load
-from shardplan.memory import Lifetimes
-from shardplan.order import execution_order
+from shardplan.memory.fusion import fused_operations
+from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.order import execution_order
 from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Region
 

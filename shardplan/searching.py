@@ -12,17 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from shardplan.combining import combined_order
-from shardplan.convolutions import CONVOLUTION, copied_with_neighbours
 from shardplan.errors import InfeasibleError
-from shardplan.greedy_order import greedy_order, weights_gradients
-from shardplan.memory import Lifetimes, memory_profile
-from shardplan.order import execution_order
+from shardplan.memory.combining import combined_order
+from shardplan.memory.convolutions import CONVOLUTION, copied_with_neighbours
+from shardplan.memory.greedy_order import greedy_order, weights_gradients
+from shardplan.memory.liveness import Lifetimes, memory_profile
+from shardplan.memory.order import execution_order
+from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.usages import Usages
 from shardplan.problem import Problem
-from shardplan.recomputing import kernels_of
 from shardplan.schedule import Schedule
 from shardplan.search import Hint, Network, Solution, extended, solve
-from shardplan.usages import Usages
 
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5

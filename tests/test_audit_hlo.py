@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from shardplan.hlo import bytes_sent, collectives
+from shardplan.hlo.collectives import bytes_sent, collectives
 
 HEADER = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

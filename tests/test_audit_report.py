@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardplan.attribution import attribute
 from shardplan.audit import Audit, CompiledMemory, CompiledReport, audit
 from shardplan.errors import ArgumentError, ShardplanError
-from shardplan.hlo import bytes_sent, collectives
+from shardplan.hlo.collectives import bytes_sent, collectives
 from shardplan.target import gpu_mesh
 
 MESH = {"data": 2, "model": 4}

@@ -7,15 +7,15 @@ import optax
 import pytest
 
 import shardplan
-from shardplan.combining import combined_order, products_of_combined_reductions
 from shardplan.errors import InfeasibleError
-from shardplan.fusion import fused_operations
-from shardplan.memory import WORKSPACE_BYTES, Lifetimes, memory_profile
-from shardplan.order import execution_order
-from shardplan.recomputing import kernels_of
+from shardplan.memory.combining import combined_order, products_of_combined_reductions
+from shardplan.memory.fusion import fused_operations
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_profile
+from shardplan.memory.order import execution_order
+from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.usages import Usages
 from shardplan.search import extended
 from shardplan.tracing import trace_program
-from shardplan.usages import Usages
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.convolutions import copied_with_neighbours, rectifiers_of_poolings, spread_images
-from shardplan.greedy_order import greedy_order, weights_gradients
-from shardplan.memory import WORKSPACE_BYTES, Lifetimes
-from shardplan.products import is_sum, merged_products, product_operands
-from shardplan.recomputing import kernels_of
-from shardplan.repeated import repeated_results
+from shardplan.memory.convolutions import copied_with_neighbours, rectifiers_of_poolings, spread_images
+from shardplan.memory.greedy_order import greedy_order, weights_gradients
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.products import is_sum, merged_products, product_operands
+from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.repeated import repeated_results
 from shardplan.tracing import trace_program
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from shardplan.hardware import load
-from shardplan.hlo import collectives
+from shardplan.hlo.collectives import collectives
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
 from shardplan.prices import Prices
 from shardplan.program import Value

@@ -29,12 +29,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardplan.hlo_groups import Groups as Groups
-from shardplan.hlo_groups import mesh_axes as mesh_axes
-from shardplan.hlo_groups import permute_axes as permute_axes
-from shardplan.hlo_groups import replica_groups
-from shardplan.hlo_module import Instruction, Module, elements
-from shardplan.hlo_origin import consumers, producers, users_of
+from shardplan.hlo.groups import Groups as Groups
+from shardplan.hlo.groups import mesh_axes as mesh_axes
+from shardplan.hlo.groups import permute_axes as permute_axes
+from shardplan.hlo.groups import replica_groups
+from shardplan.hlo.module import Instruction, Module, elements
+from shardplan.hlo.origin import consumers, producers, users_of
 
 KINDS = (
     "all-reduce",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from shardplan.hlo_module import Instruction
+from shardplan.hlo.module import Instruction
 
 Computation = Mapping[str, Instruction]
 Users = Mapping[str, list[Instruction]]

@@ -27,20 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.control import layouts_read
-from shardplan.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
-from shardplan.memory import (
+from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
+from shardplan.memory.liveness import (
     Lifetime,
     Lifetimes,
     layout_left,
     merged_lifetimes,
 )
+from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 from shardplan.search import Network, PairUsage, Usage, with_pairs
-from shardplan.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 
 Array = NDArray[np.float64]
 

@@ -1,9 +1,9 @@
 """Memory: which tensors a device holds, when, and how many bytes that is.
 
-Operations run in the order of `shardplan.order`. What XLA fuses never exists in memory: a value is *held* where the
-operation that makes it cannot be fused into its readers (contractions, convolutions, gathers, sorts), where a reader
-needs it in memory (an operand of a contraction), and where it enters or leaves the step. The readers of a fused value
-read what it is computed from instead, so these live longer.
+Operations run in the order of `shardplan.memory.order`. What XLA fuses never exists in memory: a value is *held* where
+the operation that makes it cannot be fused into its readers (contractions, convolutions, gathers, sorts), where a
+reader needs it in memory (an operand of a contraction), and where it enters or leaves the step. The readers of a fused
+value read what it is computed from instead, so these live longer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
-from shardplan.accumulation import added_in_place
 from shardplan.control import Link
-from shardplan.convolutions import POOLING_GRADIENT, neighbour_bytes, rectifiers_of_poolings, spread_copies
-from shardplan.fusion import readers_of, updates_of
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
+from shardplan.memory.accumulation import added_in_place
+from shardplan.memory.convolutions import POOLING_GRADIENT, neighbour_bytes, rectifiers_of_poolings, spread_copies
+from shardplan.memory.fusion import readers_of, updates_of
+from shardplan.memory.products import PRODUCT, ProductOperand, is_sum, merged_products, product_operands
+from shardplan.memory.recomputing import Kernels, kernels_of
+from shardplan.memory.repeated import repeated_results
+from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
-from shardplan.products import PRODUCT, ProductOperand, is_sum, merged_products, product_operands
 from shardplan.program import Constant, Operation
-from shardplan.recomputing import Kernels, kernels_of
-from shardplan.repeated import repeated_results
 from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy
-from shardplan.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
@@ -281,7 +281,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
 
 
 def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """The copies of operands that convolutions read, see `shardplan.convolutions`."""
+    """The copies of operands that convolutions read, see `shardplan.memory.convolutions`."""
     for place, operation in enumerate(lifetimes.order):
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is not None and strategy.halos:
@@ -299,7 +299,7 @@ def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[He
 
 
 def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """The transposed and padded copies that products read, see `shardplan.products`."""
+    """The transposed and padded copies that products read, see `shardplan.memory.products`."""
     for copy, (position, first, last) in lifetimes.copies.items():
         reader = lifetimes.order[first]
         strategy = schedule.assignment.strategies.get(reader.index)

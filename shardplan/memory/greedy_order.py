@@ -1,8 +1,8 @@
 """The order of XLA's list scheduler: next runs what frees the most memory, less what its results take.
 
-It is one of the orders among which XLA keeps the one with the lowest peak, see `shardplan.order`. Where a copy of an
-operand has to be made first (with rows of neighbours, for a convolution), an operation waits until nothing better is
-left.
+It is one of the orders among which XLA keeps the one with the lowest peak, see `shardplan.memory.order`. Where a copy
+of an operand has to be made first (with rows of neighbours, for a convolution), an operation waits until nothing better
+is left.
 
 What comes after hides collectives behind work: from the end of a program, whatever can run beside one. Weights'
 gradients can, since nothing but their reductions waits for them. So they run last, and the activations that they are
@@ -29,9 +29,9 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from shardplan.convolutions import CONVOLUTION
 from shardplan.groups import RAGGED
-from shardplan.products import PRODUCT
+from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.products import PRODUCT
 from shardplan.program import Program
 
 _MOST_SOURCES = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from shardplan.convolutions import POOLING_GRADIENT
 from shardplan.groups import RAGGED, axes_of_groups
+from shardplan.memory.convolutions import POOLING_GRADIENT
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.strategy import Strategy, bytes_of, operand_type

@@ -21,10 +21,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from shardplan.convolutions import rectifiers_of_poolings, spread_images
-from shardplan.fusion import fused_operations, fuses_operands, readers_of
+from shardplan.memory.convolutions import rectifiers_of_poolings, spread_images
+from shardplan.memory.fusion import fused_operations, fuses_operands, readers_of
+from shardplan.memory.products import product_operands
 from shardplan.problem import Problem
-from shardplan.products import product_operands
 from shardplan.program import Operation
 
 _CYCLES = {

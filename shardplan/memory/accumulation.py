@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from shardplan.products import PRODUCT
+from shardplan.memory.products import PRODUCT
 from shardplan.program import Operation, Program
 
 _ADDITIONS = frozenset({"add", "add_any"})

@@ -7,7 +7,7 @@ these products read stays in memory until then. Below, two kernels of a layer ru
 the next.
 
 >>> import jax, jax.numpy as jnp, shardplan
->>> from shardplan.recomputing import kernels_of
+>>> from shardplan.memory.recomputing import kernels_of
 >>> def loss(weights, x, mixing):
 ...     for w in weights:
 ...         x = mixing @ (x @ w)
@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Collection
 from typing import Any
 
-from shardplan.memory import bytes_in
+from shardplan.memory.liveness import bytes_in
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 
