@@ -97,15 +97,6 @@ class CompiledReport:
                 sent[tensor.dtype] = sent.get(tensor.dtype, 0) + share
         return sent
 
-    def operation_bytes(self) -> dict[int | None, float]:
-        """Bytes sent per operation of the plan, by the scope that applying leaves; None: led back to no operation."""
-        sent: dict[int | None, float] = {}
-        for found in self.collectives:
-            for paths, share in origins(found):
-                operation = operation_of(paths[0]) if paths else None
-                sent[operation] = sent.get(operation, 0) + share
-        return sent
-
     def _rows(self) -> list[tuple[str, ...]]:
         traffic = sorted(self.traffic().items(), key=lambda item: -item[1].bytes_sent)
         total = Traffic()
