@@ -26,10 +26,19 @@ def fills(operation: Operation) -> bool:
     Single elements (a loss that looks up one logit of each row) are no rows: there is little to send, and XLA would
     merge their scattered sum with those of gradients, for which all logits would have to wait.
     """
-    params = operation.params
-    if operation.primitive.name != "gather" or params["mode"] != GatherScatterMode.FILL_OR_DROP:
-        return False
-    return prod(params["slice_sizes"]) > 1
+    return _has_filling(operation) and prod(operation.params["slice_sizes"]) > 1
+
+
+def fills_elements(operation: Operation) -> bool:
+    """Whether the operation looks up single elements, and gives another value where there is none.
+
+    Their sum over devices is sent whole to each of them: XLA sees no reduce-scatter through the filling.
+    """
+    return _has_filling(operation) and prod(operation.params["slice_sizes"]) == 1
+
+
+def _has_filling(operation: Operation) -> bool:
+    return operation.primitive.name == "gather" and operation.params["mode"] == GatherScatterMode.FILL_OR_DROP
 
 
 def unfilled_params(operation: Operation) -> dict[str, Any]:

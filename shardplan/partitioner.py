@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardplan.groups import RAGGED, splits_rows_or_groups
+from shardplan.lookups import fills_elements
 from shardplan.program import Operation
 from shardplan.rules.expression import Apply, Position, Term, children
 
@@ -209,8 +210,10 @@ def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...]) ->
     """Whether XLA, left alone, makes a reduce-scatter of partial sums over ``axes``, in their order.
 
     It does where they together split one dimension of every operand that they split; of a convolution in groups only
-    in the order of the mesh.
+    in the order of the mesh, and of single elements that are looked up only where none is filled in.
     """
+    if fills_elements(operation):
+        return False
     if len(axes) < 2:
         return True
     if operation.primitive.name == "conv_general_dilated" and _has_groups(operation) and tuple(sorted(axes)) != axes:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.audit import measure
@@ -92,6 +93,21 @@ def test_small_steps(name: str, sizes: tuple[int, ...], tolerance: float) -> Non
 def test_one_small_step() -> None:
     loss, params, batch = SMALL["dense"]
     assert compiled_over_predicted(descend(loss), (params, batch), (8,)) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+@pytest.mark.parametrize("along", [None, 0])
+@pytest.mark.parametrize("spec", [P("x"), P("y"), P(("x", "y"))], ids=str)
+def test_looked_up_elements(spec: Any, along: int | None, mode: str) -> None:
+    """Of a table whose rows are split; the elements' sum is scattered only where none of them is filled in."""
+    table, ids = floats(4096, *([] if along is None else [8])), S((256, 8), jnp.int32)
+
+    def look_up(table: Any, ids: Any) -> Any:
+        return jnp.take(table, ids, mode=mode) if along is None else jnp.take_along_axis(table, ids, along, mode=mode)
+
+    ratio = compiled_over_predicted(look_up, (table, ids), (2, 4), pins={"0": spec})
+    assert ratio == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.slow

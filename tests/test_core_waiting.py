@@ -135,3 +135,11 @@ def test_waiting_sums_are_compiled_as_planned(program: str):
     planned = sum(sent.bytes * sent.times for sent in drawn.schedule.collectives())
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     assert measure(drawn.jitted(mesh).lower(*shapes)).communication_bytes == pytest.approx(planned, rel=0.02, abs=64)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("fill", "all-reduce"), ("clip", "reduce-scatter")])
+def test_the_sum_of_single_elements_is_scattered_only_where_none_is_filled_in(mode: str, kind: str):
+    mesh, pins = AbstractMesh((2, 4), ("x", "y")), {"0": PartitionSpec("x")}
+    table, ids = jax.ShapeDtypeStruct((512,), jnp.float32), jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32)
+    plan = shardplan.plan(lambda t, i: jnp.take(t, i, mode=mode), mesh, table, ids, pins=pins)
+    assert [sent.kind for sent in plan.collectives] == [kind]
