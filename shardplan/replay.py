@@ -191,8 +191,10 @@ class Replay:
             if isinstance(operand, int) and layout is not None and operand not in self._schedule.assignment.generated:
                 stored = self._schedule.assignment.values[operand]
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
-                    # XLA merges equal reshards, and would keep the first one; behind a barrier they are not equal
-                    self._held[operand, stored] = jax.lax.optimization_barrier(self._held[operand, stored])
+                    # XLA merges equal reshards, and would keep the first one; behind a barrier they are not equal.
+                    # What is behind it is constrained again: else Shardy gives all that read it later what is read here
+                    anew = jax.lax.optimization_barrier(self._held[operand, stored])
+                    self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)
         return [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]

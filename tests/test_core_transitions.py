@@ -6,19 +6,23 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import shardplan
+from shardplan.compiled import measure
 from shardplan.hardware import load
 from shardplan.hlo.collectives import collectives
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
 from shardplan.prices import Prices
 from shardplan.program import Value
+from shardplan.schedule import Schedule
 from shardplan.strategy import Halo
 from shardplan.target import compile_for, gpu_mesh
 from shardplan.transition import Partial, Reductions, Step, Transitions, halo_steps
@@ -292,3 +296,26 @@ def test_corners_of_halos_are_sent_with_the_later_dimension():
         *[((0,), 2048)] * 2,
         *[((1,), 4352)] * 2,
     ]
+
+
+@compiles_for_gpus
+def test_what_two_readers_bring_for_themselves_keeps_its_layout_for_others() -> None:
+    """A limit may have each reader bring a value to its layout for itself; others still read it as it is stored."""
+    mesh, rows, columns = gpu_mesh("h100", (8,), ("x",)), PartitionSpec("x"), PartitionSpec(None, "x")
+
+    def held(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    def step(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        product = held(x @ y, rows)
+        return jnp.sin(held(product, columns)), jnp.cos(held(product, columns)), x.T @ product
+
+    tall, square = (jax.ShapeDtypeStruct((n, 512), jnp.float32) for n in (4096, 512))
+    plan = shardplan.plan(step, mesh, tall, square, pins={"0": rows, "1": PartitionSpec()})
+    assignment = plan.schedule.assignment
+    product = plan.schedule.program.operations[-1].operands[1]
+    assert isinstance(product, int)
+    apart = replace(assignment, copies=assignment.copies | {product: assignment.values[product]})
+    drawn = replace(plan, built=Schedule(plan.schedule.problem, apart))
+    planned = sum(sent.bytes for sent in drawn.schedule.collectives())
+    assert measure(drawn.lower(mesh)).communication_bytes == pytest.approx(planned)
