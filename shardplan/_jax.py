@@ -30,11 +30,15 @@ Tracer = jax.core.Tracer
 _CALL_BODIES = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
+    "call": "call_jaxpr",
     "closed_call": "call_jaxpr",
+    "composite": "jaxpr",
     "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
     "remat": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
@@ -42,16 +46,30 @@ _CALL_BODIES = {
 _REMATERIALISED = frozenset({"remat", "remat2", "checkpoint"})
 
 
-def call_body(equation: Equation) -> tuple[Jaxpr, tuple[Any, ...]] | None:
-    """The body of a call-like equation with its constants, or None where the equation is an operation of its own."""
-    parameter = _CALL_BODIES.get(equation.primitive.name)
-    if parameter is None:
-        return None
-    body = equation.params.get(parameter)
+@dataclass(frozen=True, slots=True)
+class CallBody:
+    """What a call-like equation runs: a body with its constants, on the operands at some positions."""
+
+    jaxpr: Jaxpr
+    constants: tuple[Any, ...]
+    positions: tuple[int, ...]
+
+
+def call_body(equation: Equation) -> CallBody | None:
+    """The body of a call-like equation, or None where the equation is an operation of its own."""
+    name, params = equation.primitive.name, equation.params
+    positions = tuple(range(len(equation.invars)))
+    if name == "custom_linear_solve":  # products and their transposes are for derivatives, which are traced already
+        lengths = params["const_lengths"]
+        start = lengths.matvec + lengths.vecmat
+        stop = start + lengths.solve
+        body, positions = params["jaxprs"].solve, positions[start:stop] + positions[stop + lengths.transpose_solve :]
+    else:
+        body = params.get(_CALL_BODIES.get(name, ""))
     if isinstance(body, ClosedJaxpr):
-        return body.jaxpr, tuple(body.consts)
+        return CallBody(body.jaxpr, tuple(body.consts), positions)
     if isinstance(body, Jaxpr) and not body.constvars:
-        return body, ()
+        return CallBody(body, (), positions)
     return None
 
 

@@ -143,9 +143,14 @@ def _code_text(code: types.CodeType) -> str:
 def _code() -> str:
     """Sizes and times of the library's files: in a working copy, versions alone tell too little."""
     digest = hashlib.sha256()
-    root = Path(str(resources.files("shardplan")))
-    for folder in (root, root / "rules", root / "search"):
-        for path in sorted((*folder.glob("*.py"), *folder.glob("hardware_profiles/*.toml"))):
-            status = path.stat()
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns};".encode())
+    for path in _files():
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns};".encode())
     return digest.hexdigest()
+
+
+def _files() -> list[Path]:
+    """What a plan depends on in the library's folders; `rules` and `search` may be links, which globs do not follow."""
+    root = Path(str(resources.files("shardplan")))
+    found = {path for folder in (root, root / "rules", root / "search") for path in folder.rglob("*.py")}
+    return sorted(found | set(root.glob("hardware_profiles/*.toml")))

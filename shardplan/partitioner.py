@@ -109,7 +109,7 @@ _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "dynamic_slice"), _partial),
     (("triangular_solve", "tridiagonal_solve", "ormqr", "stack"), _operand_whole),
     (("dynamic_update_slice",), _update_whole),
-    (("fft", "symmetric_product", "custom_linear_solve", "cudnn_fusion", "pallas_call", "ffi_call"), _every),
+    (("fft", "symmetric_product", "cudnn_fusion", "pallas_call", "ffi_call"), _every),
     (("dot_product_attention_fp8",), _every),
 )
 

@@ -115,10 +115,10 @@ class _Builder:
                 bodies = self._bodies(equation, tuple(operands), captured)
                 results = self.new_operation(equation.primitive, params, operands, equation, bodies)
             else:
-                inner, constants = body
-                operands = self._behind_barrier(operands, equation)
-                inner_environment: dict[Any, int | Constant] = dict(zip(inner.invars, operands, strict=True))
-                for var, array in zip(inner.constvars, constants, strict=True):
+                inner, guarded = body.jaxpr, self._behind_barrier(operands, equation)
+                taken = [guarded[position] for position in body.positions]
+                inner_environment: dict[Any, int | Constant] = dict(zip(inner.invars, taken, strict=True))
+                for var, array in zip(inner.constvars, body.constants, strict=True):
                     inner_environment[var] = value = self.new_value(var.aval, None)
                     captured[value] = _jax.without_typed_layout(array)
                 with self._calling(equation, stated_trip_count(_jax.module_path(equation)) or self.stated_trips):

@@ -42,6 +42,15 @@ def with_vjp(x: Any) -> Any:
 with_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
 
 
+with_vmap = jax.custom_batching.custom_vmap(lambda x: jnp.sin(x))
+with_vmap.def_vmap(lambda size, batched, x: (jnp.sin(x), batched[0]))
+
+
+def solved(x: Any) -> Any:
+    """The identity's inverse, whose own body is a sine; the operands of its product and its transpose go unread."""
+    return jax.lax.custom_linear_solve(lambda y: y + 0 * x, x, lambda _, y: jnp.sin(y), lambda _, y: jnp.tan(y))
+
+
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
@@ -55,6 +64,10 @@ with_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
         (lambda x: (jnp.cos(x), jnp.sin(x))[1], ["sin"]),  # what nobody reads is dropped
         (lambda x: jnp.linalg.inv(x) * 0 if False else x, []),
         (lambda x: jax.named_call(jnp.sin, name="layer")(x), ["sin"]),
+        (solved, ["sin"]),
+        (jax.lax.composite(jnp.sin, "example.sine"), ["sin"]),
+        (with_vmap, ["sin"]),
+        (lambda x: jax.custom_derivatives.linear_call(lambda _, y: -y, lambda _, t: -t, (), x), ["neg"]),
     ],
 )
 def test_calls_are_inlined(fn: Any, expected: list[str]) -> None:
