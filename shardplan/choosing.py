@@ -8,7 +8,6 @@ row for each.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,15 +16,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.cache import default_cache, key_of
-from shardplan.errors import InfeasibleError
+from shardplan.errors import InfeasibleError, warn
 from shardplan.hard import hard_layouts
 from shardplan.hardware import load
+from shardplan.kept import kept_entry, restored
 from shardplan.mesh import GivenMesh, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
 from shardplan.options import Options
 from shardplan.plan import Plan
-from shardplan.plan_file import plain
 from shardplan.plan_report import axes_of
-from shardplan.planning import DEFAULT_HARDWARE, build_problem, plan_problem, plan_program, restore, say
+from shardplan.planning import DEFAULT_HARDWARE, build_problem, plan_problem, plan_program, remarks
 from shardplan.problem import Problem
 from shardplan.program import Program
 from shardplan.reported import with_reports
@@ -44,18 +43,26 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
     cache = default_cache()
     key = key_of(program, [mesh_axes(one) for one in meshes], options) if cache else ""
     kept = cache.read(key) if cache else None
-    plan = _restored(program, meshes, options, kept) if kept else None
-    if plan is None:
-        plan = plan_program(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
-        plan = with_reports(plan, program, options)
-        if cache and plan.statistics["status"] != "interrupted":
-            cache.write(key, _entry(plan))
-    else:
+    if kept:
+        chosen = next(one for one in meshes if _sizes(one) == kept["mesh"])
+        plan, remarked = restored(program, chosen, options, kept), kept["remarks"]
         spent = {"build": time.perf_counter() - started, "search": 0.0}
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
+    else:
+        plan = plan_program(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
+        plan = with_reports(plan, program, options)
+        remarked = True
+    said = _remarks(plan, options) if remarked else []
+    if cache and not kept and plan.statistics["status"] != "interrupted":
+        cache.write(key, kept_entry(plan, remarks=bool(said)))
+    for remark in said:
+        warn(remark)
     seconds = {"trace": traced_seconds, **plan.statistics["seconds"]}
-    say(plan.schedule, hard_layouts(program, plan.schedule.space, options.pins).ignored)
     return replace(plan, statistics={**plan.statistics, "seconds": seconds})
+
+
+def _remarks(plan: Plan, options: Options) -> list[str]:
+    return remarks(plan.schedule, hard_layouts(plan.program, plan.schedule.space, options.pins).ignored)
 
 
 def _meshes(mesh: GivenMesh, options: Options) -> list[Mesh | AbstractMesh]:
@@ -73,9 +80,6 @@ def _with_hosts(mesh: GivenMesh, options: Options) -> Options:
         return options
     profile = load(options.hardware or DEFAULT_HARDWARE)
     return replace(options, hardware=replace(profile, devices_per_host=hosts_by_devices(mesh)[1]))
-
-
-# ---- several meshes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +131,3 @@ def _first_look(program: Program, mesh: Mesh | AbstractMesh, options: Options, s
 def _sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     axes = mesh_axes(mesh)
     return dict(zip(axes.names, axes.sizes, strict=True))
-
-
-# ---- the cache
-
-
-def _entry(plan: Plan) -> dict[str, Any]:
-    """What the cache keeps of a plan."""
-    return {
-        "mesh": plan.mesh_axes,
-        "choices": " ".join(map(str, plan.recipe.choices)),
-        "network": plan.recipe.network,
-        "objective": plan.objective,
-        "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
-        "peak_bytes": float(plan.peak_bytes),
-        "statistics": plain(plan.statistics),
-    }
-
-
-def _restored(
-    program: Program, meshes: list[Mesh | AbstractMesh], options: Options, entry: Mapping[str, Any]
-) -> Plan | None:
-    """The plan of an entry, None where it is for another network than this version builds of the program."""
-    mesh = next(one for one in meshes if _sizes(one) == entry["mesh"])
-    return restore(build_problem(program, mesh, options), mesh, options, entry)

@@ -7,8 +7,9 @@ and applied (`apply`, `lower`).
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.errors import PlanMismatchError
-from shardplan.layout import Layout, to_spec
+from shardplan.layout import to_spec
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.overlap import StepTime, step_time
@@ -70,6 +71,18 @@ class Recipe:
     fingerprint: str | None = None
 
 
+class ScheduleToBe:
+    """The schedule of a program that is traced, made when it is first asked for."""
+
+    def __init__(self, program: Program, make: Callable[[], Schedule]) -> None:
+        self.program = program
+        self._make = make
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        return self._make()
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """How one program is split over one mesh.
@@ -91,7 +104,7 @@ class Plan:
     statistics: Mapping[str, Any]
     arguments: tuple[PlannedArgument, ...] = field(repr=False)
     recipe: Recipe = field(repr=False)
-    built: Schedule | None = field(repr=False)
+    built: Schedule | ScheduleToBe | None = field(repr=False)
     donated: tuple[int | str, ...] = ()
 
     @property
@@ -127,16 +140,21 @@ class Plan:
     @property
     def schedule(self) -> Schedule:
         """The routes of every tensor through the program."""
+        built = self._built
+        return built.schedule if isinstance(built, ScheduleToBe) else built
+
+    @property
+    def program(self) -> Program:
+        return self._built.program
+
+    @property
+    def _built(self) -> Schedule | ScheduleToBe:
         if self.built is None:
             raise PlanMismatchError(
                 "this plan was read from a file and knows no program yet: give it its function and arguments, "
                 "plan.bind(fn, *args), or run it by plan.apply(fn)"
             )
         return self.built
-
-    @property
-    def program(self) -> Program:
-        return self.schedule.program
 
     @property
     def fingerprint(self) -> str:
@@ -157,7 +175,7 @@ class Plan:
     @property
     def out_shardings(self) -> Any:
         """``NamedSharding``s in the structure of the results."""
-        return self._out_shardings(self.mesh)
+        return self._out_shardings(with_auto_axes(self.mesh))
 
     def lower(self, mesh: Mesh | None = None) -> jax.stages.Lowered:
         """The planned step, lowered for the plan's own mesh or another one of the same axes and sizes.
@@ -187,14 +205,15 @@ class Plan:
         return jax.jit(
             planned,
             in_shardings=None if kwargs else args,
-            out_shardings=jax.tree.unflatten(program.out_tree, self._output_shardings(mesh or concrete)),
+            out_shardings=self._out_shardings(mesh or concrete),
             donate_argnums=[position for position in self.donated if isinstance(position, int)],
             donate_argnames=[name for name in self.donated if isinstance(name, str)],
         )
 
-    def leaf_shardings(self, mesh: Mesh | None = None) -> tuple[NamedSharding, ...]:
+    def leaf_shardings(self, mesh: Mesh | AbstractMesh | None = None) -> tuple[NamedSharding, ...]:
         """The sharding of every argument leaf, in the order of the flattened arguments."""
-        return self._shardings(self.mesh if mesh is None else mesh, self._input_layouts())
+        chosen = with_auto_axes(self.mesh if mesh is None else mesh)
+        return tuple(NamedSharding(chosen, argument.spec) for argument in self.arguments)
 
     def check_program(self, program: Program) -> None:
         """Raises PlanMismatchError where ``program`` is not the one that was planned."""
@@ -280,26 +299,13 @@ class Plan:
             )
         return with_auto_axes(chosen)  # type: ignore[return-value]
 
-    def _input_layouts(self) -> list[Layout]:
-        return [self.schedule.assignment.values[i] for i in self.program.inputs]
-
-    def _output_layouts(self) -> list[Layout]:
-        return [self.schedule.layout_of_output(number) for number in range(len(self.program.outputs))]
-
-    def _shardings(self, mesh: Mesh | AbstractMesh, layouts: Sequence[Layout]) -> tuple[NamedSharding, ...]:
-        axes = mesh_axes(self.mesh)
-        mesh = with_auto_axes(mesh)
-        return tuple(NamedSharding(mesh, to_spec(axes, layout)) for layout in layouts)
-
     def _in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
-        return jax.tree.unflatten(self.program.in_tree, self._shardings(mesh, self._input_layouts()))
+        return jax.tree.unflatten(self.program.in_tree, self.leaf_shardings(mesh))
 
     def _out_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
-        return jax.tree.unflatten(self.program.out_tree, self._shardings(mesh, self._output_layouts()))
-
-    def _output_shardings(self, mesh: Mesh) -> list[NamedSharding]:
-        axes = mesh_axes(self.mesh)
-        return [NamedSharding(mesh, to_spec(axes, layout)) for layout in self._output_layouts()]
+        axes, outputs = mesh_axes(self.mesh), range(len(self.program.outputs))
+        specs = [to_spec(axes, self.schedule.layout_of_output(number)) for number in outputs]
+        return jax.tree.unflatten(self.program.out_tree, [NamedSharding(mesh, spec) for spec in specs])
 
 
 def _typed(found: tuple[tuple[int, ...], str] | None) -> str:

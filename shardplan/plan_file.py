@@ -68,7 +68,7 @@ def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None
         peak_bytes=figures["peak_bytes"],
         collectives=tuple(PlannedCollective(**{**c, "axes": tuple(c["axes"])}) for c in document["collectives"]),
         statistics=document["statistics"],
-        arguments=tuple(_argument(entry) for entry in document["arguments"]),
+        arguments=tuple(argument_of(entry) for entry in document["arguments"]),
         recipe=Recipe(
             options=_options(document["options"]),
             choices=tuple(map(int, document["choices"].split())),
@@ -102,10 +102,7 @@ def _content(plan: Plan) -> dict[str, Any]:
         },
         "options": options_entries(plan.recipe.options),
         "donated": list(plan.donated),
-        "arguments": [
-            {f.name: getattr(argument, f.name) for f in fields(argument)} | {"spec": _spec_entries(argument.spec)}
-            for argument in plan.arguments
-        ],
+        "arguments": [argument_entry(argument) for argument in plan.arguments],
         "collectives": [asdict(collective) for collective in plan.collectives],
         "statistics": plain(plan.statistics),
         "network": plan.recipe.network,
@@ -139,7 +136,13 @@ def checksum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _argument(entry: dict[str, Any]) -> PlannedArgument:
+def argument_entry(argument: PlannedArgument) -> dict[str, Any]:
+    """An argument as plain data."""
+    return {f.name: getattr(argument, f.name) for f in fields(argument)} | {"spec": _spec_entries(argument.spec)}
+
+
+def argument_of(entry: Mapping[str, Any]) -> PlannedArgument:
+    """The argument that `argument_entry` wrote."""
     return PlannedArgument(**{**entry, "shape": tuple(entry["shape"]), "spec": _spec(entry["spec"])})
 
 

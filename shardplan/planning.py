@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardplan import _jax
 from shardplan.balancing import LEAST_SHARE, search_balanced
-from shardplan.errors import PlanMismatchError, warn
+from shardplan.errors import PlanMismatchError
 from shardplan.hard import hard_layouts, undivided
 from shardplan.hardware import load
 from shardplan.layout import LayoutSpace, to_spec
@@ -81,7 +80,7 @@ def plan_problem(
     started = time.perf_counter()
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
-    donated = _donated(options)
+    donated = donated_positions(options)
     limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
     search = Search(method, options.time_limit, limit, _donated_leaves(program, donated))
     timed = options.objective == "time"
@@ -110,47 +109,31 @@ def plan_problem(
     )
 
 
-def restore(problem: Problem, mesh: Mesh | AbstractMesh, options: Options, entry: Mapping[str, Any]) -> Plan | None:
-    """The plan that was found for an equal problem before, without a search; None where the variables are others.
-
-    ``entry`` has the choices, the digest of the variables that they are for, and the figures of the search.
-    """
-    digest = problem.variables.digest()
-    if digest != entry["network"]:
-        return None
-    choices = tuple(map(int, entry["choices"].split()))
-    schedule = Schedule(problem, problem.decode(np.array(choices)))
-    bound = entry["lower_bound"]
-    return Plan(
-        mesh=mesh,
-        objective=entry["objective"],
-        lower_bound=-np.inf if bound is None else bound,
-        peak_bytes=entry["peak_bytes"],
-        collectives=_planned_collectives(schedule),
-        statistics=entry["statistics"],
-        arguments=_arguments(schedule),
-        recipe=Recipe(options, choices, digest),
-        built=schedule,
-        donated=_donated(options),
-    )
-
-
 def rebuild(plan: Plan, program: Program) -> Plan:
     """A plan over the same program, traced anew.
 
     Raises PlanMismatchError where the program is another one, or this version builds another problem of it.
     """
     plan.check_program(program)
-    problem = build_problem(program, plan.mesh, plan.recipe.options)
-    if problem.variables.digest() == plan.recipe.network:
-        schedule = Schedule(problem, problem.decode(np.array(plan.recipe.choices)))
-        collectives = _planned_collectives(schedule)
-        nowhere = [replace(c, source="") for c in plan.collectives]  # source lines may have moved
-        if _arguments(schedule) == plan.arguments and [replace(c, source="") for c in collectives] == nowhere:
-            return replace(plan, built=schedule, collectives=collectives)
-    raise PlanMismatchError(
-        "the plan was made by another version of shardplan, which numbers or prices layouts in another way: plan anew"
-    )
+    schedule = schedule_of(program, plan.mesh, plan.recipe)
+    collectives = _planned_collectives(schedule)
+    nowhere = [replace(c, source="") for c in plan.collectives]  # source lines may have moved
+    if _arguments(schedule) == plan.arguments and [replace(c, source="") for c in collectives] == nowhere:
+        return replace(plan, built=schedule, collectives=collectives)
+    raise PlanMismatchError("the plan was made by another version of shardplan, which prices in another way: plan anew")
+
+
+def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
+    """The schedule that a recipe makes of its program, without a search.
+
+    Raises PlanMismatchError where this version builds another problem of it.
+    """
+    problem = build_problem(program, mesh, recipe.options)
+    if problem.variables.digest() != recipe.network:
+        raise PlanMismatchError(
+            "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"
+        )
+    return Schedule(problem, problem.decode(np.array(recipe.choices)))
 
 
 def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
@@ -173,7 +156,8 @@ def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
     return tuple(found)
 
 
-def _donated(options: Options) -> tuple[int, ...]:
+def donated_positions(options: Options) -> tuple[int, ...]:
+    """The positions of donated arguments among those that are not static."""
     static = options.static
     wanted = as_positions(options.donate_argnums)
     return tuple(position - sum(s < position for s in static) for position in wanted if position not in static)
@@ -204,11 +188,12 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
     return tuple(found)
 
 
-def say(schedule: Schedule, ignored: Sequence[str]) -> None:
-    """Says what runs, but not as well as it could."""
+def remarks(schedule: Schedule, ignored: Sequence[str]) -> list[str]:
+    """What runs, but not as well as it could, a sentence or two each."""
+    found = []
     for name, operations in schedule.problem.unknown.items():
         if name not in _jax.HOST_CALLS:
-            warn(
+            found.append(
                 f"`{name}` ({len(operations)} times, first at {operations[0].source}) is not described: it is computed "
                 "whole on every device. Describe it with shardplan.describe(primitive, expression)."
             )
@@ -216,9 +201,8 @@ def say(schedule: Schedule, ignored: Sequence[str]) -> None:
         regions = [schedule.program.regions[body] for body in operation.bodies]
         values = [value for region in regions if region.assumed for value in region.inputs]
         if any(len(schedule.problem.domain(value)) > 1 for value in values):
-            warn(
+            found.append(
                 f"the loop at {operation.source} runs as often as its data say: what it sends is counted once. State "
                 "how often it runs, about, by `with shardplan.trip_count(n):` around it."
             )
-    for message in (*undivided(schedule.program, schedule.space), *ignored):
-        warn(message)
+    return [*found, *undivided(schedule.program, schedule.space), *ignored]

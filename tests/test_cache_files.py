@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan import cache
 from shardplan.cache import VARIABLE, Cache, default_cache
-from shardplan.errors import ShardplanWarning
+from shardplan.errors import PlanMismatchError, ShardplanWarning
 from shardplan.hardware import load
 from shardplan.rules.registry import forget
 from tests.core_programs import assert_equal_trees, mesh_of
@@ -140,14 +140,29 @@ def test_other_descriptions_are_planned_anew(folder: Path) -> None:
     assert make().statistics["cached"]
 
 
-def test_an_entry_for_other_variables_is_planned_anew(folder: Path) -> None:
-    first = make()
+def test_an_entry_for_other_variables_is_refused(folder: Path) -> None:
+    make()
     (path,) = folder.iterdir()
     document = json.loads(path.read_text())
     Cache(folder).write(document["key"], document["content"] | {"network": "another"})
+    with pytest.raises(PlanMismatchError, match=VARIABLE):
+        make().explain("0")
+
+
+def test_a_kept_plan_is_read_without_rules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make()
+    monkeypatch.setattr("shardplan.planning.build_problem", None)
     second = make()
-    assert not second.statistics["cached"]
-    assert_same(first, second)
+    assert second.statistics["cached"] and str(second.in_shardings) == str(first.in_shardings)
+
+
+def test_what_is_to_be_said_is_said_each_time(folder: Path) -> None:
+    def endless(x: Any) -> Any:
+        return jax.lax.while_loop(lambda y: y.sum() < 1e9, lambda y: y * 2, x)
+
+    for cached in (False, True):
+        with pytest.warns(ShardplanWarning, match="runs as often as its data say"):
+            assert make(endless, args=ARGS[1:], pins=None).statistics["cached"] is cached
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "\x00" * 100, "half", "changed", "bytes"])
