@@ -128,6 +128,24 @@ def test_products_of_one_operand_are_merged_where_neither_needs_the_other():
     assert merged_products(program, products, dict.fromkeys(sizes, 2.0**30)) == []
 
 
+def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is_made_first():
+    def step(x, y, w, v):
+        return x @ w, y @ w, y @ v, x @ v
+
+    program = trace_program(step, (_square(8),) * 4, {})
+    first, second, third, fourth = program.operations
+    pairs = merged_products(program, program.operations, {o.index: 1.0 for o in program.operations})
+    assert pairs == [[first.index, fourth.index], [second.index, third.index]]
+
+    def step(x, y, w, v, u):
+        return x @ w, y @ w, u @ w, x @ v
+
+    program = trace_program(step, (_square(8),) * 5, {})
+    first, second, third, fourth = program.operations
+    pairs = merged_products(program, program.operations, {o.index: 1.0 for o in program.operations})
+    assert pairs == [[first.index, fourth.index], [second.index, third.index]]
+
+
 def test_a_copy_for_a_loop_is_held_while_the_loop_runs():
     n, mesh = 512, MESH
     rows = jax.ShapeDtypeStruct((8, 64 * n, n), jnp.float32)

@@ -102,7 +102,8 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
     """Products that read the same operand and become one, as lists of operation indices.
 
     XLA merges two where one of them moves few bytes (``sizes``, per operation on one device) and neither needs the
-    other. Their other operands are put side by side, and so are their results, in one buffer.
+    other. Their other operands are put side by side, and so are their results, in one buffer. Where one might be merged
+    with several, it goes through what is shared in the order in which it is made, the forward pass first.
     """
     makers = {result: operation for operation in program.operations for result in operation.results}
     groups: dict[Any, list[int]] = {}
@@ -124,7 +125,7 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
                 group.append(operation.index)
     merged: list[list[int]] = []
     taken: set[int] = set()
-    for group in sorted(groups.values(), key=len, reverse=True):
+    for _, group in sorted(groups.items(), key=lambda item: item[0][0]):
         remaining = [index for index in group if index not in taken]
         if len(remaining) > 1:
             merged.append(remaining)
