@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.memory.convolutions import copied_with_neighbours, rectifiers_of_poolings, spread_images
+from shardplan.memory.convolutions import (
+    copied_with_neighbours,
+    rectifiers_of_poolings,
+    reordered_inputs,
+    spread_images,
+)
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.products import is_sum, merged_products, product_operands
@@ -129,14 +134,6 @@ def test_products_of_one_operand_are_merged_where_neither_needs_the_other():
 
 
 def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is_made_first():
-    def step(x, y, w, v):
-        return x @ w, y @ w, y @ v, x @ v
-
-    program = trace_program(step, (_square(8),) * 4, {})
-    first, second, third, fourth = program.operations
-    pairs = merged_products(program, program.operations, {o.index: 1.0 for o in program.operations})
-    assert pairs == [[first.index, fourth.index], [second.index, third.index]]
-
     def step(x, y, w, v, u):
         return x @ w, y @ w, u @ w, x @ v
 
@@ -144,6 +141,44 @@ def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is
     first, second, third, fourth = program.operations
     pairs = merged_products(program, program.operations, {o.index: 1.0 for o in program.operations})
     assert pairs == [[first.index, fourth.index], [second.index, third.index]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers", "copied"),
+    [
+        ((3, 3, 64, 64), ("NHWC", "HWIO", "NHWC"), True),
+        ((64, 3, 3, 64), ("NHWC", "OHWI", "NHWC"), False),
+        ((1, 1, 1, 64), ("NHWC", "OHWI", "NHWC"), False),
+        ((64, 64, 3, 3, 3), ("NCDHW", "OIDHW", "NCDHW"), False),
+        ((64, 3, 3, 3, 64), ("NCDHW", "ODHWI", "NCDHW"), True),
+    ],
+)
+def test_filters_in_another_order_than_cudnn_reads_are_copied_for_the_whole_step(shape, numbers, copied):
+    sizes = {"O": 64, "I": shape[numbers[1].index("I")], "N": 2, "C": shape[numbers[1].index("I")]}
+    image = jax.ShapeDtypeStruct(tuple(sizes.get(dim, 8) for dim in numbers[0]), jnp.float32)
+    filters = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def step(x, w):
+        return jax.lax.conv_general_dilated(x * 2, w, (1,) * (len(shape) - 2), "SAME", None, None, numbers)
+
+    program = trace_program(step, (image, filters), {})
+    assert (1 in reordered_inputs(program, program.operations)) == copied
+
+
+def test_filters_are_transposed_once_and_read_in_reverse_from_the_same_copy():
+    filters = jax.ShapeDtypeStruct((3, 3, 512, 512), jnp.float32)
+    image = jax.ShapeDtypeStruct((1, 2, 2, 512), jnp.float32)
+
+    def step(x, w):
+        def loss(x):
+            return jnp.sum(
+                jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC")) ** 2
+            )
+
+        return jax.grad(loss)(x)
+
+    size = 4 * 9 * 512 * 512
+    assert _peak_on_one(step, image, filters) == pytest.approx(2 * size, rel=0.5)
 
 
 def test_a_copy_for_a_loop_is_held_while_the_loop_runs():

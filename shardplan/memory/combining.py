@@ -28,7 +28,7 @@ from bisect import bisect_right
 from collections.abc import Collection
 from typing import Any
 
-from shardplan.memory.liveness import bytes_in
+from shardplan.memory.sizes import bytes_in
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 

@@ -4,7 +4,8 @@ cuDNN reads one block of memory per operand. Where an image is split along its w
 neighbours around its own in a copy, which lives while the convolution runs. The kernel that makes it computes the image
 on the way: what is cheap to compute (a rectifier) is then stored nowhere. Where a transposed convolution spreads its
 image, zeros are written between the elements, in a copy. The gradient of its filters, which are larger than the image,
-needs none, unless it runs in an island.
+needs none, unless it runs in an island. Filters that the step is given in another order than cuDNN's are transposed
+once for the whole step, and so are images.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from shardplan.strategy import Strategy, operand_type
 
 CONVOLUTION = "conv_general_dilated"
 POOLING_GRADIENT = "select_and_scatter_add"
+
+_PLANE = 2
+"""Images with more dimensions than this are read with their channels outermost."""
 
 
 def copied_with_neighbours(problem: Problem, strategies: Mapping[int, Strategy]) -> dict[tuple[int, int], float]:
@@ -56,6 +60,41 @@ def neighbour_bytes(problem: Problem, operation: Operation, strategy: Strategy) 
                 block = problem.program.values[operand].total_bytes / float(domain.degrees[domain.position[layout]])
                 found += block * _times_larger(problem, operation, strategy, position)
     return found
+
+
+def reordered_inputs(
+    program: Program, order: Iterable[Operation], copied: Collection[tuple[int, int]] = ()
+) -> dict[int, tuple[Operation, int]]:
+    """The step's arguments that convolutions read from a transposed copy, each with the first one and the position.
+
+    cuDNN reads images with their channels innermost, and filters with what they sum over; where there are three
+    dimensions of space, these are innermost. What is computed is written so at once, and so is what is gathered, and
+    what is ``copied`` with rows of neighbours; an argument that is read as it is stored is transposed. Filters that are
+    reversed, for the gradient of images, are read from the same copy.
+    """
+    found: dict[int, tuple[Operation, int]] = {}
+    read = {value.index for value in program.values} - {*program.inputs}
+    for operation in order:
+        if operation.primitive.name != CONVOLUTION:
+            continue
+        numbers = operation.params["dimension_numbers"]
+        for position, (outer, inner, *space) in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+            operand = operation.operands[position]
+            if isinstance(operand, int) and operand not in read:
+                read.add(operand)
+                shape = program.values[operand].shape
+                dims = (outer, inner, *space) if len(space) > _PLANE else (outer, *space, inner)
+                wanted = [dim for dim in dims if shape[dim] > 1]
+                if wanted != sorted(wanted) and (operation.index, position) not in copied:
+                    found[operand] = operation, position
+    return found
+
+
+def unreversed(program: Program) -> dict[int, int]:
+    """Filters that convolutions read in reverse, which cuDNN does by itself, with what they are the reverse of."""
+    filters = {o.operands[1] for o in program.operations if o.primitive.name == CONVOLUTION}
+    reversing = (o for o in program.operations if o.primitive.name == "rev" and o.results[0] in filters)
+    return {o.results[0]: o.operands[0] for o in reversing if isinstance(o.operands[0], int)}
 
 
 def spread_images(

@@ -19,16 +19,22 @@ from shardplan.control import Link
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import added_in_place
-from shardplan.memory.convolutions import POOLING_GRADIENT, neighbour_bytes, rectifiers_of_poolings, spread_copies
+from shardplan.memory.convolutions import (
+    POOLING_GRADIENT,
+    neighbour_bytes,
+    rectifiers_of_poolings,
+    reordered_inputs,
+    spread_copies,
+)
 from shardplan.memory.fusion import readers_of, updates_of
 from shardplan.memory.products import PRODUCT, ProductOperand, is_sum, merged_products, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
+from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
-from shardplan.strategy import Strategy
 
 _UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
@@ -99,6 +105,7 @@ class Lifetimes:
             first = self.start(found[0])
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
+        self.reordered = reordered_inputs(program, self.order, kernels.copied)
 
     def _copies(self) -> dict[ProductOperand, tuple[int, int, int]]:
         """Copies of products' operands: the position in the first reader, and the first and last places reading it."""
@@ -292,6 +299,12 @@ def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[He
         layout = strategy.operands[0]
         if isinstance(image, int) and layout is not None:
             yield Held(image, layout, times * bytes_in(schedule, image, layout), Lifetime(first, last))
+    for value, (reader, position) in lifetimes.reordered.items():
+        layout = schedule.assignment.values[value]
+        strategy = schedule.assignment.strategies.get(reader.index)
+        if strategy is not None and strategy.operands[position] == layout:
+            size = bytes_in(schedule, value, layout)
+            yield Held(value, layout, size, Lifetime(lifetimes.place[reader.index], lifetimes.reads[value][1]))
     for gradient, first, last in lifetimes.zeros():
         image, layout = gradient.operands[1], schedule.assignment.strategies[gradient.index].operands[1]
         if isinstance(image, int) and layout is not None:
@@ -347,12 +360,6 @@ def _stays(schedule: Schedule, operation: Operation) -> bool:
     return (as_stored or operation.primitive.name == PRODUCT) and not schedule.result_steps(operation, 0)
 
 
-def bytes_in(schedule: Schedule, value: int, layout: Layout) -> float:
-    """Bytes of a value on one device, in a layout."""
-    domain = schedule.problem.domain(value)
-    return schedule.program.values[value].total_bytes / float(domain.degrees[domain.position[layout]])
-
-
 def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
     """The copies of rows that belong to groups, see `masked_bytes`."""
     kept: dict[Any, tuple[float, int, int]] = {}
@@ -367,13 +374,6 @@ def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
         kept[key] = size, kept.get(key, (size, place, place))[1], place
     for size, first, last in kept.values():
         yield Held(None, (), size, Lifetime(first, last))
-
-
-def layout_left(problem: Problem, operation: Operation, strategy: Strategy, position: int) -> Layout:
-    """The layout of the memory in which an operation leaves a result: where it can, that of a sum that waits."""
-    partial = problem.partial(operation, strategy, position)
-    waits = partial.pending and partial.kept in problem.domain(operation.results[position]).position
-    return partial.kept if waits else partial.layout
 
 
 def _brought_for(

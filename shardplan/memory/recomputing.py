@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from shardplan.memory.convolutions import rectifiers_of_poolings, spread_images
+from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_images, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, readers_of
 from shardplan.memory.products import product_operands
 from shardplan.problem import Problem
@@ -213,8 +213,9 @@ def _normalising(problem: Problem) -> frozenset[int]:
 def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> frozenset[int]:
     """Values that leave a region, or that an operation reads which computes neither operands nor their copies."""
     needed = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
-    products = product_operands(problem.program)
+    products, filters = product_operands(problem.program), unreversed(problem.program)
     for operation in problem.program.operations:
+        convolves = operation.primitive.name == CONVOLUTION
         for position, operand in enumerate(operation.operands):
             if not fuses_operands(problem, operation, position):
                 read = products.get((operation.index, position))
@@ -223,7 +224,7 @@ def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> 
                     and not (read and read.copied)
                     and (operation.index, position) not in copied
                 ):
-                    needed.add(read.value if read else operand)
+                    needed.add(read.value if read else filters.get(operand, operand) if convolves else operand)
     return frozenset(needed)
 
 

@@ -33,9 +33,9 @@ from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbo
 from shardplan.memory.liveness import (
     Lifetime,
     Lifetimes,
-    layout_left,
     merged_lifetimes,
 )
+from shardplan.memory.sizes import layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -93,7 +93,7 @@ class Usages:
         moments = np.array(sorted(places))
         counted = self._counted_values(limit)
         used = [*self._held_values(counted), *self._working(), *self._product_copies()]
-        pairs = [*self._of_copies(counted), *self._brought(moments)]
+        pairs = [*self._of_copies(counted), *self._reordered(), *self._brought(moments)]
         network = with_pairs(
             self.problem.network,
             [
@@ -166,6 +166,20 @@ class Usages:
             if lifetime is not None:
                 until = self._taken_over(value, lifetime)
                 yield PairUsage(variable, copy, np.where(equal, sizes, 0.0), until + 1, lifetime.end + 1)
+
+    def _reordered(self) -> Iterator[PairUsage]:
+        """Transposed copies of arguments that convolutions read as they are stored."""
+        problem, lifetimes = self.problem, self.lifetimes
+        for value, (reader, position) in lifetimes.reordered.items():
+            source, own = problem.variables.values.get(value), problem.variables.operations.get(reader.index)
+            if source is not None and own is not None:
+                places = problem.domain(value).position
+                layouts = [strategy.operands[position] for strategy in problem.choices[reader.index].strategies]
+                wanted = np.array([-1 if layout is None else places[layout] for layout in layouts])
+                sizes = self._sizes(value)
+                equal = np.arange(len(sizes))[:, None] == wanted[None, :]
+                last = lifetimes.reads[value][1]
+                yield PairUsage(source, own, sizes[:, None] * equal, lifetimes.place[reader.index], last + 1)
 
     def _brought(self, moments: Array) -> Iterator[PairUsage]:
         """Operands and results on their way, at these moments."""
