@@ -28,7 +28,8 @@ class DeferredSums:
     """Which values of a program may stay partial, and by which operands each operation passes partial results on.
 
     ``values`` are those that may; ``operands`` maps an operation to the sets of positions of operands that are partial
-    together: one of them, and of operations with strategies of their own all.
+    together: one of them, and of operations with strategies of their own all. ``rounded`` are values that pass on the
+    sums of others alone.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class DeferredSums:
             for operation in program.operations
             if (sets := tuple(self._all_linear(operation, self.values))) and operation.results[0] in self.values
         }
+        self.rounded = self._rounded()
 
     def _carries(self, links: Mapping[int, Links]) -> dict[int, int]:
         """Carries of scans that begin with zeros: what enters an iteration, and what comes round."""
@@ -91,11 +93,18 @@ class DeferredSums:
             choices = self._choices.get(operation.index)
             if choices is None or len(operation.results) != 1 or not self._may(operation.results[0]):
                 continue
-            sums = not choices.follows_result and choices.islands and any(s.pending[0] for s in choices.strategies)
+            sums = self._sums(operation)
             passes = (through or choices.follows_result) and self._linear(operation, able) is not None
             if sums or passes:
                 able.add(operation.results[0])
         return able
+
+    def _sums(self, operation: Operation) -> bool:
+        """Whether the result of an operation may come out as parts of a sum."""
+        choices = self._choices.get(operation.index)
+        if choices is None or choices.follows_result or not choices.islands:
+            return False
+        return any(strategy.pending[0] for strategy in choices.strategies)
 
     def _may(self, index: int) -> bool:
         value = self._program.values[index]
@@ -133,9 +142,9 @@ class DeferredSums:
     def _shrinking(self, able: set[int]) -> set[int]:
         """The able values of which less is sent if all their readers pass them on, with what the readers make of them.
 
-        What is sent at least, in elements: of a value, itself, or what is made of it where all readers pass it on.
+        What is sent at least, in bytes: of a value, itself, or what is made of it where all readers pass it on.
         """
-        sizes = {value: prod(self._program.values[value].shape) for value in able}
+        sizes = self._sizes(able)
         readers: dict[int, list[Operation]] = {value: [] for value in able}
         for operation in self._program.operations:
             for value in able & {operand for operand in operation.operands if isinstance(operand, int)}:
@@ -156,8 +165,52 @@ class DeferredSums:
             found |= {operation.operands[position] for position in linear or ()} & able  # type: ignore[arg-type]
         return found
 
+    def _sizes(self, able: set[int]) -> dict[int, int]:
+        """The bytes of able values, with elements no narrower than those in which the sum was made.
+
+        A sum that is widened, added up further and narrowed again is as small as before. But to round what was made
+        wide, so as to send it narrow, saves nothing here: it gives another result.
+        """
+        made = self._made_in(able)
+        items = {value: max(self._item_bytes(value), made.get(value, 0)) for value in able}
+        return {value: prod(self._program.values[value].shape) * item for value, item in items.items()}
+
+    def _made_in(self, able: set[int]) -> dict[int, int]:
+        """Bytes of the elements in which the sums were made that operations give or pass on."""
+        made: dict[int, int] = {}
+        for operation in self._program.operations:
+            for value in able.intersection(operation.results):
+                passed = [
+                    made[operand] for operand in operation.operands if isinstance(operand, int) and operand in made
+                ]
+                made[value] = max(passed, default=self._item_bytes(value))
+        return made
+
+    def _item_bytes(self, value: int) -> int:
+        return _jax.item_bytes(self._program.values[value].dtype)
+
+    def _rounded(self) -> frozenset[int]:
+        """The values that pass on sums made in narrower elements, and are narrowed again: their own sums do not wait.
+
+        These are made in the wider elements, and reduced so before they are rounded.
+        """
+        made = self._made_in(self._able(set(), through=True))
+        ends: dict[int, int] = {}
+        found = set()
+        for operation in reversed(self._program.operations):
+            if operation.index not in self.operands:
+                continue
+            (value,) = operation.results
+            own = self._item_bytes(value)
+            end = min(own, ends.get(value, own))
+            waiting = {operation.operands[position] for linear in self.operands[operation.index] for position in linear}
+            ends |= {o: min(end, ends.get(o, end)) for o in waiting if isinstance(o, int)}
+            if made.get(value, own) < own and end < own and self._sums(operation):
+                found.add(value)
+        return frozenset(found)
+
     def _share(self, operation: Operation, value: int, able: set[int], sent: Mapping[int, float]) -> float:
-        """What must be sent of an operation's result for the sake of one of its operands, in elements."""
+        """What must be sent of an operation's result for the sake of one of its operands, in bytes."""
         result = operation.results[0] if len(operation.results) == 1 else -1
         for linear in self._all_linear(operation, able):
             waiting = {operation.operands[position] for position in linear} & able

@@ -330,10 +330,9 @@ class Problem:
     def _add_results(self, network: Network, operation: Operation, variable: int) -> None:
         choices = self.choices[operation.index]
         for position, result in enumerate(operation.results):
-            value = self.program.values[result]
-            times = self.times(operation)
-            domain = self.domain(result)
-            key = (id(choices), "result", position, domain, value.total_bytes, times, id(self.moving(result)))
+            value, domain, times = self.program.values[result], self.domain(result), self.times(operation)
+            moving, rounded = id(self.moving(result)), result in self.deferred.rounded
+            key = (id(choices), "result", position, domain, value.total_bytes, times, moving, rounded)
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
                 self._tables[key] = times * np.array([row.of(value.total_bytes) for row in rows])
@@ -344,7 +343,8 @@ class Problem:
         partial, moving = self.partial(operation, strategy, position), self.moving(operation.results[position])
         if partial.pending and domain.whole is not None:
             row = moving.reductions.row(domain.whole, partial)
-            kept = [partial.island and layout == partial.kept for layout in domain.layouts[len(domain.whole) :]]
+            waits = partial.island and operation.results[position] not in self.deferred.rounded
+            kept = [waits and layout == partial.kept for layout in domain.layouts[len(domain.whole) :]]
             per_byte = np.concatenate([row.per_byte, np.where(kept, 0.0, np.inf)])
             return Priced(per_byte, np.concatenate([row.fixed, np.zeros(len(kept))]))
         if partial.pending:

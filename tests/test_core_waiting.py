@@ -125,6 +125,34 @@ def test_rows_are_added_up_before_they_are_sent():
     assert plan.communication_bytes == 7 / 8 * 8 * WIDTH * 4
 
 
+def narrow_rows(x: Any, w: Any, ids: Any) -> Any:
+    """Rows of a product in bfloat16: `jnp.sum` widens them to float32, and narrows what they add up to."""
+    return jnp.tanh(jnp.sum((x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))[ids], axis=1))
+
+
+@pytest.mark.parametrize(("sizes", "rounded"), [((8,), 0), ((2, 4), 1)], ids=str)
+def test_a_sum_that_is_widened_for_more_of_it_waits_until_it_is_narrow(sizes: tuple[int, ...], rounded: int):
+    mesh, shapes = AbstractMesh(sizes, ("x", "y")[-len(sizes) :]), ((TOKENS, 2048), (2048, WIDTH))
+    matrices = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    pins = {"0": PartitionSpec(None, mesh.axis_names), "1": PartitionSpec(mesh.axis_names)}
+    plan = shardplan.plan(narrow_rows, mesh, *matrices, jax.ShapeDtypeStruct((8, CHOICES), jnp.int32), pins=pins)
+    assert "reduce_sum" in waiting(plan.schedule)
+    assert plan.communication_bytes == 7 / 8 * 8 * WIDTH * 2
+    assert len(plan.schedule.problem.deferred.rounded) == rounded  # choices split over an axis are added up in float32
+
+
+@pytest.mark.slow
+def test_widened_sums_give_what_one_device_gives():
+    mesh, (x, w, ids) = mesh_of((2, 4)), arguments()
+    w = w / 32
+    plan = shardplan.plan(narrow_rows, mesh, x, w, ids)
+    drawn = [open_sums(plan, seed) for seed in range(3)]
+    assert any("reduce_sum" in waiting(one.schedule) for one in drawn)
+    for one in drawn:
+        found = run(one, mesh, x, w, ids).astype(jnp.float32)
+        assert_equal_trees(found, narrow_rows(x, w, ids).astype(jnp.float32), tolerance=2e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("program", ["lookup", "weights", "scatter"])
