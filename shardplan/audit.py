@@ -183,10 +183,12 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         mesh: compile for this mesh instead of a target; of the plan's axes.
 
     Raises:
-        ArgumentError: the target is unknown, or the mesh has other axes than the plan.
+        ArgumentError: no plan is given, the target is unknown, or the mesh has other axes than the plan.
         TargetNotInstalledError: the extra `audit` is not installed.
         ShardplanError: the program calls back to Python, or asks for a library that is not installed.
     """
+    if not hasattr(plan, "mesh_axes"):
+        raise ArgumentError(f"a plan was expected, got `{plan!r}`: take that of an `auto` step from its .plan(*args)")
     axes = dict(plan.mesh_axes)
     if mesh is None:
         mesh = gpu_mesh(target, tuple(axes.values()), tuple(axes))

@@ -140,7 +140,7 @@ def undivided(program: Program, space: LayoutSpace) -> list[str]:
         hopeless = state or not any(_divides(size, sizes) for size in shape)
         if position in state or not hopeless or batch < 2 or prod(shape) < mesh.device_count or _divides(batch, sizes):
             continue
-        better = " or ".join(str(_next(batch, n)) for n in sorted({min(sizes), mesh.device_count}))
+        better = " or ".join(map(str, sorted({_next(batch, n) for n in (min(sizes), mesh.device_count)})))
         inside = " but inside the step, padded" if batch in space.padded else ""
         found.append(
             f"no mesh axis ({axes}) divides dimension {dim} of `{program.values[index].name}` {list(shape)}: its "

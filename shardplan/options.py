@@ -73,7 +73,7 @@ def as_positions(argnums: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def _is_positive(number: Any) -> bool:
-    return isinstance(number, Real) and float(number) > 0
+    return isinstance(number, Real) and not isinstance(number, bool) and float(number) > 0
 
 
 def _is_float_type(given: Any) -> bool:

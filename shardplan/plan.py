@@ -250,7 +250,7 @@ class Plan:
         return PlannedFunction(fn, self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, whole or not at all."""
+        """Writes the plan as JSON, whole or not at all; raises ArgumentError where the path cannot be written."""
         from shardplan.plan_file import save_plan
 
         save_plan(self, path)

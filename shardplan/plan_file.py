@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardplan.errors import PlanMismatchError
+from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import HardwareProfile, Link, load, profiles
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
@@ -34,7 +35,10 @@ _FORMAT_VERSION = 1
 
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
-    """Writes a plan as JSON: into a file beside the wanted one, which then takes its place."""
+    """Writes a plan as JSON: into a file beside the wanted one, which then takes its place.
+
+    Raises ArgumentError where that cannot be written.
+    """
     content = _content(plan)
     document = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
     target = Path(path)
@@ -45,9 +49,11 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise ArgumentError(f"cannot write the plan to `{path}`: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:

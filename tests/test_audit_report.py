@@ -128,6 +128,11 @@ def test_an_unknown_target():
         audit(plan(), target="tpu")
 
 
+def test_a_step_in_the_place_of_its_plan():
+    with pytest.raises(ArgumentError, match=r"a plan was expected, got `<function.*its \.plan\(\*args\)"):
+        audit(lambda x: x)
+
+
 @dataclass(frozen=True)
 class CallingBack(HandMadePlan):
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan import Plan, PlanMismatchError
+from shardplan import ArgumentError, Plan, PlanMismatchError
 from shardplan.plan_file import checksum
 from shardplan.tracing import trace_program
 
@@ -93,6 +93,11 @@ def test_a_plan_comes_back_as_it_was(plan: Plan, file: Path):
 def test_a_loaded_plan_can_be_saved_again(file: Path, tmp_path: Path):
     Plan.load(file).save(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads(file.read_text())
+
+
+def test_a_file_that_cannot_be_written(file: Path, tmp_path: Path):
+    with pytest.raises(ArgumentError, match=r"cannot write the plan to `.*nowhere/again\.json`: No such file"):
+        Plan.load(file).save(tmp_path / "nowhere" / "again.json")
 
 
 def test_a_loaded_plan_runs(file: Path):
@@ -180,7 +185,7 @@ def test_a_missing_file_is_an_error_of_this_library(tmp_path: Path):
 def test_what_is_not_written_whole_is_not_written(plan: Plan, file: Path, monkeypatch: pytest.MonkeyPatch):
     before = file.read_text()
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ArgumentError, match="disk full"):
         plan.save(file)
     assert file.read_text() == before
     assert list(file.parent.iterdir()) == [file]
