@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import shardplan
+from shardplan.planning import _arguments, _planned_collectives
 from shardplan.schedule import Schedule
 from shardplan.search import solve
 
@@ -27,6 +28,12 @@ def mesh_of(sizes: Sequence[int], explicit: bool = False) -> Mesh:
     return jax.make_mesh(tuple(sizes), ("x", "y", "z")[: len(sizes)], axis_types=(kind,) * len(sizes), devices=devices)
 
 
+def with_schedule(plan: shardplan.Plan, schedule: Schedule) -> shardplan.Plan:
+    """The plan of another schedule of the same program."""
+    arguments, collectives = _arguments(schedule), _planned_collectives(schedule)
+    return replace(plan, built=schedule, arguments=arguments, collectives=collectives)
+
+
 def scrambled(plan: shardplan.Plan, seed: int) -> shardplan.Plan:
     """The same program with layouts and strategies that are drawn at random from all that are possible."""
     problem = plan.schedule.problem
@@ -35,7 +42,7 @@ def scrambled(plan: shardplan.Plan, seed: int) -> shardplan.Plan:
     problem.network.costs[:] = [c + 1e9 * draw.random(c.shape) for c in costs]
     solution = solve(problem.network, time_limit=5.0, gap=0.5)
     problem.network.costs[:] = costs
-    return replace(plan, built=Schedule(problem, problem.decode(solution.choices)))
+    return with_schedule(plan, Schedule(problem, problem.decode(solution.choices)))
 
 
 def run(plan: shardplan.Plan, mesh: Mesh, *args: Any) -> Any:

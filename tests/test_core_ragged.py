@@ -1,6 +1,5 @@
 """Products of rows in groups: every split of rows, groups and matrices, run with all kinds of group sizes."""
 
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +17,7 @@ from shardplan.partitioner import needs_island, usable_splits
 from shardplan.schedule import Schedule
 from shardplan.search import solve
 from shardplan.target import gpu_mesh
-from tests.core_programs import assert_equal_trees, mesh_of, scrambled
+from tests.core_programs import assert_equal_trees, mesh_of, scrambled, with_schedule
 
 ROWS, INNER, OUTER, GROUPS = 64, 32, 48, 8
 Numbers = jax.lax.RaggedDotDimensionNumbers
@@ -60,7 +59,7 @@ def split_as(plan: shardplan.Plan, number: int) -> shardplan.Plan:
     problem.network.costs[variable] = np.where(np.arange(len(costs)) == number, costs, 1e12)
     choices = solve(problem.network, time_limit=5.0, gap=0.5).choices
     problem.network.costs[variable] = costs
-    return replace(plan, built=Schedule(problem, problem.decode(choices)))
+    return with_schedule(plan, Schedule(problem, problem.decode(choices)))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -26,6 +26,7 @@ from shardplan.schedule import Schedule
 from shardplan.strategy import Halo
 from shardplan.target import compile_for, gpu_mesh
 from shardplan.transition import Partial, Reductions, Step, Transitions, halo_steps
+from tests.core_programs import with_schedule
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 
@@ -316,6 +317,6 @@ def test_what_two_readers_bring_for_themselves_keeps_its_layout_for_others() -> 
     product = plan.schedule.program.operations[-1].operands[1]
     assert isinstance(product, int)
     apart = replace(assignment, copies=assignment.copies | {product: assignment.values[product]})
-    drawn = replace(plan, built=Schedule(plan.schedule.problem, apart))
+    drawn = with_schedule(plan, Schedule(plan.schedule.problem, apart))
     planned = sum(sent.bytes for sent in drawn.schedule.collectives())
     assert measure(drawn.lower(mesh)).communication_bytes == pytest.approx(planned)

@@ -1,6 +1,5 @@
 """Sums that wait: what is added up later is sent once, through lookups, contractions and scatters too."""
 
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardplan.audit import measure
 from shardplan.schedule import Schedule
 from shardplan.search import solve
 from shardplan.target import gpu_mesh
-from tests.core_programs import assert_equal_trees, mesh_of, run
+from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
 
 TOKENS, INNER, WIDTH, CHOICES = 64, 32, 16, 4
 
@@ -88,7 +87,7 @@ def open_sums(plan: shardplan.Plan, seed: int) -> shardplan.Plan:
             problem.network.costs[variable] = problem.network.costs[variable] - 3e9 * waits
     choices = solve(problem.network, time_limit=5.0, gap=0.5).choices
     problem.network.costs[:] = costs
-    return replace(plan, built=Schedule(problem, problem.decode(choices)))
+    return with_schedule(plan, Schedule(problem, problem.decode(choices)))
 
 
 def waiting(schedule: Schedule) -> set[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,12 +16,13 @@ from shardplan.hardware import load
 from shardplan.layout import LayoutSpace
 from shardplan.mesh import mesh_axes
 from shardplan.options import Options
-from shardplan.planning import _planned_collectives, plan_problem
+from shardplan.planning import plan_problem
 from shardplan.prices import Prices
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
 from shardplan.search import solve
 from shardplan.tracing import trace_program
+from tests.core_programs import with_schedule
 
 ROWS, COLUMNS = 21, 10
 
@@ -42,8 +42,7 @@ def padded_plan(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, args: Any, se
     ]
     solution = solve(network, time_limit=5.0, gap=0.5)
     network.costs[:] = costs
-    schedule = Schedule(problem, problem.decode(solution.choices))
-    return replace(plan, built=schedule, collectives=_planned_collectives(schedule))
+    return with_schedule(plan, Schedule(problem, problem.decode(solution.choices)))
 
 
 def _padded_choices(problem: Problem) -> list[np.ndarray]:
