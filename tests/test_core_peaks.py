@@ -109,6 +109,27 @@ def test_a_product_over_batch_dimensions_that_lie_inside_reads_copies_and_forwar
     }
 
 
+def test_dimensions_of_size_one_need_no_copy_wherever_they_lie():
+    shapes = jax.ShapeDtypeStruct((1, 4, 32, 32), jnp.float32), jax.ShapeDtypeStruct((4, 32, 1, 64), jnp.float32)
+    numbers = (((3,), (1,)), ((1,), (0,)))
+    program = trace_program(lambda scores, v: jax.lax.dot_general(scores, v, numbers), shapes, {})
+    assert [o.copied for o in product_operands(program).values()] == [False, False]
+
+
+@pytest.mark.parametrize("product", [True, False])
+def test_a_kernel_overwrites_what_another_one_made_alone_but_no_librarys_result(product):
+    n = 2048
+
+    def step(x, w):
+        made = x @ w if product else jnp.exp(x)
+        return jnp.tanh(made * (made @ w)) @ w
+
+    # x, w and the result; a value, its product with w, and what becomes of both, over the value where that is allowed
+    size = 4 * n * n
+    peak = _peak_on_one(step, _square(n), _square(n)) + WORKSPACE_BYTES
+    assert peak - (5 + product) * size in (0, WORKSPACE_BYTES)
+
+
 @pytest.mark.parametrize(
     ("size", "dtype", "times"), [(32, "bfloat16", 1), (33, "bfloat16", 40 / 33), (33, "float32", 1)]
 )

@@ -30,13 +30,12 @@ from shardplan.memory.fusion import readers_of, updates_of
 from shardplan.memory.products import PRODUCT, ProductOperand, is_sum, merged_products, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
+from shardplan.memory.sharing import UPDATES, overwritten_values
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
-
-_UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,9 @@ class Lifetimes:
                 self.held[link.target] = Lifetime(first, last_read[link.target])
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
-        self._share_in_place(last_read)
+        spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
+        for value, place in overwritten_values(problem, self.order, kernels.fused, spans):
+            self.held[value] = Lifetime(self.held[value].start, place - 1)
         self._share_with_results(last_read)
         # what links alone read (a body's result that is carry and stack) is read where the loop ends
         self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
@@ -152,28 +153,6 @@ class Lifetimes:
         others = {source for source, becomes in entering if isinstance(source, int) and not becomes}
         return frozenset(source for source, becomes in entering if isinstance(source, int) and becomes) - others
 
-    def _share_in_place(self, last_read: dict[int, int]) -> None:
-        """Lets a result take the memory of an operand of its size that is read for the last time."""
-        for operation in self.order:
-            updates = operation.primitive.name in _UPDATES
-            if (
-                not operation.results
-                or operation.results[0] not in self.held
-                or not (updates or operation.index in self._fused)
-            ):
-                continue
-            size = self._problem.program.values[operation.results[0]].total_bytes
-            place = self.place[operation.index]
-            for operand in operation.operands[:1] if updates else operation.operands:
-                if not isinstance(operand, int) or operand not in self.held:
-                    continue
-                lifetime = self.held[operand]
-                if lifetime.end != place or lifetime.start == place:
-                    continue
-                if self._problem.program.values[operand].total_bytes == size:
-                    self.held[operand] = Lifetime(lifetime.start, place - 1)
-                    break
-
     def _share_with_results(self, last_read: dict[int, int]) -> None:
         """Lets what leaves a branch lie in the memory of the branch's result, and what goes round a loop in that of
         the carry, which is the loop's result: there once nothing reads the carry of the iteration before."""
@@ -184,7 +163,7 @@ class Lifetimes:
                 maker = makers.get(source)
                 if maker is None or maker.region not in operation.bodies or link.stacked:
                     continue
-                in_place = maker.index in self._fused or maker.primitive.name in _UPDATES
+                in_place = maker.index in self._fused or maker.primitive.name in UPDATES
                 read = last_read.get(link.target, -1) if link.target not in operation.results else -1
                 if read < self.place[maker.index] + in_place:
                     self.held.pop(source, None)

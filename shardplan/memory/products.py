@@ -41,7 +41,7 @@ _LOOKED_AT = 20
 
 @dataclass(frozen=True, slots=True)
 class ProductOperand:
-    """What a product reads: a value in an ``order`` of its dimensions, ``padding`` times as large.
+    """What a product reads: a value in an ``order`` of its dimensions larger than 1, ``padding`` times as large.
 
     ``copied`` says whether it reads a copy; where it does not, transpositions on the way are part of the product.
     """
@@ -93,7 +93,8 @@ def _product_operand(
     sizes = [prod(value.shape[d] for d in side) for side in (free, contracted)]
     half = _jax.item_bytes(value.dtype) == 2
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if half and size > 1)
-    as_it_is = tuple(range(len(dimensions)))
+    orders = [tuple(d for d in order if value.shape[d] > 1) for order in orders]
+    as_it_is = tuple(d for d in range(len(dimensions)) if value.shape[d] > 1)
     order = as_it_is if as_it_is in orders else orders[position]
     return ProductOperand(operand, order, padding, copied=padding > 1 or order != as_it_is)
 

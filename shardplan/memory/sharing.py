@@ -1,0 +1,124 @@
+"""Which values a kernel overwrites with its result.
+
+XLA gives the result of a kernel the memory of a value that the kernel reads element by element and for the last time,
+where another kernel has made that value and nothing else. A library's result comes with its workspace, a loop's with
+the other carries, a stored value with what its kernel computes from it besides, and a scatter's memory is already that
+of what it scatters into: these are not overwritten. So a product and what is computed from it lie side by side.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> from shardplan.memory.liveness import Lifetimes
+>>> def overwritten_by(step):
+...     square = jax.ShapeDtypeStruct((512, 512), "float32")
+...     problem = shardplan.plan(step, 1, square).schedule.problem
+...     lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+...     makers = {o.results[0]: o.primitive.name for o in lifetimes.order}
+...     return [makers[value] for value, span in lifetimes.held.items() if span.end < lifetimes.reads[value][1]]
+>>> overwritten_by(lambda x: jnp.tanh(jnp.exp(x) @ x) @ x)
+[]
+>>> def weighted(x):
+...     e = jnp.exp(x)
+...     return (e * (e @ x)) @ x  # the last kernel to read `e` is the last to read the product as well
+>>> overwritten_by(weighted)
+['exp']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
+
+from shardplan import _jax
+from shardplan.memory.fusion import fuses_operands
+from shardplan.problem import Problem
+from shardplan.program import Operation
+
+UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
+
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+
+_LOOKED_AT = 64
+"""Operations of a kernel that are looked at."""
+
+
+def overwritten_values(
+    problem: Problem, order: Sequence[Operation], fused: Collection[int], held: Mapping[int, tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """The values whose memory a later result takes, with the place in the order of the operation that makes it.
+
+    ``fused`` are the operations, by index, that become part of the kernels which read them; ``held`` says of each value
+    in memory from which place to which.
+    """
+    makers = {result: operation for operation in order for result in operation.results}
+    merged = _made_with_others(problem, order, fused)
+    taken: set[int] = set()
+    for place, operation in enumerate(order):
+        if not operation.results or operation.results[0] not in held:
+            continue
+        updates = operation.primitive.name in UPDATES
+        if updates:
+            candidates = [o for o in operation.operands[:1] if isinstance(o, int) and _fits(problem, o, operation)]
+        elif operation.index in fused:
+            candidates = list(_read_by_element(problem, makers, fused, held, operation))
+        else:
+            continue
+        for value in candidates:
+            start, end = held.get(value, (place, place))
+            if start < end == place and value not in taken and (updates or value not in merged):
+                taken.add(value)
+                yield value, place
+                break
+
+
+def _made_with_others(problem: Problem, order: Sequence[Operation], fused: Collection[int]) -> frozenset[int]:
+    """Values that are made in one kernel with what is first computed from them: it writes several results."""
+    values, read = problem.program.values, set[int]()
+    found = set()
+    for operation in order:
+        for operand in operation.operands:
+            if not isinstance(operand, int) or operand in read:
+                continue
+            read.add(operand)
+            elements = prod(values[operand].shape)
+            reduces = operation.index not in fused and fuses_operands(problem, operation)
+            if reduces or (operation.index in fused and prod(values[operation.results[0]].shape) == elements):
+                found.add(operand)
+    return frozenset(found)
+
+
+def _fits(problem: Problem, value: int, operation: Operation) -> bool:
+    """Whether a value has as many elements, of as many bytes, as what an operation makes."""
+    own, made = problem.program.values[value], problem.program.values[operation.results[0]]
+    return own.total_bytes == made.total_bytes and _jax.item_bytes(own.dtype) == _jax.item_bytes(made.dtype)
+
+
+def _read_by_element(
+    problem: Problem,
+    makers: Mapping[int, Operation],
+    fused: Collection[int],
+    in_memory: Collection[int],
+    operation: Operation,
+) -> Iterator[int]:
+    """The values that the kernel of an operation reads at the place of each element that it makes, and nowhere else."""
+    kernel, stack = {operation.index: operation}, [operation]
+    while stack and len(kernel) <= _LOOKED_AT:
+        for operand in stack.pop().operands:
+            maker = makers.get(operand) if isinstance(operand, int) and operand not in in_memory else None
+            if maker is not None and maker.index in fused and maker.index not in kernel:
+                kernel[maker.index] = maker
+                stack.append(maker)
+    values, elements = problem.program.values, prod(problem.program.values[operation.results[0]].shape)
+    elsewhere, found = set[int](), dict[int, None]()
+    for part in (kernel[index] for index in sorted(kernel, reverse=True)):
+        choices = problem.choices.get(part.index)
+        apart = not (choices and choices.pointwise) and part.primitive.name not in _VIEWS
+        apart |= not elsewhere.isdisjoint(part.results)
+        for operand in part.operands:
+            if isinstance(operand, int):
+                found[operand] = None
+                if apart or prod(values[operand].shape) != elements:
+                    elsewhere.add(operand)
+    for value in found:
+        maker = makers.get(value)
+        alone = maker is not None and maker.index in fused and len(maker.results) == 1
+        if alone and value in in_memory and value not in elsewhere and _fits(problem, value, operation):
+            yield value
