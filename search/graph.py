@@ -195,14 +195,15 @@ class Graph:
         if not self.exclusions:
             return
         masks: dict[int, NDArray[np.bool_]] = {}
-        finite = self.tables.finite
+        finite, covers = self.tables.finite, self.tables.covers
         queue: list[int] = []
         for v, costs in enumerate(self.costs):
             if costs is None:
                 continue
-            mask = np.isfinite(costs)
-            masks[v] = mask
-            if not mask.all() or any(finite(table) is not None for table in self.neighbours[v].values()):
+            mask = finite(costs)
+            if mask is not None:
+                masks[v] = mask
+            if mask is not None or not all([covers(table) for table in self.neighbours[v].values()]):
                 queue.append(v)
         waiting = set(queue)
         queue.reverse()
@@ -213,26 +214,26 @@ class Graph:
                 self.tick()
             v = queue.pop()
             waiting.discard(v)
-            mask = masks[v]
-            if not mask.any():
+            mask = masks.get(v)
+            if mask is not None and not mask.any():
                 raise Infeasible(f"variable {v} has no choice left")
             for w, table in self.neighbours[v].items():
                 where = finite(table)
-                if where is None:
+                if where is None or (mask is None and covers(table)):
                     continue
-                supported = where[mask].any(axis=0)
-                reduced = masks[w] & supported
-                if (reduced != masks[w]).any():
-                    masks[w] = reduced
+                supported = np.logical_or.reduce(where if mask is None else where[mask], axis=0)
+                known = masks.get(w)
+                if not (supported if known is None else supported[known]).all():
+                    masks[w] = supported if known is None else known & supported
                     if w not in waiting:
                         waiting.add(w)
                         queue.append(w)
         self.restrict_all(masks)
 
     def restrict_all(self, masks: dict[int, NDArray[np.bool_]]) -> None:
-        """Drops, of every variable that is left, the choices where its mask is False."""
+        """Drops, of every variable with a mask, the choices where it is False."""
         changed = {v: mask for v, mask in masks.items() if not mask.all()}
-        rows = {v: mask.tobytes() for v, mask in masks.items()}
+        rows = {v: mask.tobytes() for v, mask in changed.items()}
         for v, mask in changed.items():
             if not mask.any():
                 raise Infeasible(f"variable {v} has no choice left")
@@ -245,7 +246,8 @@ class Graph:
             for w, table in self.neighbours[v].items():
                 if w in changed and w < v:
                     continue
-                smaller = self.tables.restrict(table, rows[v], rows[w])
+                columns = rows.get(w) or b"\x01" * table.shape[1]
+                smaller = self.tables.restrict(table, rows[v], columns)
                 self.neighbours[v][w] = smaller
                 self.neighbours[w][v] = self.tables.transpose(smaller)
 

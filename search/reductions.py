@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph import Best, Follow, Graph, Infeasible
 from shardplan.search.memory import drop_safe_spans, fitting
+from shardplan.search.tables import beaten
 
 __all__ = ["drop_dominated", "eliminate", "follow", "reduce_graph", "settle_usage", "shrink"]
 
@@ -170,16 +171,17 @@ def follow(graph: Graph) -> int:
 def _leader(graph: Graph, v: int) -> tuple[int, NDArray[np.intp]] | None:
     """The neighbour with the fewest choices that determines v's, with the mapping, where folding pays."""
     around = graph.neighbours[v]
-    width = sum(table.shape[1] for table in around.values())
+    width = 0
     best: tuple[int, int, NDArray[np.intp]] | None = None
     for w, table in around.items():
-        size = table.shape[1]
-        if best is not None and best[:2] <= (size, w):
+        mapping = graph.tables.mapping(graph.neighbours[w][v])
+        if mapping is None:
             continue
+        size = table.shape[1]
+        width = width or sum(table.shape[1] for table in around.values())
         if size * (width - size) > _LARGEST_GROWTH * graph.size(v) * width:
             continue
-        mapping = graph.tables.mapping(graph.neighbours[w][v])
-        if mapping is not None:
+        if best is None or best[:2] > (size, w):
             best = (size, w, mapping)
     return None if best is None else best[1:]
 
@@ -242,13 +244,10 @@ def drop_dominated(graph: Graph) -> int:
 
 def _dominance(graph: Graph, v: int, costs: NDArray[np.float64]) -> NDArray[np.intp]:
     """Per choice one that beats it, or -1."""
-    # worse[l, k]: at most by how much the total rises when k is replaced by l.
-    worse = costs[:, None] - costs[None, :]
-    for table in graph.neighbours[v].values():
-        worse = worse + graph.tables.rise(table)
+    around = tuple(graph.neighbours[v].values())
+    if not graph.spans[v]:
+        return graph.tables.beaten(costs, around)
+    worse = graph.tables.worse(costs, around)
     for amounts in {id(amounts): amounts for amounts, _, _ in graph.spans[v]}.values():
         worse[amounts[:, None] > amounts[None, :]] = np.inf
-    beats = worse <= 0
-    # Of choices that beat each other, the first stays.
-    beats &= ~beats.T | np.tri(len(costs), k=-1, dtype=bool).T
-    return np.where(beats.any(axis=0), beats.argmax(axis=0), -1)
+    return beaten(worse)

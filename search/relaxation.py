@@ -260,7 +260,9 @@ class Relaxation:
         for low, high, to_low, to_high in self.sweeper.message_pairs():
             v, w = self.order[low], self.order[high]
             if (v, w) in messages:
-                to_low[:], to_high[:] = messages[v, w], messages[w, v]
+                to_low[:] = messages[v, w]
+            if (w, v) in messages:
+                to_high[:] = messages[w, v]
 
     def reparametrise(self) -> None:
         """Moves the messages into the graph's costs and tables. Every assignment keeps its cost, and the bound of

@@ -19,6 +19,7 @@ wherever only one of each fits.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Container, Hashable
 from dataclasses import dataclass
@@ -210,25 +211,28 @@ def _layers(following: dict[int, int], around: Around) -> Repetition | None:
 
 
 def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], around: Around) -> dict[int, int]:
-    """The layer in which each sequence begins."""
-    steps: dict[int, dict[int, int]] = {o: {} for o in orbits}
+    """The layer in which each sequence begins: those with most edges between them are set against each other first,
+    by the step that most of these edges take. Otherwise layers run askew through what repeats in two directions."""
+    steps: dict[int, dict[int, Counter[int]]] = {o: {} for o in orbits}
     for v, (o, i) in place.items():
         for _, w in around[v]:
             p, j = place.get(w, (o, 0))
             if p != o:
-                steps[o][p] = min(steps[o].get(p, i - j), i - j)
+                steps[o].setdefault(p, Counter())[i - j] += 1
     offsets: dict[int, int] = {}
     for start in orbits:
         if start in offsets:
             continue
-        offsets[start] = 0
-        queue = deque([start])
-        while queue:
-            o = queue.popleft()
-            for p, step in steps[o].items():
+        heap = [(0, start, 0)]
+        while heap:
+            _, o, offset = heapq.heappop(heap)
+            if o in offsets:
+                continue
+            offsets[o] = offset
+            for p, counts in steps[o].items():
                 if p not in offsets:
-                    offsets[p] = offsets[o] + step
-                    queue.append(p)
+                    step, count = max(counts.items(), key=lambda item: (item[1], -abs(item[0]), item[0]))
+                    heapq.heappush(heap, (-count, p, offset + step))
     return offsets
 
 
@@ -340,6 +344,7 @@ def _edges(
             number = layer(v, layer(w))
             if number is not None and number >= start:
                 number = number - missing if number >= stop else start - 1 if 2 * number < start + stop else start
-            if number in alike:
-                result[v, w] = alike[number]
+            if number is not None and number not in alike:
+                number = min(alike, key=lambda n: abs(n - number))  # type: ignore[operator]
+            result[v, w] = alike[number]
     return result

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Tables"]
+__all__ = ["Tables", "beaten"]
 
 Array = NDArray[np.float64]
 _REMEMBERED_BYTES = 400_000_000
@@ -105,6 +105,23 @@ class Tables:
         """`max over j of table[l, j] - table[k, j]`, per (l, k), over the j that k does not exclude."""
         return self._remember(("rise", id(table)), lambda: _rise(table, self.finite(table)), table)
 
+    def beaten(self, costs: Array, tables: tuple[Array, ...]) -> NDArray[np.intp]:
+        """Per choice of a variable with these tables `[self, neighbour]` one that beats it whatever the neighbours do
+        (Goldstein's criterion of dead-end elimination), or -1."""
+        key = ("beaten", id(costs), *map(id, tables))
+        found = self._results.get(key)
+        if found is None:
+            found = (beaten(self.worse(costs, tables)), costs, *tables)
+            self._results[key] = found
+        return found[0]  # type: ignore[return-value]
+
+    def worse(self, costs: Array, tables: tuple[Array, ...]) -> Array:
+        """At most by how much the total rises when choice k is replaced by l, per (l, k)."""
+        worse: Array = costs[:, None] - costs[None, :]
+        for table in tables:
+            worse = worse + self.rise(table)
+        return worse
+
     def restrict(self, array: Array, rows: bytes, columns: bytes | None = None) -> Array:
         """The rows (and columns) whose bytes are not 0."""
         key = ("restrict", id(array), rows, columns)
@@ -114,8 +131,18 @@ class Tables:
         keep_columns = np.frombuffer(columns, dtype=bool)
         return self._remember(key, lambda: np.ascontiguousarray(array[keep][:, keep_columns]), array)
 
+    def covers(self, table: Array) -> bool:
+        """Whether every column has a finite entry."""
+        key = ("covers", id(table))
+        found = self._results.get(key)
+        if found is None:
+            where = self.finite(table)
+            found = (where is None or bool(where.any(axis=0).all()), table)
+            self._results[key] = found
+        return found[0]  # type: ignore[return-value]
+
     def finite(self, table: Array) -> NDArray[np.bool_] | None:
-        """Where the table is finite, or `None` where it is so everywhere."""
+        """Where the array is finite, or `None` where it is so everywhere."""
         key = ("finite", id(table))
         found = self._results.get(key)
         if found is None:
@@ -123,6 +150,14 @@ class Tables:
             found = (None if where.all() else where, table)
             self._results[key] = found
         return found[0]  # type: ignore[return-value]
+
+
+def beaten(worse: Array) -> NDArray[np.intp]:
+    """Per choice one that beats it, or -1, by how much replacing it costs at most."""
+    beats = worse <= 0
+    # Of choices that beat each other, the first stays.
+    beats &= ~beats.T | np.tri(len(worse), k=-1, dtype=bool).T
+    return np.where(beats.any(axis=0), beats.argmax(axis=0), -1)
 
 
 def _join(costs: Array, left: Array, right: Array) -> Array:

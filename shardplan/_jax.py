@@ -6,6 +6,7 @@ lines and name stacks) and binding them again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -232,6 +233,7 @@ def stored_dtype(dtype: Any) -> Any:
     return np.dtype(np.uint32) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype
 
 
+@functools.cache
 def item_bytes(dtype: Any) -> int:
     """Bytes of one element; for PRNG keys, of the whole key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):

@@ -191,3 +191,27 @@ def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
         assert max(bounds) <= best + 1e-9
         sooner += max(bounds) >= slow - 1e-9
     assert sooner >= 15
+
+
+def test_what_repeats_in_two_directions_is_folded_straight() -> None:
+    """A recurrent net of several layers, unrolled: were each layer set off by one step, little would be left out."""
+    rng, steps, depth = np.random.default_rng(3), 20, 8
+    onward, upward, across = ([rng.integers(0, 30, (4, 4)).astype(float) for _ in range(depth)] for _ in range(3))
+    net = Network()
+    cells = [[net.add_variable(np.arange(4.0)) for _ in range(depth)] for _ in range(steps)]
+    for cell, after in itertools.pairwise(cells):
+        for layer in range(depth):
+            net.add_edge(cell[layer], after[layer], onward[layer])
+            if layer + 1 < depth:
+                before, behind = (cell, after) if layer % 2 else (after, cell)
+                net.add_edge(before[layer], behind[layer + 1], across[layer])
+    for cell in cells:
+        for layer in range(depth - 1):
+            net.add_edge(cell[layer], cell[layer + 1], upward[layer])
+    graph = Graph.of(net)
+    folded = fold(graph)
+    assert folded is not None and len(folded.graph.live()) <= 4 * depth
+    both = [(v, w) for v in graph.live() for w in graph.neighbours[v]]
+    for v, w in both:
+        stand_in, other = folded.edge[v, w]
+        assert (folded.graph.neighbours[stand_in][other] == graph.neighbours[v][w]).all()

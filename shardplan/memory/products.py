@@ -137,9 +137,10 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
 def _made_between(makers: Mapping[int, Operation], value: int, among: set[int], most: int) -> set[int]:
     """Operations that a value is computed from, back to the first of ``among``; all of these if there are too many."""
     found, stack = set[int](), [value]
+    first = min(among, default=0)
     while among and stack:
         maker = makers.get(stack.pop())
-        if maker is not None and maker.index >= min(among) and maker.index not in found:
+        if maker is not None and maker.index >= first and maker.index not in found:
             found.add(maker.index)
             stack += (operand for operand in maker.operands if isinstance(operand, int))
         if len(found) > most:

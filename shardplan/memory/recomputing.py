@@ -120,6 +120,8 @@ class _Walk:
         self._problem, self._fused, self._needed = problem, fused, needed
         self._values = problem.program.values
         self._makers = {result: o.index for o in problem.program.operations for result in o.results}
+        self._bytes = [value.total_bytes for value in self._values]
+        self._read = [self._operands(operation) for operation in problem.program.operations]
         self._cycles: dict[int, float] = {}
         self._fusing: dict[int, _Kernel] = {}
 
@@ -129,7 +131,7 @@ class _Walk:
 
     def follow(self, operation: Operation) -> _Kernel:
         """The kernel that would end with this operation, after the walk has come to it."""
-        operands = self._operands(operation)
+        operands = self._read[operation.index]
         together = frozenset((operation.index,)).union(
             *(self._fusing[o].operations for o in operands if o in self._fusing)
         )
@@ -161,7 +163,7 @@ class _Walk:
         others = kernel.operations - own.operations
         operations, sources = set(others), set[int]()
         for operation in (program.operations[index] for index in others):
-            for operand in self._operands(operation):
+            for operand in self._read[operation.index]:
                 if operand == value or self._makers.get(operand) in others:
                     continue
                 fusing = self._fusing.get(operand, _Kernel(frozenset(), frozenset((operand,)), 0.0))
@@ -171,7 +173,7 @@ class _Walk:
         computing, moving = self._computing(operations), self._moving(sources) + kernel.written
         more = share * self._computing(own.operations - operations), share * self._moving(own.sources - sources)
         anew = _time(computing + more[0], moving + more[1])
-        return anew - _time(computing, moving + share * self._values[value].total_bytes)
+        return anew - _time(computing, moving + share * self._bytes[value])
 
     def _share(self, reader: Operation, value: int) -> float:
         """How much of a value an operation reads, where it takes a part of it."""
@@ -181,10 +183,10 @@ class _Walk:
         return min(1.0, largest / max(1, prod(self._values[value].shape)))
 
     def _computing(self, operations: Iterable[int]) -> float:
-        return sum(self._cycles[index] for index in operations) / _CYCLES_PER_BYTE
+        return sum([self._cycles[index] for index in operations]) / _CYCLES_PER_BYTE
 
     def _moving(self, values: Iterable[int]) -> float:
-        return float(sum(self._values[value].total_bytes for value in values))
+        return float(sum([self._bytes[value] for value in values]))
 
 
 def _time(computing: float, moving: float) -> float:
