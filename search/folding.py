@@ -48,7 +48,8 @@ class Start:
 def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Start | None:
     """A start for a graph by its repeated layers; `None` where it has none.
 
-    Where usage binds, layers are not alike: they use memory at other times. There is no start then.
+    Where usage is limited, layers are not alike: they use memory at other times. There is no start then. Where it has
+    a price instead (`shardplan.search.pricing`), layers that use as much at the priced times are alike.
     """
     folded = None if any(graph.spans) else fold(graph)
     if folded is None:

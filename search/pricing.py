@@ -4,10 +4,12 @@ A price on each time at which usage may exceed the limit makes usage a cost, and
 reduces further, and the same solver that works on whole graphs settles it. At prices p it finds an assignment of cost
 c and excess e (its usages less the limit), and L(p) = c + p e bounds what keeps within the limit from below. For all
 other prices q, the same assignment says L(q) <= c + q e: a plane above the concave function L. The prices where the
-planes found so far leave L the most room come next (Kelley, 1960), until they leave none.
+planes found so far leave L the most room come next (Kelley, 1960), until they leave none. Layers that repeat have equal
+usages at most of these times, and so at equal prices equal costs: they are folded there as without a limit.
 
 Of what is best at these prices, some assignments use too much and some are too dear; they differ in a few large
-tensors. The best mixture of them that keeps within the limit is nearly the best of all.
+tensors. The best mixture of them that keeps within the limit is nearly the best of all. As soon as there is one, what
+cannot be in anything better is left out at all prices that follow.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
 from shardplan.search.closing import close
-from shardplan.search.graph import Infeasible
+from shardplan.search.folding import folded_start
+from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.memory import Profile
+from shardplan.search.priced import PricedGraph
 from shardplan.search.reductions import shrink
-from shardplan.search.relaxation import Relaxation
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
 __all__ = ["Pricing"]
@@ -38,11 +41,15 @@ _MOST_TIMES = 24
 _SHARE_OF_GAP = 0.2
 _INWARDS = 0.3
 """Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
-_STEEPEST = 4.0
-"""How much higher than all before the next prices may be."""
+_FLATTEST, _STEEPEST = 1.5, 4.0
+"""How much higher than all before the next prices may be: the more, the less the last ones have changed the excess."""
+_ROUGHLY = 2e-3
+"""The gap at which prices are evaluated that are too low to keep within the limit."""
+_SHARE_OF_CUT = 0.1
+"""How exactly prices are evaluated: to this share of what the plane that comes out takes off the ones before."""
 _SECONDS_PER_VARIABLE = 6e-5
 """What copying and reducing take, about."""
-_SWEEPS = 30
+_WORTH_PRUNING = 0.9
 _CROSSABLE = 40_000
 _CROSSING_WORK = 0.2
 
@@ -54,6 +61,10 @@ class _Plane:
     choices: Index
     cost: float
     excess: Array
+
+    def at(self, prices: Array) -> float:
+        """What the plane leaves to L at these prices."""
+        return self.cost + float(prices @ self.excess)
 
 
 class Pricing:
@@ -67,11 +78,11 @@ class Pricing:
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
         self.profile = Profile(graph, self.live, self.offsets[:-1])
         self.instants = self.profile.candidates()
-        self.amounts = np.zeros((0, self.profile.size))
-        self.room = self.profile.limit - self.profile.fixed[self.instants]
         self.planes: list[_Plane] = []
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
+        self._crossed = False
+        """Whether a mixture was looked for."""
         self.most = 0.0
         """The highest price that was tried."""
         self.estimate = 0.0
@@ -84,17 +95,24 @@ class Pricing:
 
     def raise_bound(self, seconds: float) -> None:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
-        self.amounts = np.stack([self.profile.at(instant) for instant in self.instants])
+        self.priced = PricedGraph(self.solver.graph, self.profile, self.instants)
         prices = self._first()
         for _ in range(_EVALUATIONS):
             self._evaluate(prices)
+            last = prices
             if self.solver.closed or self.estimate > seconds:
                 break
-            ceiling, prices = self._highest()
-            if ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
+            if self._turned and not self._crossed:
+                self.cross()
+                if self.solver.closed:
+                    break
+            ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
+            if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
                 break
-            if np.count_nonzero(prices) > 1 and np.isfinite(self.bound):
+            if np.count_nonzero(prices) > 1 and self._turned:
                 prices = prices + _INWARDS * (self.best - prices)
+            if np.allclose(prices, last, rtol=1e-6, atol=0.0):
+                break  # a plane that was not found exactly is in the way
         self.solver.prices = self._by_time()
 
     def _first(self) -> Array:
@@ -104,28 +122,45 @@ class Pricing:
         if known.any() or not self.planes:
             return known
         over = np.maximum(self.planes[0].excess, 0.0)
-        square = float(over @ over)
-        return _FIRST_SHARE * abs(self.planes[0].cost) / square * over if square else known
+        if not over.any():
+            return known
+        mean = float(over @ over / over.sum())
+        room = max(mean, math.sqrt(mean * self.profile.limit))  # a small excess need not be a cheap one
+        return _FIRST_SHARE * abs(self.planes[0].cost) / room * (over / over.sum())
 
     def _by_time(self) -> dict[int, float]:
         times = self.profile.instants[self.instants].tolist()
         return {time: price for time, price in zip(times, self.best.tolist(), strict=True) if price > 0}
 
+    def _inner(self, prices: Array) -> GraphSolver:
+        """A solver of the graph at these prices, reduced. The further below the planes, the less exactly it ends."""
+        priced = self.priced.at(prices)
+        ceiling = min((plane.at(prices) for plane in self.planes), default=-math.inf)
+        gap = self.solver.gap
+        precision = _SHARE_OF_GAP * gap if self._turned else max(_SHARE_OF_GAP * gap, min(gap, _ROUGHLY))
+
+        def report() -> None:
+            priced.tick()
+            cut = ceiling - inner.upper if inner.upper < math.inf else 0.0
+            inner.gap = max(precision, _SHARE_OF_CUT * cut / max(abs(inner.upper), 1e-30))
+
+        inner = GraphSolver(priced, math.inf, _EFFORT, precision, Watch(report, self.solver.watch.seconds_left))
+        inner.reduce(dominance=False)  # what others beat at these prices is found by messages sooner
+        start = folded_start(priced, _EFFORT, precision, inner.watch)
+        if start is not None:
+            inner.begin(start.messages, start.choices)
+            inner.sweeps, inner.estimate = start.sweeps, start.estimate
+        return inner
+
     def _evaluate(self, prices: Array) -> None:
         """Solves the graph at these prices."""
-        solver, graph = self.solver, self.solver.graph
+        solver = self.solver
         self.most = max(self.most, float(prices.max()))
-        priced = graph.copy()
-        priced.tables = graph.tables  # what was computed of equal tables before is known
-        priced.usage_limit, priced.fixed_spans = None, []
-        priced.spans = [[] for _ in priced.spans]
-        priced.constant -= float(prices @ self.room)
-        added = prices @ self.amounts
-        for place, v in enumerate(self.live):
-            priced.costs[v] = priced.costs[v] + added[self.offsets[place] : self.offsets[place + 1]]  # type: ignore[operator]
-        watch = Watch(priced.tick, solver.watch.seconds_left)
-        inner = GraphSolver(priced, math.inf, _EFFORT, _SHARE_OF_GAP * solver.gap, watch)
-        inner.reduce(dominance=False)  # what others beat at these prices is found by messages sooner
+        inner = self._inner(prices)
+        priced = inner.graph
+        if not inner.messages and priced.live() and solver.upper < math.inf:
+            self._narrow(inner)
+        narrowed = len(priced.undo)
         inner.solve()
         self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
         solver.sweeps += inner.sweeps
@@ -133,9 +168,20 @@ class Pricing:
             self.bound, self.best = inner.lower, prices
             solver.raise_lower(inner.lower)
         if priced.hint is not None:
-            full = priced.expand(priced.hint)
-            self.take({v: int(full[v]) for v in self.live})
+            self.take(self.priced.choices(priced))
+        self.priced.narrow(priced, narrowed)
         solver.watch.report()
+
+    def _narrow(self, inner: GraphSolver) -> bool:
+        """Drops from a graph at some prices what no assignment within the limit below the best one takes; False where
+        that is little."""
+        before = _choices(inner.graph)
+        relaxation = inner.sweep_until_prunable()
+        relaxation.prune(max(self.solver.upper, inner.upper))
+        relaxation.reparametrise()
+        inner.messages = {}
+        shrink(inner.graph, dominance=False)
+        return _choices(inner.graph) < _WORTH_PRUNING * before
 
     def take(self, found: dict[int, int]) -> None:
         """Keeps an assignment, and gives it to the solver where it keeps within the limit."""
@@ -146,22 +192,30 @@ class Pricing:
         if used.max() <= self.profile.limit:
             self.solver.accept(found, cost)
 
+    @property
+    def _turned(self) -> bool:
+        """Whether some prices were so high that all usages kept within the limit."""
+        return any(plane.excess.max() <= 0 for plane in self.planes)
+
     def _highest(self) -> tuple[float, Array]:
         """The highest value that the planes leave to L, and prices where they do."""
         program = pywraplp.Solver.CreateSolver("GLOP")
         value = program.NumVar(-program.infinity(), program.infinity(), "")
-        scale = self._scale()
+        scale, unit = self._scale(), max(abs(self.planes[0].cost), 1e-30)
         prices = [program.NumVar(0.0, 1.0, "") for _ in self.instants]
         for plane in self.planes:
-            terms = [float(e) * scale * p for e, p in zip(plane.excess, prices, strict=True) if e]
-            program.Add(value <= plane.cost + sum(terms))
+            terms = [float(e) * (scale / unit) * p for e, p in zip(plane.excess, prices, strict=True) if e]
+            program.Add(value <= plane.cost / unit + sum(terms))
         program.Maximize(value)
         if program.Solve() != pywraplp.Solver.OPTIMAL:
             return self.bound, self.best
-        return program.Objective().Value(), scale * np.array([p.solution_value() for p in prices])
+        return unit * program.Objective().Value(), scale * np.array([p.solution_value() for p in prices])
 
     def _scale(self) -> float:
         """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
+        if self.most > 0 and not self._turned:
+            last, before = (float(plane.excess.max()) for plane in self.planes[-1:-3:-1])
+            return self.most * min(max(before / max(before - last, 1e-30), _FLATTEST), _STEEPEST)
         if self.most > 0:
             return _STEEPEST * self.most
         first = self.planes[0]
@@ -169,6 +223,7 @@ class Pricing:
 
     def cross(self) -> None:
         """Mixes what was found at all prices; a mixture within the limit goes to the solver."""
+        self._crossed = True
         graph = self.solver.graph.copy()
         graph.tables = self.solver.graph.tables
         try:
@@ -192,10 +247,21 @@ class Pricing:
 
     def prune(self) -> None:
         """Drops from the solver's graph what cannot be in anything better, at the best prices."""
-        solver = self.solver
-        relaxation = Relaxation(solver.graph, solver.prices)
-        for _ in range(_SWEEPS):
-            relaxation.sweep_at_best_prices()
-        self.estimate += _SWEEPS * relaxation.seconds_per_sweep
-        solver.prune(relaxation)
-        shrink(solver.graph, dominance=False)
+        solver, inner = self.solver, self._inner(self.best)
+        while inner.graph.live() and inner.may_sweep() and self._narrow(inner):
+            pass
+        self.priced.narrow(inner.graph, len(inner.graph.undo))
+        self.estimate += inner.estimate
+        graph = solver.graph
+        masks = {v: np.zeros(graph.size(v), dtype=bool) for v in self.live}
+        for v, kept in self.priced.kept.items():
+            masks[v][kept] = True
+            if graph.hint is not None:
+                masks[v][graph.hint[v]] = True
+        graph.restrict_all(masks)
+        graph.make_consistent()
+        shrink(graph, dominance=False)
+
+
+def _choices(graph: Graph) -> int:
+    return sum(graph.size(v) for v in graph.live())

@@ -204,7 +204,7 @@ def fold_follower(graph: Graph, v: int, leader: int, mapping: NDArray[np.intp]) 
     assert costs is not None
     for w, table in graph.remove(v):
         if w == leader:
-            agreed = table[mapping, np.arange(mapping.size)] + costs[mapping]
+            agreed = graph.tables.followed(costs, table, mapping)
             graph.costs[leader] = graph.tables.add(graph.costs[leader], agreed)  # type: ignore[arg-type]
         else:
             graph.add_edge(leader, w, graph.tables.rows(table, mapping))

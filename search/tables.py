@@ -87,6 +87,12 @@ class Tables:
         """`array[mapping]`, along the first axis; equal mappings should be the same object."""
         return self._remember(("rows", id(array), id(mapping)), lambda: array[mapping], array, mapping)
 
+    def followed(self, costs: Array, table: Array, mapping: NDArray[np.intp]) -> Array:
+        """`costs[mapping[j]] + table[mapping[j], j]`, per j: what a variable whose choice follows j leaves there."""
+        key = ("followed", id(costs), id(table), id(mapping))
+        columns = np.arange(mapping.size)
+        return self._remember(key, lambda: table[mapping, columns] + costs[mapping], costs, table, mapping)
+
     def mapping(self, table: Array) -> NDArray[np.intp] | None:
         """Where each row has one finite entry: the column of it, per row."""
         key = ("mapping", id(table))

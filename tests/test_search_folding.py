@@ -11,8 +11,10 @@ from shardplan.search import Network, solve, testing
 from shardplan.search.extrapolation import Extrapolation
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph
+from shardplan.search.memory import Profile
 from shardplan.search.messages import Sweeper
 from shardplan.search.model import Model
+from shardplan.search.priced import PricedGraph
 from shardplan.search.programs import gpt
 from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Relaxation
@@ -152,6 +154,54 @@ def test_usage_that_binds_is_not_folded() -> None:
         net.add_usage(layer[0], [3.0, 2.0, 1.0], time, len(layers))
     net.usage_limit = 60.0
     assert folded_start(Graph.of(net), Effort(), 1e-3, Watch(lambda: None, lambda: 60.0)) is None
+
+
+def test_layers_fold_where_usage_has_a_price() -> None:
+    net, layers = stacked((Layers(0), 30))
+    for layer in layers:
+        net.add_usage(layer[0], [3.0, 2.0, 1.0], 0, 1)
+        follower = net.add_variable([0.0] * CHOICES)
+        net.add_edge(layer[1], follower, np.where(np.eye(CHOICES) > 0, 0.0, np.inf))
+        net.add_usage(follower, [4.0, 1.0, 2.0], 0, 1)
+    net.usage_limit = 130.0
+    graph = Graph.of(net)
+    shrink(graph)
+    profile = Profile(graph, graph.live(), np.cumsum([0, *(graph.size(v) for v in graph.live())])[:-1])
+    priced = PricedGraph(graph, profile, profile.candidates()).at(np.array([1.5]))
+    shrink(priced, dominance=False)
+    folded = fold(priced)
+    assert folded is not None and len(folded.graph.live()) < 0.4 * len(priced.live())
+    solution = solve(net, gap=0.0, time_limit=30)
+    assert net.peak(solution.choices)[0] <= 130.0 and solution.lower_bound <= solution.cost
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_prices_leave_out_is_in_nothing_better(seed: int) -> None:
+    net = testing.random_memory_bound(np.random.default_rng(seed), 8, 0.5)
+    best, cost = testing.brute_force(net)
+    if best is None:
+        return
+    graph = Graph.of(net)
+    places = np.cumsum([0, *(graph.size(v) for v in graph.live())])[:-1]
+    profile = Profile(graph, graph.live(), places)
+    instants = profile.candidates()
+    if not len(instants):
+        return
+    prices = PricedGraph(graph, profile, instants)
+    for price in (0.3, 1.0):
+        priced = prices.at(np.full(len(instants), price))
+        shrink(priced, dominance=False)
+        if priced.live():
+            relaxation = Relaxation(priced)
+            relaxation.improve(math.inf)
+            assert relaxation.bound <= cost + 1e-9
+            relaxation.prune(cost)
+        prices.narrow(priced, len(priced.undo))
+    numbers = {v: np.flatnonzero(net.costs[v] < 1e17) for v in graph.live()}
+    kept = {v: set(prices.kept[v].tolist()) for v in graph.live()}
+    for v in graph.live():
+        if len(numbers[v]) == graph.size(v):
+            assert int(np.searchsorted(numbers[v], best[v])) in kept[v]
 
 
 def test_the_folded_graph_does_not_grow_with_the_layers() -> None:
