@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, effects, source_info_util, traceback_util
+from jax._src import config, dispatch, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
 from jax._src.lax import lax as lax_internal
 from jax.extend import core as jex_core
@@ -120,6 +120,15 @@ def barrier_mask(equation: Equation) -> tuple[bool, ...]:
 
 HOST_CALLS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
 """Primitives that run Python on the host, which no device shares: there is nothing to describe."""
+
+
+def is_lowered_for_devices(equation: Equation) -> bool:
+    """Whether an equation's lowering asks for the devices (callbacks, cuDNN's attention, custom partitioning): of such
+    programs JAX wants all shardings over one and the same mesh, types of axes included."""
+    if equation.primitive in dispatch.prim_requires_devices_during_lowering:
+        return True
+    return any(map(dispatch.jaxpr_has_prim_requiring_devices, jax_core.jaxprs_in_params(equation.params)))
+
 
 SHARDING_CONSTRAINT = "sharding_constraint"
 

@@ -183,6 +183,7 @@ class _Runner:
         self.mesh = mesh if isinstance(mesh, Mesh) else _devices_for(plan)
         self._jitted: Callable[..., Any] | None = None
         self._shardings: tuple[NamedSharding, ...] = ()
+        self._retyped: Any = None
 
     def __call__(self, call: Call) -> Any:
         with _jax.automatic_mesh():
@@ -194,12 +195,14 @@ class _Runner:
                 args, kwargs = jax.tree.unflatten(structure, placed)
             else:
                 args, kwargs = call.args, call.kwargs
-            return self._jitted(*args, **kwargs)
+            results = self._jitted(*args, **kwargs)
+            return results if self._retyped is None else jax.device_put(results, self._retyped)
 
     def _compile(self, call: Call) -> Callable[..., Any]:
         ordered = [effect for effect in self.plan.program.effects if _jax.is_ordered_for_one_device(effect)]
         if not ordered or self.plan.device_count == 1:
             self._shardings = self.plan.leaf_shardings(self.mesh)
+            self._retyped = self.plan.retyped(self.mesh)
             return self.plan.jitted(self.mesh)
         warn(
             f"`{name_of(call.fn)}` has effects whose order JAX keeps on one device alone (`{ordered[0]}`): it runs "

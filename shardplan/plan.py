@@ -191,8 +191,8 @@ class Plan:
     def jitted(self, mesh: Mesh | None = None) -> Any:
         """The planned step as a ``jax.jit`` function of the arguments that were planned, without the static ones.
 
-        Results are laid out over ``mesh`` as it is, its axes of type Explicit too. With keyword arguments, for which
-        ``jax.jit`` takes no shardings, the arguments must lie as the plan says already.
+        Results are laid out over ``mesh`` as it is, its axes of type Explicit too, unless `retyped` says otherwise.
+        With keyword arguments, for which ``jax.jit`` takes no shardings, the arguments must lie as the plan has them.
         """
         concrete = self._with_devices(mesh)
         program = self.program
@@ -205,10 +205,20 @@ class Plan:
         return jax.jit(
             planned,
             in_shardings=None if kwargs else args,
-            out_shardings=self._out_shardings(mesh or concrete),
+            out_shardings=self._out_shardings(concrete if self.retyped(mesh) else mesh or concrete),
             donate_argnums=[position for position in self.donated if isinstance(position, int)],
             donate_argnames=[name for name in self.donated if isinstance(name, str)],
         )
+
+    def retyped(self, mesh: Mesh | None = None) -> Any:
+        """Where `jitted` results are to be brought, the same places with the types of ``mesh``; None for nowhere else.
+
+        A program that is lowered for its devices takes no mesh but that with axes of type Auto.
+        """
+        if mesh is None or with_auto_axes(mesh) == mesh:
+            return None
+        for_devices = any(_jax.is_lowered_for_devices(o.equation) for o in self.program.operations)
+        return self._out_shardings(mesh) if for_devices else None
 
     def leaf_shardings(self, mesh: Mesh | AbstractMesh | None = None) -> tuple[NamedSharding, ...]:
         """The sharding of every argument leaf, in the order of the flattened arguments."""

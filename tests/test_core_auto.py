@@ -245,6 +245,19 @@ def test_donation_beside_static_and_keyword_arguments(mesh: Mesh) -> None:
 # ---- meshes
 
 
+def test_programs_that_call_back_run_on_an_explicit_mesh() -> None:
+    def step(x: Any) -> Any:
+        total = jax.pure_callback(lambda a: np.asarray(a).sum(), jax.ShapeDtypeStruct((), x.dtype), x)
+        return x * 2, total
+
+    explicit = mesh_of((2, 4), explicit=True)
+    planned = shardplan.auto(step, explicit)
+    results = planned(X)
+    assert_equal_trees(results, jax.jit(step)(X))
+    assert results[0].sharding.mesh == explicit
+    assert_equal_trees(planned(results[0]), jax.jit(step)(X * 2))
+
+
 def test_results_on_an_explicit_mesh_have_its_types() -> None:
     explicit = mesh_of((2, 4), explicit=True)
     x = jax.device_put(X, NamedSharding(explicit, P("x", "y")))
