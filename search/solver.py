@@ -116,6 +116,8 @@ class GraphSolver:
             before = self._choices()
             relaxation = self.sweep_until_prunable()
             merges = self.stalled and self._may_merge()
+            if self.stalled and not self.closed:
+                self.choose_among_twins()
             if self.stalled and not self.closed and not merges:
                 self.dive(relaxation)
             if self.closed:
@@ -298,6 +300,33 @@ class GraphSolver:
             full = small.expand(small.hint)
             found = {v: int(full[v]) for v in relaxation.order}
             self.accept(found, self.graph.cost(found))
+
+    def choose_among_twins(self) -> None:
+        """Solves the graph with the twins of the best assignment's choices alone.
+
+        Messages say the same of twins. What is decoded from them may be right but for twins that contradict each other.
+        """
+        graph, hint = self.graph, self.graph.hint
+        if hint is None or not graph.twins or graph.usage_limit is not None:
+            return
+        part = graph.copy()
+        part.twins = {}
+        try:
+            part.restrict_all({v: self._twins_of(v, hint[v]) for v in graph.live()})
+            part.make_consistent()
+            effort = replace(self.effort, sweeps=200, closing=0.0, dives=False, merging=0)
+            solver = GraphSolver(part, math.inf, effort, self.gap, Watch(part.tick, self.watch.seconds_left))
+            solver.solve()
+        except Infeasible:
+            return
+        if part.hint is not None:
+            full = part.expand(part.hint)
+            found = {v: int(full[v]) for v in graph.live()}
+            self.accept(found, graph.cost(found))
+
+    def _twins_of(self, v: int, choice: int) -> NDArray[np.bool_]:
+        labels = self.graph.twins.get(v, np.arange(self.graph.size(v)))
+        return labels == labels[choice]
 
     def _settled_by_elimination(self, entries: float, largest: float) -> bool:
         """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""

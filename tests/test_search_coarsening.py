@@ -9,7 +9,7 @@ from shardplan.search import Network, coarsening, solve, testing
 from shardplan.search.coarsening import coarse, coarse_start
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.solver import Effort, Watch
+from shardplan.search.solver import Effort, GraphSolver, Watch
 
 
 def renamed_axes(count: int) -> Network:
@@ -62,3 +62,20 @@ def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyP
                 assert graph.cost(start.choices) >= optimum - 1e-9
                 assert all(len(into) == graph.size(v) for (v, _), into in start.messages.items())
     assert found > 10
+
+
+def test_twins_that_contradict_each_other_are_chosen_anew() -> None:
+    """Neighbours agree on one of two twins, whichever it is; the first choice is dearer than any number of quarrels."""
+    net = Network()
+    for v in range(12):
+        net.add_variable([100.0, 0.0, 0.0])
+        net.twins[v] = np.array([0, 1, 1])
+    for v in range(12):
+        for w in {(v + 1) % 12, (v + 5) % 12}:
+            net.add_edge(v, w, [[0.0, 0.0, 0.0], [0.0, 0.0, 7.0], [0.0, 7.0, 0.0]])
+    graph = Graph.of(net)
+    quarrelling = {v: 1 + v % 2 for v in range(12)}
+    solver = GraphSolver(graph, math.inf, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))
+    solver.accept(quarrelling, graph.cost(quarrelling))
+    solver.choose_among_twins()
+    assert solver.upper == 0.0 and len(set((graph.hint or {}).values())) == 1
