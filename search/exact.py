@@ -116,13 +116,16 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
     """
     if solver.graph.usage_limit is None or not solver.graph.live():
         return False
-    if run.network.hint is not None:
-        solver.prices = dict(run.network.hint.prices)
+    known = run.network.hint
+    if known is not None:
+        solver.prices = dict(known.prices)
     pricing = Pricing(solver)
     if not pricing.able:
         return False
     if begun is not None:
         pricing.take(begun)
+    elif known is not None and np.isfinite(cost := run.network.cost(known.choices)):
+        pricing.begin(cost, *run.network.profile(known.choices))
     pricing.raise_bound(_PRICING * min(run.time_limit, run.work_limit))
     if not solver.closed:
         pricing.cross()

@@ -15,7 +15,7 @@ cannot be in anything better is left out at all prices that follow.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,10 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _EVALUATIONS = 24
 _EFFORT = Effort(sweeps=120, table=1e5, entries=1e6, closing=0.1, closable=3000, dives=False)
+_SWEEPS_WHERE_LOOSE = 300
+_LOOSE = 0.3
+"""Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, which
+stall, so that neighbours are merged: messages alone are not tight where mesh axes are alike."""
 _FIRST_SHARE = 0.15
 """What the excess that is known costs at the first prices, as a share of all the rest."""
 _MOST_TIMES = 24
@@ -58,9 +62,9 @@ _CROSSING_WORK = 0.2
 class _Plane:
     """An assignment of a graph, by place: L(q) is at most cost + q excess."""
 
-    choices: Index
     cost: float
     excess: Array
+    choices: Index
 
     def at(self, prices: Array) -> float:
         """What the plane leaves to L at these prices."""
@@ -79,8 +83,12 @@ class Pricing:
         self.profile = Profile(graph, self.live, self.offsets[:-1])
         self.instants = self.profile.candidates()
         self.planes: list[_Plane] = []
+        self.begun: _Plane | None = None
+        """What the first prices are taken from."""
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
+        self._loose = False
+        """Whether the last evaluation left much open."""
         self._crossed = False
         """Whether a mixture was looked for."""
         self.most = 0.0
@@ -92,6 +100,12 @@ class Pricing:
     def able(self) -> bool:
         """Whether there are few times to give prices to."""
         return 0 < len(self.instants) <= _MOST_TIMES
+
+    def begin(self, cost: float, times: NDArray[np.int64], usage: Array) -> None:
+        """Takes the cost of an assignment, and its usage from each of these times on, which need not be one of the
+        graph's any more: the first prices are by these."""
+        used = np.concatenate([[0.0], usage])[np.searchsorted(times, self.profile.instants[self.instants], "right")]
+        self.begun = _Plane(cost, used - self.profile.limit, np.zeros(0, dtype=np.intp))
 
     def raise_bound(self, seconds: float) -> None:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
@@ -119,14 +133,12 @@ class Pricing:
         """The prices to begin with: those that are known, or such that a known excess costs a share of the rest."""
         times = self.profile.instants[self.instants].tolist()
         known = np.array([self.solver.prices.get(time, 0.0) for time in times])
-        if known.any() or not self.planes:
+        if known.any() or self.begun is None or not (self.begun.excess > 0).any():
             return known
-        over = np.maximum(self.planes[0].excess, 0.0)
-        if not over.any():
-            return known
+        over = np.maximum(self.begun.excess, 0.0)
         mean = float(over @ over / over.sum())
         room = max(mean, math.sqrt(mean * self.profile.limit))  # a small excess need not be a cheap one
-        return _FIRST_SHARE * abs(self.planes[0].cost) / room * (over / over.sum())
+        return _FIRST_SHARE * abs(self.begun.cost) / room * (over / over.sum())
 
     def _by_time(self) -> dict[int, float]:
         times = self.profile.instants[self.instants].tolist()
@@ -144,7 +156,8 @@ class Pricing:
             cut = ceiling - inner.upper if inner.upper < math.inf else 0.0
             inner.gap = max(precision, _SHARE_OF_CUT * cut / max(abs(inner.upper), 1e-30))
 
-        inner = GraphSolver(priced, math.inf, _EFFORT, precision, Watch(report, self.solver.watch.seconds_left))
+        effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else _EFFORT
+        inner = GraphSolver(priced, math.inf, effort, precision, Watch(report, self.solver.watch.seconds_left))
         inner.reduce(dominance=False)  # what others beat at these prices is found by messages sooner
         start = folded_start(priced, _EFFORT, precision, inner.watch)
         if start is not None:
@@ -170,6 +183,7 @@ class Pricing:
         if priced.hint is not None:
             self.take(self.priced.choices(priced))
         self.priced.narrow(priced, narrowed)
+        self._loose = not inner.closed and inner.upper - inner.lower > _LOOSE * (solver.upper - self.bound)
         solver.watch.report()
 
     def _narrow(self, inner: GraphSolver) -> bool:
@@ -188,7 +202,8 @@ class Pricing:
         choices = np.array([found[v] for v in self.live], dtype=np.intp)
         used = self.profile.used(choices)
         cost = self.solver.graph.cost(found)
-        self.planes.append(_Plane(choices, cost, used[self.instants] - self.profile.limit))
+        self.planes.append(_Plane(cost, used[self.instants] - self.profile.limit, choices))
+        self.begun = self.begun or self.planes[0]
         if used.max() <= self.profile.limit:
             self.solver.accept(found, cost)
 
@@ -214,7 +229,7 @@ class Pricing:
     def _scale(self) -> float:
         """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
         if self.most > 0 and not self._turned:
-            last, before = (float(plane.excess.max()) for plane in self.planes[-1:-3:-1])
+            last, before = (float(plane.excess.max()) for plane in [*self.planes[::-1], self.begun][:2] if plane)
             return self.most * min(max(before / max(before - last, 1e-30), _FLATTEST), _STEEPEST)
         if self.most > 0:
             return _STEEPEST * self.most
