@@ -7,7 +7,8 @@ against messages on the whole graph, whose tables are up to 36 times as large. M
 each choice with that of its twins, as from any start.
 
 Which members go together is not said by the assignment that the small graph gives: the whole graph is searched for it
-with only the choices of these twins.
+with only the choices of these twins. Where that comes out dearer than the bound, which takes twins that do not go
+together, the few next best choices are looked through besides.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network
@@ -33,6 +34,7 @@ from shardplan.search.folding import Start, folded_start
 from shardplan.search.graph import Best, Follow, Graph, Infeasible, Keep
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.run import Stop
+from shardplan.search.solution import relative_gap
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
 __all__ = ["coarse", "coarse_start"]
@@ -45,6 +47,13 @@ _WORTH_SHARE = 0.5
 """Graphs with fewer table entries, or that keep more than this share of them, are not searched first."""
 
 _SWEEPS = 200
+_NEAR, _SWEEPS_NEAR = 4, 100
+"""Where the best assignment of the small graph has no twins that go together well, so many choices of each of its
+variables are looked through, with their twins, by so many sweeps."""
+
+_MOST_NEAR = 2_000_000
+"""Table entries up to which that is worth its time."""
+
 _CLOSER = 0.3
 """The gap asked among the twins of the best assignment, as a share of that of the whole graph."""
 
@@ -82,12 +91,17 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
         solver.sweep_until_prunable()
-    choices = None
-    with contextlib.suppress(Stop, Infeasible):
-        choices = _among_twins(graph, _kept(small, places), replace(effort, sweeps=_SWEEPS), _CLOSER * gap, quiet)
     relaxation = solver.relaxation
     if relaxation is None:
         return None
+    choices = None
+    narrow = replace(effort, sweeps=_SWEEPS, closing=0.0, dives=False, merging=0)
+    with contextlib.suppress(Stop, Infeasible):
+        choices = _among_twins(graph, _kept(small, places), narrow, _CLOSER * gap, quiet)
+    if choices is not None and relative_gap(graph.cost(choices), solver.lower) > gap:
+        with contextlib.suppress(Stop):
+            near = _near(small, relaxation, places)
+            choices = _among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR), quiet)
     keep = None if choices is None else _fitting(graph, relaxation, places, choices)
     lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
     if choices is not None and keep is not None:
@@ -175,8 +189,45 @@ def _among_twins(
     part.twins = {}
     part.restrict_all(keep)
     part.make_consistent()
-    solver = GraphSolver(part, math.inf, replace(effort, closing=0.0, dives=False, merging=0), gap, watch)
+    solver = GraphSolver(part, math.inf, effort, gap, watch)
     solver.solve()
+    return _expanded(graph, part)
+
+
+def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index]) -> dict[int, NDArray[np.bool_]]:
+    """Per variable, the choices that became one of the best few, or the one that the best assignment takes."""
+    hint = small.hint or {}
+    best = relaxation.promising(_NEAR)
+    return {v: np.isin(place, [*best[v], hint.get(v, best[v][0])]) for v, place in places.items()}
+
+
+def _among_near(
+    graph: Graph, keep: dict[int, NDArray[np.bool_]], choices: dict[int, int], effort: Effort, watch: Watch
+) -> dict[int, int]:
+    """A better assignment than `choices` among some choices of each variable, or the same.
+
+    What is best with twins taken together may have no twins that go together round a cycle, where something that is
+    hardly dearer has. Messages among few choices are quick, and decode well long before they prove anything.
+    """
+    part = graph.copy()
+    part.twins, part.hint = {}, dict(choices)
+    part.restrict_all(keep)
+    part.make_consistent()
+    if _entries(part) > _MOST_NEAR:
+        return choices
+    solver = GraphSolver(part, math.inf, effort, 0.0, watch)
+    solver.reduce(dominance=False)
+    solver.prunes, solver.patience = False, effort.sweeps
+    if part.hint is not None:
+        solver.upper = part.cost(part.hint)
+    with contextlib.suppress(Stop):
+        if part.live():
+            solver.sweep_until_prunable()
+    found = _expanded(graph, part)
+    return choices if found is None or graph.cost(found) >= graph.cost(choices) else found
+
+
+def _expanded(graph: Graph, part: Graph) -> dict[int, int] | None:
     if part.hint is None:
         return None
     full = part.expand(part.hint)

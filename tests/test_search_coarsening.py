@@ -79,3 +79,19 @@ def test_twins_that_contradict_each_other_are_chosen_anew() -> None:
     solver.accept(quarrelling, graph.cost(quarrelling))
     solver.choose_among_twins()
     assert solver.upper == 0.0 and len(set((graph.hint or {}).values())) == 1
+
+
+def test_the_next_best_choices_stand_in_where_no_twins_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round a triangle of which each pair must take different ones of two twins, one has to take something else."""
+    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
+    net = Network()
+    for v in range(3):
+        net.add_variable([0.0, 0.0, 3.0])
+        net.twins[v] = np.array([0, 0, 1])
+    differ = np.where(np.eye(3) > 0, 50.0, 0.0)
+    differ[2, 2] = 0.0
+    for v in range(3):
+        net.add_edge(v, (v + 1) % 3, differ)
+    start = coarse_start(Graph.of(net), Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    assert start is not None and start.choices is not None
+    assert net.cost([start.choices[v] for v in range(3)]) == 3.0
