@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardplan.errors import InfeasibleError
-from shardplan.memory.combining import combined_order
 from shardplan.memory.convolutions import CONVOLUTION, copied_with_neighbours
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_profile
 from shardplan.memory.order import execution_order
 from shardplan.memory.recomputing import kernels_of
@@ -97,10 +97,10 @@ def search_within(problem: Problem, search: Search) -> Found:
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
     # XLA schedules a program in several ways, and keeps the one with the lowest peak
-    combined = Lifetimes(problem, combined_order(found.schedule, kernels.fused), kernels)
-    peak_bytes = float(memory_profile(combined, found.schedule, search.donated).max())
+    hiding = Lifetimes(problem, hiding_order(found.schedule, kernels), kernels)
+    peak_bytes = float(memory_profile(hiding, found.schedule, search.donated).max())
     if peak_bytes < found.peak_bytes:
-        found = replace(found, peak_bytes=peak_bytes, lifetimes=combined)
+        found = replace(found, peak_bytes=peak_bytes, lifetimes=hiding)
     found = _with_copies(problem, found, search)
     if found.peak_bytes <= limit_bytes:
         return found

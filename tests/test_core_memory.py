@@ -8,8 +8,9 @@ import pytest
 
 import shardplan
 from shardplan.errors import InfeasibleError
-from shardplan.memory.combining import combined_order, products_of_combined_reductions
+from shardplan.memory.combining import combined_reductions
 from shardplan.memory.fusion import fused_operations
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_profile
 from shardplan.memory.order import execution_order
 from shardplan.memory.recomputing import kernels_of
@@ -75,13 +76,13 @@ def _gradients_of_layers(width):
     rows = jax.ShapeDtypeStruct((1024, 16, width), jnp.float32)
     pins = {"0/*": jax.P(), "1": jax.P("x", None, None), "2": jax.P()}
     plan = shardplan.plan(jax.grad(loss), MESH, [_square(width)] * 4, rows, _square(16), pins=pins)
-    return plan.schedule, kernels_of(plan.schedule.problem).fused
+    return plan.schedule, kernels_of(plan.schedule.problem)
 
 
 def test_what_combined_reductions_read_is_computed_late_and_after_its_operands():
-    schedule, fused = _gradients_of_layers(64)
-    (group,) = products_of_combined_reductions(schedule)
-    order = combined_order(schedule, fused)
+    schedule, kernels = _gradients_of_layers(64)
+    (group,) = combined_reductions(schedule)
+    order = hiding_order(schedule, kernels)
     assert sorted(order) == list(range(len(schedule.program.operations)))
     place = {index: n for n, index in enumerate(order)}
     makers = {r: o.index for o in schedule.program.operations for r in o.results}
@@ -94,9 +95,27 @@ def test_what_combined_reductions_read_is_computed_late_and_after_its_operands()
 
 
 def test_reductions_are_combined_up_to_a_size():
-    schedule, fused = _gradients_of_layers(8192)  # 32 MiB each, scattered
-    assert [len(group) for group in products_of_combined_reductions(schedule)] == [1] * 4
-    assert combined_order(schedule, fused) == list(range(len(schedule.program.operations)))
+    schedule, _ = _gradients_of_layers(8192)  # 32 MiB each, scattered
+    assert [len(group) for group in combined_reductions(schedule)] == [1] * 4
+
+
+def test_sums_of_what_a_kernel_makes_run_with_it():
+    def loss(layers, x):
+        for w, bias in layers:
+            x = jnp.tanh(x @ w + bias)
+        return jnp.sum(x)
+
+    layers, rows = (
+        [(_square(64), jax.ShapeDtypeStruct((64,), jnp.float32))] * 3,
+        jax.ShapeDtypeStruct((4096, 64), "float32"),
+    )
+    plan = shardplan.plan(jax.grad(loss), MESH, layers, rows, pins={"0/*": jax.P(), "1": jax.P("x", None)})
+    order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+    place = {index: n for n, index in enumerate(order)}
+    sums = [o for o in plan.program.operations if o.primitive.name == "reduce_sum"]
+    for total in sums:
+        readers = [o for o in plan.program.operations if total.operands[0] in o.operands and o is not total]
+        assert all(place[total.index] < place[o.index] for o in readers if o.primitive.name == "dot_general")
 
 
 def test_the_peak_of_a_chain_of_products_by_hand():
@@ -138,7 +157,7 @@ def test_a_limit_is_kept_and_costs_communication():
     donated = frozenset(range(len(jax.tree.leaves(state))))
     program = bound.schedule.program
     fused = fused_operations(bound.schedule.problem)
-    orders = (execution_order(program, fused), combined_order(free.schedule, fused))
+    orders = (execution_order(program, fused), hiding_order(free.schedule, kernels_of(free.schedule.problem)))
     peaks = [memory_profile(Lifetimes(bound.schedule.problem, o), bound.schedule, donated).max() for o in orders]
     assert any(bound.peak_bytes == pytest.approx(peak) for peak in peaks)
 

@@ -1,31 +1,19 @@
-"""The order that XLA's combined reductions lead to: weights' gradients are computed late, one after another.
-
-XLA merges reductions of one kind over the same devices, up to 30 MiB of results, into one collective. Nothing waits
-for a single one of them, and XLA's last scheduler, which looks for work to run beside collectives, computes what they
-reduce late: before the merged collective, one product behind each of the last kernels of the backward pass. What
-these products read stays in memory until then. Below, two kernels of a layer run between one weight's gradient and
-the next.
+"""Reductions of one kind over the same devices, which XLA merges into one collective, up to 30 MiB of results.
 
 >>> import jax, jax.numpy as jnp, shardplan
->>> from shardplan.memory.recomputing import kernels_of
->>> def loss(weights, x, mixing):
+>>> def loss(weights, x):
 ...     for w in weights:
-...         x = mixing @ (x @ w)
+...         x = jnp.tanh(x @ w)
 ...     return jnp.sum(x)
->>> square, weights = jax.ShapeDtypeStruct((64, 64), "float32"), [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
->>> x, mesh = jax.ShapeDtypeStruct((4096, 64, 64), "float32"), jax.sharding.AbstractMesh((2,), ("x",))
->>> pins = {"0/*": jax.P(), "1": jax.P("x", None, None), "2": jax.P()}
->>> plan = shardplan.plan(jax.grad(loss), mesh, weights, x, square, pins=pins)
->>> reduced = [operation.index for operation in products_of_combined_reductions(plan.schedule)[0]]
->>> order = combined_order(plan.schedule, kernels_of(plan.schedule.problem).fused)
->>> [order.index(number) > number for number in reduced]
-[True, False, False]
+>>> weights, x = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3, jax.ShapeDtypeStruct((4096, 64), "float32")
+>>> pins, mesh = {"0/*": jax.P(), "1": jax.P("x", None)}, jax.sharding.AbstractMesh((2,), ("x",))
+>>> plan = shardplan.plan(jax.grad(loss), mesh, weights, x, pins=pins)
+>>> [[operation.primitive.name for operation in group] for group in combined_reductions(plan.schedule)]
+[['dot_general', 'dot_general', 'dot_general']]
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection
 from typing import Any
 
 from shardplan.memory.sizes import bytes_in
@@ -38,38 +26,17 @@ _COMBINED_BYTES = 30 * 2**20
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
-def combined_order(schedule: Schedule, fused: Collection[int]) -> list[int]:
-    """The indices of all operations in the program's order, but products of combined reductions late.
+def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
+    """The operations whose partial results are reduced together, in the order of the program.
 
-    ``fused`` are the operations that become part of the kernels which read them.
-    """
-    operations = schedule.program.operations
-    groups = [group for group in products_of_combined_reductions(schedule) if len(group) > 1]
-    late = {operation.index for group in groups for operation in group}
-    kernels = [o.index for o in operations if o.region == 0 and o.index not in fused and o.index not in late]
-    behind: dict[int, int] = {}
-    for group in groups:
-        last = bisect_right(kernels, group[-1].index) - 1
-        for back, operation in enumerate(reversed(group)):
-            kernel = kernels[last - back] if back <= last else 0
-            behind[operation.index] = max(operation.index, kernel)
-    makers = {result: operation.index for operation in operations for result in operation.results}
-    for operation in operations:  # what is computed from a late result comes after it
-        made = (behind[makers[o]] for o in operation.operands if isinstance(o, int) and o in makers)
-        behind[operation.index] = max(behind.get(operation.index, operation.index), *made, 0)
-    return sorted(range(len(operations)), key=lambda index: (behind[index], index))
-
-
-def products_of_combined_reductions(schedule: Schedule) -> list[list[Operation]]:
-    """The products whose partial results are reduced together, in the order of the program.
-
-    These are products that no other product needs: what one reduction gives to another one is not merged with it.
+    These are what no product needs, such as weights' gradients and sums for biases: what one reduction gives to another
+    one is not merged with it.
     """
     groups: list[list[Operation]] = []
     filling: dict[Any, tuple[list[Operation], float]] = {}
     needed = _leading_to_products(schedule)
     for operation in schedule.program.operations:
-        if operation.primitive.name not in _PRODUCTS or operation.region or needed & {*operation.results}:
+        if not operation.results or operation.region or operation.bodies or needed & {*operation.results}:
             continue
         result = operation.results[0]
         if operation.index not in schedule.assignment.strategies:

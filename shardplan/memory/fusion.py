@@ -22,8 +22,11 @@ _MOVES = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
     | {"gather", "dynamic_slice", "split", "concatenate", "copy", "copy_p", "stop_gradient"}
 )
-_READS_ON_THE_WAY = frozenset(
+REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
+)
+_READS_ON_THE_WAY = frozenset(
+    REDUCTIONS
     | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
 )
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})

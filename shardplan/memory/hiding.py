@@ -1,0 +1,339 @@
+"""The order of XLA's last scheduler, which hides collectives, and every short wait, behind work that nothing waits for.
+
+It goes through the program from its end. Next (which means: before all that is placed) comes an operation whose readers
+are placed. An operation can start a microsecond after the one that it needs, by its model, and a collective takes
+its time; what fills such a wait is placed first, and of that what fits the wait best. So weights' gradients and sums
+for biases, whose merged reductions come last, are placed one by one behind the kernels of the backward pass, the last
+ones first, whatever that holds in memory. Below, two kernels of a layer run between one weight's gradient and the next.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> from shardplan.memory.recomputing import kernels_of
+>>> def loss(weights, x, mixing):
+...     for w in weights:
+...         x = mixing @ (x @ w)
+...     return jnp.sum(x)
+>>> square, weights = jax.ShapeDtypeStruct((64, 64), "float32"), [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
+>>> x, mesh = jax.ShapeDtypeStruct((4096, 64, 64), "float32"), jax.sharding.AbstractMesh((2,), ("x",))
+>>> pins = {"0/*": jax.P(), "1": jax.P("x", None, None), "2": jax.P()}
+>>> plan = shardplan.plan(jax.grad(loss), mesh, weights, x, square, pins=pins)
+>>> [late] = [[o.index for o in group] for group in combined_reductions(plan.schedule)]
+>>> order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+>>> [order.index(index) > index for index in late]
+[True, True, False]
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from math import prod
+
+from shardplan.memory.combining import combined_reductions
+from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.fusion import REDUCTIONS as SUMS
+from shardplan.memory.liveness import bytes_in, layout_left
+from shardplan.memory.products import PRODUCT, is_sum
+from shardplan.memory.recomputing import Kernels
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+
+_LATENCY = 1.0
+"""Microseconds after which an operation can start that needs another one, as XLA's scheduler counts."""
+
+_CONVOLUTION = 10.0
+"""Microseconds of any convolution, as it counts."""
+
+_COLLECTIVE = 38.0
+"""Microseconds that it counts for a small collective of eight H100s."""
+
+_BYTES, _SENT = 3.35e6, 0.45e6
+"""Bytes that an H100 reads or writes, and that it sends, per microsecond."""
+
+_FLOPS = {2: 800e6, 4: 400e6}
+"""Operations of a product per microsecond, by the bytes of an element."""
+
+_MOST_SOURCES = 64
+"""Values that one kernel reads, about: what is computed from more counts as stored."""
+
+
+def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
+    """The indices of all operations in the order in which they run; a loop's body stands before the loop.
+
+    Bodies of loops and branches keep the order of the program.
+    """
+    graph = _Graph(schedule, kernels)
+    placed = _Placing(graph).run()
+    order: list[int] = []
+    done: set[int] = set()
+    operations = schedule.program.operations
+    for first in (
+        *(node for node in reversed(placed) if node < len(operations)),
+        *schedule.program.regions[0].operations,
+    ):
+        for index in (first, *graph.joined.get(first, ())):
+            graph.append(index, order, done)
+    return order
+
+
+class _Graph:
+    """The kernels of the program's own region, by the index of the operation that ends them, and its collectives,
+    each a start and an end, numbered after all operations: what each needs, and how long it takes."""
+
+    def __init__(self, schedule: Schedule, kernels: Kernels) -> None:
+        self.schedule, self.program = schedule, schedule.program
+        self.needs: dict[int, set[int]] = {}
+        self.takes: dict[int, float] = {}
+        self.place: dict[int, float] = {}
+        self.starts: dict[int, int] = {}  # per end of a collective, its start
+        self.joined: dict[int, list[int]] = {}
+        self.makers = {result: operation for operation in self.program.operations for result in operation.results}
+        self._ends: dict[object, int] = {}
+        self._reads: dict[int, frozenset[int]] = {}
+        self._sources: dict[int, frozenset[int]] = {}
+        for operation in self.program.operations:
+            reads = frozenset[int]().union(
+                *(self._sources.get(o, frozenset((o,))) for o in operation.operands if isinstance(o, int))
+            )
+            stored = not (kernels.stored | kernels.read).isdisjoint(operation.results)
+            if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
+                self._sources |= dict.fromkeys(operation.results, reads)
+            elif operation.region == 0:
+                self._reads[operation.index] = reads
+        self._owner: dict[int, int] = {}
+        self._join(kernels)
+        self._connect()
+
+    def _size(self, value: int) -> float:
+        layout = self.schedule.assignment.values.get(value)
+        return 0.0 if layout is None else bytes_in(self.schedule, value, layout)
+
+    def _join(self, kernels: Kernels) -> None:
+        """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced."""
+        touching: dict[int, list[int]] = {}
+        made = {r: index for index in self._reads for r in self.program.operations[index].results}
+        for index in sorted(self._reads):
+            operation, reads = self.program.operations[index], self._reads[index]
+            elements = self._elements(operation)
+            if operation.primitive.name in SUMS:
+                largest = max(reads, key=lambda v: self.program.values[v].total_bytes, default=None)
+                for other in reversed(touching.get(-1 if largest is None else largest, [])[-_MOST_SOURCES:]):
+                    own = {*self.program.operations[other].results}
+                    if self._elements(self.program.operations[other]) == elements and all(
+                        v in own or made.get(v, -1) < other for v in reads
+                    ):
+                        self._owner[index] = other
+                        self.joined.setdefault(other, []).append(index)
+                        self._reads[other] |= reads - own
+                        made |= dict.fromkeys(operation.results, other)
+                        break
+            if index not in self._owner and (operation.primitive.name in SUMS or index in kernels.fused):
+                for value in {*reads, *operation.results}:
+                    touching.setdefault(value, []).append(index)
+
+    def _elements(self, operation: Operation) -> int:
+        """How many elements a kernel goes through."""
+        value = (operation.operands if operation.primitive.name in SUMS else operation.results)[:1]
+        return sum(prod(self.program.values[v].shape) for v in value if isinstance(v, int))
+
+    def _connect(self) -> None:
+        kernels = [index for index in self._reads if index not in self._owner]
+        merged = {o.index: n for n, group in enumerate(combined_reductions(self.schedule)) for o in group}
+        sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
+        for index in kernels:
+            self.needs[index], self.place[index] = set(), index
+            for made in (index, *self.joined.get(index, ())):
+                operation = self.program.operations[made]
+                strategy = self.schedule.assignment.strategies.get(made)
+                self.takes[index] = self.takes.get(index, 0.0) + self._time(operation)
+                for position, result in enumerate(operation.results if strategy is not None else ()):
+                    steps = self.schedule.result_steps(operation, position)
+                    if strategy is not None and any(step.kind != "slice" for step in steps):
+                        left = layout_left(self.schedule.problem, operation, strategy, position)
+                        size = bytes_in(self.schedule, result, left)
+                        end = self._collective(merged.get(made, ("result", result)), size, index)
+                        self.needs[self.starts[end]].add(index)
+                        sent[result] = end
+        for index in kernels:
+            moved = dict(self._moved(index, sent))
+            own = {r for made in (index, *self.joined.get(index, ())) for r in self.program.operations[made].results}
+            for value in self._reads[index] - own:
+                maker = self._maker(value)
+                if value in moved or maker is not None:
+                    self.needs[index].add(moved.get(value, sent.get(value, maker if maker is not None else -1)))
+
+    def _maker(self, value: int) -> int | None:
+        maker = self.makers.get(value)
+        index = None if maker is None else self._owner.get(maker.index, maker.index)
+        return index if index in self._reads else None
+
+    def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
+        """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
+        operation, found = self.program.operations[index], list[tuple[int, int]]()
+        strategy, values = self.schedule.assignment.strategies.get(index), self.schedule.assignment.values
+        pairs = () if strategy is None else zip(operation.operands, strategy.operands, strict=True)
+        for operand, layout in pairs:
+            if not isinstance(operand, int) or layout is None or values.get(operand, layout) == layout:
+                continue
+            if all(step.kind == "slice" for step in self.schedule.route(operand, layout).steps):
+                continue
+            end = self._collective((operand, layout), bytes_in(self.schedule, operand, layout), index - 1)
+            for value in self._sources.get(operand, frozenset((operand,))):
+                maker = self._maker(value)
+                if maker is not None:
+                    self.needs[self.starts[end]].add(sent.get(value, maker))
+                    found.append((value, end))
+        return found
+
+    def _collective(self, key: object, size: float, place: int) -> int:
+        """The end of a collective, which is made where there is none yet, or grows."""
+        if key not in self._ends:
+            start = len(self.program.operations) + 2 * len(self._ends)
+            self._ends[key] = start + 1
+            self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
+            self.takes[start], self.takes[start + 1] = 0.0, _COLLECTIVE
+        end = self._ends[key]
+        self.takes[end] += size / _SENT
+        self.place[end - 1], self.place[end] = place + 0.3, place + 0.6
+        return end
+
+    def _time(self, operation: Operation) -> float:
+        """Microseconds that a kernel takes on one device."""
+        if operation.primitive.name == CONVOLUTION:
+            return _CONVOLUTION
+        moved = sum(map(self._size, (*self._reads.get(operation.index, ()), *operation.results))) / _BYTES
+        if operation.primitive.name != PRODUCT or is_sum(self.program, operation):
+            return moved
+        devices, value = self.schedule.space.mesh.device_count, self.program.values[operation.results[0]]
+        width = value.total_bytes // max(1, prod(value.shape))
+        flops = self.schedule.problem.choices[operation.index].flops
+        return max(moved, flops / devices / _FLOPS.get(width, _FLOPS[4]))
+
+    def append(self, index: int, order: list[int], done: set[int]) -> None:
+        """Appends an operation after all that it is computed from, and a loop after its body."""
+        operations, stack = self.program.operations, [index]
+        while stack:
+            operation = operations[stack[-1]]
+            makers = (self.makers.get(o) for o in operation.operands if isinstance(o, int))
+            missing = [m.index for m in makers if m and m.region == operation.region and m.index not in done]
+            if operation.index not in done and missing:
+                stack += missing
+                continue
+            stack.pop()
+            if operation.index not in done:
+                done.add(operation.index)
+                for body in operation.bodies:
+                    for inner in self.program.regions[body].operations:
+                        self.append(inner, order, done)
+                order.append(operation.index)
+
+
+class _Placing:
+    """Places the nodes of a graph one by one, from the program's end."""
+
+    def __init__(self, graph: _Graph) -> None:
+        self._graph, self._now = graph, 0.0
+        self._readers: dict[int, set[int]] = {node: set() for node in graph.needs}
+        for node, needs in graph.needs.items():
+            for need in needs:
+                self._readers[need].add(node)
+        self._depth = self._depths()
+        self._ready_at: dict[int, float] = {}
+        self._frees = {node: sum(self._readers[n] == {node} for n in needs) for node, needs in graph.needs.items()}
+        self._fitting: list[tuple[float, float, int, float, int]] = []  # what can be placed, by time
+        self._freeing: list[tuple[float, int, float, int]] = []  # the same, by how much it lets be placed
+        self._waiting: list[tuple[float, float, int]] = []
+        self._ending: list[tuple[float, float, int]] = []  # ends of collectives
+        self._sending = False
+
+    def _depths(self) -> dict[int, float]:
+        """How long the collectives take that lead to a node, one after another."""
+        depth: dict[int, float] = {}
+        for first in self._graph.needs:
+            stack = [first]
+            while stack:
+                node = stack[-1]
+                missing = [need for need in self._graph.needs[node] if need not in depth]
+                if node not in depth and missing:
+                    stack += missing
+                    continue
+                stack.pop()
+                sends = self._graph.takes[node] if node in self._graph.starts else 0.0
+                depth[node] = sends + max((depth[need] for need in self._graph.needs[node]), default=0.0)
+        return depth
+
+    def run(self) -> list[int]:
+        """All nodes, the last one first."""
+        placed: list[int] = []
+        for node, readers in self._readers.items():
+            if not readers:
+                self._wait(node, 0.0)
+        while len(placed) < len(self._readers):
+            placed.append(self._next())
+            self._place(placed[-1])
+        return placed
+
+    def _wait(self, node: int, at: float) -> None:
+        self._ready_at[node] = at
+        if node in self._graph.starts:
+            heapq.heappush(self._ending, (-self._depth[node], -self._graph.place[node], node))
+        else:
+            heapq.heappush(self._waiting, (at, -self._graph.place[node], node))
+
+    def _keys(self, node: int) -> tuple[tuple[float, float, int, float, int], tuple[float, int, float, int]]:
+        depth, place, frees = -self._depth[node], -self._graph.place[node], -self._frees[node]
+        return (depth, self._graph.takes[node], frees, place, node), (depth, frees, place, node)
+
+    def _remove(self, node: int) -> None:
+        fitting, freeing = self._keys(node)
+        del self._fitting[bisect_left(self._fitting, fitting)]
+        del self._freeing[bisect_left(self._freeing, freeing)]
+
+    def _insert(self, node: int) -> None:
+        fitting, freeing = self._keys(node)
+        insort(self._fitting, fitting)
+        insort(self._freeing, freeing)
+
+    def _next(self) -> int:
+        """What is placed next: one collective at a time as soon as it can, then what waits least and fits best."""
+        if self._ending and not self._sending:
+            return heapq.heappop(self._ending)[-1]
+        while self._waiting and self._waiting[0][0] <= self._now:
+            self._insert(heapq.heappop(self._waiting)[-1])
+        if not self._fitting:
+            return heapq.heappop(self._waiting)[-1]
+        node = self._freeing[0][-1]
+        if self._waiting:
+            depth, wait = self._freeing[0][0], self._waiting[0][0] - self._now
+            above = bisect_left(self._fitting, (depth, wait))
+            below = above - 1
+            near = [self._fitting[n] for n in (above, below) if 0 <= n < len(self._fitting)]
+            time = min((abs(key[1] - wait), key[1]) for key in near if key[0] == depth)[1]
+            node = self._fitting[bisect_left(self._fitting, (depth, time))][-1]
+        self._remove(node)
+        return node
+
+    def _place(self, node: int) -> None:
+        """Moves on past a node; what it needs can be placed once all that needs it is."""
+        graph = self._graph
+        ends = node in graph.starts
+        self._now = max(self._now, self._ready_at[node]) + (0.0 if ends else graph.takes[node])
+        self._sending = ends or (self._sending and node < len(graph.program.operations))
+        for need in sorted(graph.needs[node]):
+            readers = self._readers[need]
+            readers.discard(node)
+            later = self._now + (graph.takes[node] if ends else _LATENCY)
+            self._ready_at[need] = max(self._ready_at.get(need, 0.0), later)
+            if not readers:
+                self._wait(need, self._ready_at[need])
+            elif len(readers) == 1:
+                self._frees_more(next(iter(readers)))
+
+    def _frees_more(self, reader: int) -> None:
+        keys = self._keys(reader)[0]
+        found = bisect_left(self._fitting, keys)
+        available = found < len(self._fitting) and self._fitting[found] == keys
+        if available:
+            self._remove(reader)
+        self._frees[reader] += 1
+        if available:
+            self._insert(reader)
