@@ -44,6 +44,18 @@ def test_a_scatter_into_zeros_and_its_sum_with_another_value_are_one_buffer():
     assert _peak_on_one(step, _square(n), _square(n), indices) < (4 + 4 + 2 + 4 + 4 + 2.1) * n * n
 
 
+def test_a_scatter_into_zeros_is_one_buffer_with_all_that_is_added_to_it():
+    def step(x, places):
+        ones = jnp.zeros(x.shape).at[jnp.arange(x.shape[0]), places].add(1.0)
+        return (ones + jnp.exp(x)) + jnp.tanh(x)
+
+    shapes = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    problem = shardplan.plan(step, 1, *shapes).schedule.problem
+    fused = kernels_of(problem).fused
+    kernels = [o.primitive.name for o in problem.program.operations if o.index not in fused]
+    assert kernels == ["add"]
+
+
 def _stored_by(function):
     """The primitives of the values that are held while a function of two bfloat16 matrices runs."""
     half = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
@@ -362,6 +374,16 @@ def test_a_product_with_a_vector_is_a_sum_and_copies_no_operand():
         assert is_sum(program, product) == summed and bool(product_operands(program)) != summed
         peak, size = _peak_on_one(attend, *shapes), 4 * 2 * 512 * 4 * 64
         assert (peak < 1.1 * size) == summed
+
+
+def test_an_outer_product_is_multiplied_in_the_kernels_that_read_it():
+    n = 512
+
+    def norms(x, y):  # a gradient of one weight for each of 64 examples
+        return jnp.sum(jax.vmap(jnp.outer)(x, y) ** 2, (1, 2))
+
+    rows = jax.ShapeDtypeStruct((64, n), jnp.float32)
+    assert _peak_on_one(norms, rows, rows) < 4 * 64 * n * n
 
 
 def test_what_passes_a_barrier_stays_in_its_memory_until_its_own_last_reader():

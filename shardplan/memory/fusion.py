@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from shardplan import _jax
+from shardplan.memory.products import is_outer, is_sum
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
 
@@ -48,7 +49,7 @@ def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
 def fused_operations(problem: Problem) -> frozenset[int]:
     """The operations that XLA:GPU makes part of the kernels that read them, by index.
 
-    A sum of a scatter into zeros and another value is a scatter into that value: the sum is the kernel.
+    A sum of a scatter into zeros and other values is a scatter into the sum of these: the sum is the kernel.
     """
     merged = _merged_scatters(problem)
     sums = frozenset(merged.values())
@@ -62,7 +63,7 @@ def fused_operations(problem: Problem) -> frozenset[int]:
 
 
 def _merged_scatters(problem: Problem) -> dict[int, int]:
-    """Scatters into zeros that nothing but an addition reads, with that addition."""
+    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads."""
     readers = readers_of(problem.program.operations)
     leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     zeros = {
@@ -72,17 +73,19 @@ def _merged_scatters(problem: Problem) -> dict[int, int]:
     }
     merged = {}
     for operation in problem.program.operations:
-        if operation.primitive.name not in ("scatter-add", "scatter_add") or operation.results[0] in leaving:
+        if operation.primitive.name not in ("scatter-add", "scatter_add") or operation.operands[0] not in zeros:
             continue
-        found = readers.get(operation.results[0], [])
-        if (
-            operation.operands[0] in zeros
-            and len(found) == 1
-            and found[0].primitive.name in _ADDITIONS
-            and found[0].region == operation.region
-        ):
-            merged[operation.index] = found[0].index
+        result, last = operation.results[0], operation
+        while result not in leaving and (addition := _only_addition(readers.get(result, []), operation.region)):
+            result, last = addition.results[0], addition
+        if last is not operation:
+            merged[operation.index] = last.index
     return merged
+
+
+def _only_addition(readers: list[Operation], region: int) -> Operation | None:
+    alone = len(readers) == 1 and readers[0].primitive.name in _ADDITIONS and readers[0].region == region
+    return readers[0] if alone else None
 
 
 def _is_zero(operand: int | Constant) -> bool:
@@ -91,7 +94,9 @@ def _is_zero(operand: int | Constant) -> bool:
 
 def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
     name = operation.primitive.name
-    return name not in _PRODUCTS and (problem.choices[operation.index].pointwise or name in _MOVES)
+    if name in _PRODUCTS:
+        return is_outer(problem.program, operation)
+    return problem.choices[operation.index].pointwise or name in _MOVES
 
 
 def fuses_operands(problem: Problem, operation: Operation, position: int = 0) -> bool:
@@ -104,7 +109,8 @@ def fuses_operands(problem: Problem, operation: Operation, position: int = 0) ->
     name = operation.primitive.name
     if name in _SCATTERS:
         return position > 0
-    return _computes_on_the_way(problem, operation) or name in _READS_ON_THE_WAY
+    added_up = name in _READS_ON_THE_WAY or is_sum(problem.program, operation)
+    return added_up or _computes_on_the_way(problem, operation)
 
 
 def updates_of(program: Program, fused: Collection[int]) -> frozenset[int]:

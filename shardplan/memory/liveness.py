@@ -27,7 +27,7 @@ from shardplan.memory.convolutions import (
     spread_copies,
 )
 from shardplan.memory.fusion import readers_of, updates_of
-from shardplan.memory.products import PRODUCT, ProductOperand, is_sum, merged_products, product_operands
+from shardplan.memory.products import PRODUCT, ProductOperand, is_multiplied, merged_products, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values
@@ -58,9 +58,7 @@ class Lifetimes:
         outputs = {o for o in program.outputs if isinstance(o, int)}
         readers = readers_of(self.order)
         self._fused = kernels.fused
-        self.in_libraries = {
-            self.place[o.index] for o in self.order if o.primitive.name == PRODUCT and not is_sum(program, o)
-        }
+        self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied))
         self._copied = {key: operand for key, operand in product_operands(program).items() if operand.copied}
         self.copies = self._copies()

@@ -64,12 +64,28 @@ def is_sum(program: Program, operation: Operation) -> bool:
     return min(free) == 1 and contracted * sum(free) < _SUMMED
 
 
+def is_outer(program: Program, operation: Operation) -> bool:
+    """Whether a product adds nothing up (an outer product, per batch): XLA multiplies element by element."""
+    if operation.primitive.name != PRODUCT:
+        return False
+    (contracted, _), _ = operation.params["dimension_numbers"]
+    shape = operand_type(program, operation.operands[0]).shape
+    return prod(shape[dim] for dim in contracted) == 1
+
+
+def is_multiplied(program: Program, operation: Operation) -> bool:
+    """Whether a product is left to a library."""
+    if operation.primitive.name != PRODUCT:
+        return False
+    return not is_outer(program, operation) and not is_sum(program, operation)
+
+
 def product_operands(program: Program) -> dict[tuple[int, int], ProductOperand]:
     """What products read, by the operation's index and the operand's position."""
     makers = {result: operation for operation in program.operations for result in operation.results}
     found = {}
     for operation in program.operations:
-        if operation.primitive.name == PRODUCT and not is_sum(program, operation):
+        if is_multiplied(program, operation):
             for position, operand in enumerate(operation.operands):
                 if isinstance(operand, int):
                     found[operation.index, position] = _product_operand(program, makers, operation, position)
