@@ -99,6 +99,19 @@ def test_reductions_are_combined_up_to_a_size():
     assert [len(group) for group in combined_reductions(schedule)] == [1] * 4
 
 
+def test_what_one_reduction_gives_to_another_is_not_combined_with_it():
+    def step(x):
+        factors = jnp.mean(jnp.square(x), axis=0)
+        update = x * jax.lax.rsqrt(factors)
+        return update / jnp.sqrt(jnp.mean(jnp.square(update), axis=0)), factors
+
+    rows = jax.ShapeDtypeStruct((4096, 64), "float32")
+    plan = shardplan.plan(step, MESH, rows, pins={"0": jax.P("x", None)})
+    assert [len(group) for group in combined_reductions(plan.schedule)] == [1, 1]
+    order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+    assert sorted(order) == list(range(len(plan.program.operations)))
+
+
 def test_sums_of_what_a_kernel_makes_run_with_it():
     def loss(layers, x):
         for w, bias in layers:

@@ -29,13 +29,16 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     """The operations whose partial results are reduced together, in the order of the program.
 
-    These are what no product needs, such as weights' gradients and sums for biases: what one reduction gives to another
-    one is not merged with it.
+    These are what no product needs, such as weights' gradients and sums for biases. What one reduction gives to another
+    one is not merged with it (the norm of a gradient, say): only those are that come through as many reductions.
     """
     groups: list[list[Operation]] = []
     filling: dict[Any, tuple[list[Operation], float]] = {}
     needed = _leading_to_products(schedule)
+    passed: dict[int, int] = {}  # per value, through how many of these reductions it comes
     for operation in schedule.program.operations:
+        before = max((passed.get(operand, 0) for operand in operation.operands if isinstance(operand, int)), default=0)
+        passed |= dict.fromkeys(operation.results, before)
         if not operation.results or operation.region or operation.bodies or needed & {*operation.results}:
             continue
         result = operation.results[0]
@@ -45,7 +48,8 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
         if not steps:
             continue
         size = bytes_in(schedule, result, steps[-1].layout)
-        key = tuple((step.kind, step.axes) for step in steps), str(schedule.program.values[result].dtype)
+        passed[result] = before + 1
+        key = before, tuple((step.kind, step.axes) for step in steps), str(schedule.program.values[result].dtype)
         group, filled = filling.get(key, ([], 0.0))
         if not group or filled + size > _COMBINED_BYTES:
             group, filled = [], 0.0

@@ -61,7 +61,9 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
 
     Bodies of loops and branches keep the order of the program.
     """
-    graph = _Graph(schedule, kernels)
+    graph = _Graph(schedule, kernels, joining=True)
+    if not graph.is_acyclic():  # what is joined waits for a merged reduction that takes a part of it
+        graph = _Graph(schedule, kernels, joining=False)
     placed = _Placing(graph).run()
     order: list[int] = []
     done: set[int] = set()
@@ -79,7 +81,7 @@ class _Graph:
     """The kernels of the program's own region, by the index of the operation that ends them, and its collectives,
     each a start and an end, numbered after all operations: what each needs, and how long it takes."""
 
-    def __init__(self, schedule: Schedule, kernels: Kernels) -> None:
+    def __init__(self, schedule: Schedule, kernels: Kernels, joining: bool) -> None:
         self.schedule, self.program = schedule, schedule.program
         self.needs: dict[int, set[int]] = {}
         self.takes: dict[int, float] = {}
@@ -100,8 +102,24 @@ class _Graph:
             elif operation.region == 0:
                 self._reads[operation.index] = reads
         self._owner: dict[int, int] = {}
-        self._join(kernels)
+        if joining:
+            self._join(kernels)
         self._connect()
+
+    def is_acyclic(self) -> bool:
+        """Whether everything can run after what it needs."""
+        missing = {node: len(needs) for node, needs in self.needs.items()}
+        readers: dict[int, list[int]] = {node: [] for node in self.needs}
+        for node, needs in self.needs.items():
+            for need in needs:
+                readers[need].append(node)
+        ready = [node for node, count in missing.items() if not count]
+        for node in ready:  # grows
+            for reader in readers[node]:
+                missing[reader] -= 1
+                if not missing[reader]:
+                    ready.append(reader)
+        return len(ready) == len(self.needs)
 
     def _size(self, value: int) -> float:
         layout = self.schedule.assignment.values.get(value)
