@@ -44,13 +44,13 @@ _CONVOLUTION = 10.0
 """Microseconds of any convolution, as it counts."""
 
 _COLLECTIVE = 38.0
-"""Microseconds that it counts for a small collective of eight H100s."""
+"""Microseconds that it counts for a small collective of eight H100s, read off one schedule."""
 
 _BYTES, _SENT = 3.35e6, 0.45e6
-"""Bytes that an H100 reads or writes, and that it sends, per microsecond."""
+"""Bytes that an H100 reads or writes, and that it sends, per microsecond: the device's rates, in place of XLA's costs."""
 
 _FLOPS = {2: 800e6, 4: 400e6}
-"""Operations of a product per microsecond, by the bytes of an element."""
+"""Operations of a product per microsecond, by the bytes of an element: about what an H100 reaches."""
 
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""
