@@ -47,7 +47,7 @@ _COLLECTIVE = 38.0
 """Microseconds that it counts for a small collective of eight H100s, read off one schedule."""
 
 _BYTES, _SENT = 3.35e6, 0.45e6
-"""Bytes that an H100 reads or writes, and that it sends, per microsecond: the device's rates, in place of XLA's costs."""
+"""Bytes that an H100 reads or writes, and that it sends, per microsecond: its rates, in place of XLA's costs."""
 
 _FLOPS = {2: 800e6, 4: 400e6}
 """Operations of a product per microsecond, by the bytes of an element: about what an H100 reaches."""
