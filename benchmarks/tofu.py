@@ -258,8 +258,8 @@ NOTES = {
         "Tofu's own search is reported to take 8.3 s for WResNet-152 and 66.6 s for RNN-10, on 8 workers."
     ),
     "Predicted and compiled": (
-        "Tofu's plan of an RNN reduces what comes of a cell's input and of its state one by one. Over 4 steps, where it "
-        "was looked at, most of the difference are such reductions that XLA makes once, as `exact` plans them."
+        "Tofu's plan of an RNN reduces what comes of a cell's input and of its state one by one. Over 4 steps, where "
+        "it was looked at, most of the difference are such reductions that XLA makes once, as `exact` plans them."
     ),
     "Memory: GB at the peak": "With *: fits the 12 GB of a K80; with !: does not fit 80 GB. No search was limited.",
     "Figures 9 and 10: examples per second on eight K80, simulated": (
