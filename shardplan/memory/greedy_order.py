@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 from shardplan.groups import RAGGED
 from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.order import operands_first
 from shardplan.memory.products import PRODUCT
 from shardplan.program import Program
 
@@ -196,18 +197,7 @@ def _append_region(graph: _Graph, region: int, order: list[int]) -> None:
 
 def _append_with_fused(graph: _Graph, index: int, order: list[int], done: set[int]) -> None:
     """Appends an operation after the fused ones of its region that it is computed from, and that nothing needed yet."""
-    operations = graph.program.operations
-    region, stack = operations[index].region, [index]
-    while stack:
-        operation = operations[stack[-1]]
-        makers = (graph.makers.get(o) for o in operation.operands if isinstance(o, int))
-        missing = [m.index for m in makers if m is not None and m.region == region and m.index not in done]
-        if operation.index not in done and missing:
-            stack += missing
-            continue
-        stack.pop()
-        if operation.index not in done:
-            done.add(operation.index)
-            for body in operation.bodies:
-                _append_region(graph, body, order)
-            order.append(operation.index)
+    for operation in operands_first(graph.program, graph.makers, index, done):
+        for body in operation.bodies:
+            _append_region(graph, body, order)
+        order.append(operation.index)

@@ -32,6 +32,7 @@ from shardplan.memory.combining import combined_reductions
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS as SUMS
 from shardplan.memory.liveness import bytes_in, layout_left
+from shardplan.memory.order import operands_first
 from shardplan.memory.products import PRODUCT, is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.program import Operation
@@ -228,21 +229,11 @@ class _Graph:
 
     def append(self, index: int, order: list[int], done: set[int]) -> None:
         """Appends an operation after all that it is computed from, and a loop after its body."""
-        operations, stack = self.program.operations, [index]
-        while stack:
-            operation = operations[stack[-1]]
-            makers = (self.makers.get(o) for o in operation.operands if isinstance(o, int))
-            missing = [m.index for m in makers if m and m.region == operation.region and m.index not in done]
-            if operation.index not in done and missing:
-                stack += missing
-                continue
-            stack.pop()
-            if operation.index not in done:
-                done.add(operation.index)
-                for body in operation.bodies:
-                    for inner in self.program.regions[body].operations:
-                        self.append(inner, order, done)
-                order.append(operation.index)
+        for operation in operands_first(self.program, self.makers, index, done):
+            for body in operation.bodies:
+                for inner in self.program.regions[body].operations:
+                    self.append(inner, order, done)
+            order.append(operation.index)
 
 
 class _Placing:

@@ -21,7 +21,7 @@ together: the gradient is gone before the next one is made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from shardplan.program import Operation, Program
 
@@ -39,6 +39,25 @@ def execution_order(program: Program, fused: Collection[int] = frozenset()) -> l
     order: list[int] = []
     _append_region(program, 0, makers, leading, order)
     return order
+
+
+def operands_first(
+    program: Program, makers: Mapping[int, Operation], index: int, done: set[int]
+) -> Iterator[Operation]:
+    """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``."""
+    operations = program.operations
+    region, stack = operations[index].region, [index]
+    while stack:
+        operation = operations[stack[-1]]
+        found = (makers.get(o) for o in operation.operands if isinstance(o, int))
+        missing = [m.index for m in found if m is not None and m.region == region and m.index not in done]
+        if operation.index not in done and missing:
+            stack += missing
+            continue
+        stack.pop()
+        if operation.index not in done:
+            done.add(operation.index)
+            yield operation
 
 
 def _leading(program: Program, makers: dict[int, Operation], fused: frozenset[int]) -> dict[int, frozenset[int]]:
