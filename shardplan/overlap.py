@@ -115,23 +115,9 @@ def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree:
 
 
 def regions_left_out(program: Program, seconds: Mapping[int, float]) -> set[int]:
-    """The branches, with all inside, of which others take longer: one of them runs.
-
-    ``seconds`` are those of each operation, by its index; the sum over a region's and its inner regions' counts.
-    """
-    total = {region.index: sum(seconds.get(o, 0.0) for o in region.operations) for region in program.regions}
-    left_out: set[int] = set()
-    holders = [operation for operation in program.operations if operation.bodies]
-    for operation in holders:  # inner ones come first
-        running = operation.bodies
-        if operation.primitive.name == "cond":
-            running = (max(running, key=lambda body: total[body]),)
-        left_out |= {*operation.bodies} - {*running}
-        total[operation.region] += sum(total[body] for body in running)
-    for operation in reversed(holders):
-        if operation.region in left_out:
-            left_out |= {*operation.bodies}
-    return left_out
+    """The branches, with all inside, of which others take longer. ``seconds`` are those of each operation, by index."""
+    regions = program.regions
+    return program.regions_left_out({r.index: sum(seconds.get(o, 0.0) for o in r.operations) for r in regions})
 
 
 def sent_seconds(prices: Prices, sent: Sent) -> float:

@@ -17,6 +17,7 @@ whose results nobody reads are dropped, and every value keeps where it comes fro
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -126,6 +127,25 @@ class Program:
         found = {value: region.times for region in self.regions for value in region.inputs}
         found |= dict.fromkeys(self.captured, 1)
         return found | {result: self.regions[o.region].times for o in self.operations for result in o.results}
+
+    def regions_left_out(self, spent: Mapping[int, float]) -> set[int]:
+        """The branches, with all inside, of which others spend more: one of them runs.
+
+        ``spent`` are the bytes or seconds of what runs directly in a region, by its index; inner regions count too.
+        """
+        total = {region.index: spent.get(region.index, 0.0) for region in self.regions}
+        left_out: set[int] = set()
+        holders = [operation for operation in self.operations if operation.bodies]
+        for operation in holders:  # inner ones come first
+            running = operation.bodies
+            if operation.primitive.name == "cond":
+                running = (max(running, key=lambda body: total[body]),)
+            left_out |= {*operation.bodies} - {*running}
+            total[operation.region] += sum(total[body] for body in running)
+        for operation in reversed(holders):
+            if operation.region in left_out:
+                left_out |= {*operation.bodies}
+        return left_out
 
     def fingerprint(self) -> str:
         """A digest of names, shapes and operations with parameters: equal for equal programs, on every machine."""

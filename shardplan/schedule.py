@@ -6,7 +6,6 @@ predicted is what is asked for.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -182,8 +181,11 @@ class Schedule:
             output, target = self.program.outputs[number], self.program.inputs[position]
             if isinstance(output, int) and output not in self.assignment.generated:
                 read(output, self.assignment.values[target], None, 0)
-        skipped = self._skipped_regions(found)
-        return [sent for sent in found if sent.region not in skipped]
+        sent_in: dict[int, float] = {}
+        for one in found:
+            sent_in[one.region] = sent_in.get(one.region, 0.0) + one.bytes * one.times
+        left_out = self.program.regions_left_out(sent_in)
+        return [sent for sent in found if sent.region not in left_out]
 
     def _sent_by(self, operation: Operation, strategy: Strategy) -> Iterator[Sent]:
         """The collectives of an operation itself: exchanges with neighbours, those of a region, and of its results."""
@@ -211,21 +213,3 @@ class Schedule:
         for number, link in enumerate(links.inside):
             # of branches, one after another; of loops, the last region is what goes round
             yield link, operation.bodies[number // ends] if operation.primitive.name == "cond" else operation.bodies[-1]
-
-    def _skipped_regions(self, found: list[Sent]) -> set[int]:
-        """The branches, with all inside, of which others send more: one of them runs."""
-        sent = Counter[int]()
-        for one in found:
-            sent[one.region] += one.bytes * one.times  # type: ignore[assignment]
-        skipped: set[int] = set()
-        holders = [operation for operation in self.program.operations if operation.bodies]
-        for operation in holders:  # inner ones come first
-            running = operation.bodies
-            if operation.primitive.name == "cond":
-                running = (max(running, key=lambda body: sent[body]),)
-            skipped |= {*operation.bodies} - {*running}
-            sent[operation.region] += sum(sent[body] for body in running)
-        for operation in reversed(holders):
-            if operation.region in skipped:
-                skipped |= {*operation.bodies}
-        return skipped
