@@ -173,18 +173,20 @@ def _key(job: Job) -> str:
         facts = (job.mesh, job.way, job.limit, code((*model, "benchmarks/measuring.py", *folders)))
     else:
         baseline = next(b for b in baselines_of(job.model) if b.title == job.way)
-        facts = (repr(baseline), code((*model, "benchmarks/baselines.py", "shardplan/hlo/collectives.py")))
+        compiler = ("shardplan/hlo/collectives.py", "shardplan/target.py", "shardplan/gpu_targets")
+        facts = (repr(baseline), code((*model, "benchmarks/baselines.py", *compiler)))
     return f"{job.model}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
 
 
 @cache
 def code(places: tuple[str, ...]) -> str:
-    """A digest of the Python files at some places of the repository, and of JAX's version."""
+    """A digest of the files at some places of the repository, folders with all that is below, and of JAX's version."""
     digest = hashlib.sha256(jax.__version__.encode())
     for place in places:
         path = ROOT / place
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        below = (file for file in path.rglob("*") if file.is_file() and file.suffix != ".pyc")
+        for file in sorted(below) if path.is_dir() else [path]:
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 
 
