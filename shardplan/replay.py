@@ -24,6 +24,7 @@ from shardplan.lookups import filled, fills, starting_inside, unfilled_params
 from shardplan.partitioner import params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.schedule import REDUCTIONS, Schedule
+from shardplan.stacks import in_order, slices_gathered_behind
 from shardplan.strategy import Strategy
 from shardplan.transition import Step
 
@@ -37,6 +38,7 @@ class Replay:
         self._mesh = mesh
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = {result: o for o in self._program.operations for result in o.results}
+        self._ordered = slices_gathered_behind(schedule) if schedule.problem.islands else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
@@ -106,7 +108,7 @@ class Replay:
         constants, carries = params["num_consts"], params["num_carry"]
 
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
-            inputs = (*operands[:constants], *carry, *slices)
+            inputs = (*operands[:constants], *carry, *self._ordered_slices(operation, slices))
             results = self._body(operation.bodies[0], links.inside, inputs)
             return tuple(results[:carries]), tuple(results[carries:])
 
@@ -119,6 +121,13 @@ class Replay:
             unroll=params["unroll"],
         )
         return (*carry, *stacks)
+
+    def _ordered_slices(self, operation: Operation, slices: Sequence[Any]) -> Iterator[Any]:
+        """The slices that a scan runs over, held to the order of their stacks where XLA would copy these."""
+        values = self._program.regions[operation.bodies[0]].inputs
+        for value, one in zip(values[len(values) - len(slices) :], slices, strict=True):
+            layout = self._schedule.assignment.values.get(value, ())
+            yield in_order(one, layout, self._schedule, self._mesh) if value in self._ordered else one
 
     def _while(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
         condition, body = operation.bodies

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.stacks import slices_gathered_behind
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 from tests.loops_programs import FORMS
 
@@ -139,3 +140,14 @@ def test_mesh_of_one_device() -> None:
     planned = shardplan.auto(FORMS["checkpoint"], mesh_of((1,)))
     assert_equal_trees(planned(WEIGHTS, X), jax.jit(FORMS["checkpoint"])(WEIGHTS, X))
     assert planned.plan(WEIGHTS, X).communication_bytes == 0
+
+
+def test_slices_gathered_along_their_last_dimension() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, one: (jnp.tanh(x @ one.astype(x.dtype)), None), x, w)
+        return jnp.sum(x.astype(w.dtype) ** 2)
+
+    x, w = jnp.tile(X, (64, 1)).astype(jnp.bfloat16), WEIGHTS
+    planned = shardplan.auto(jax.grad(loss), mesh_of((8,)), pins={"0": P(None, None, "x"), "1": P("x")})
+    assert slices_gathered_behind(planned.plan(w, x).schedule)
+    np.testing.assert_allclose(planned(w, x), jax.jit(jax.grad(loss))(w, x), rtol=0.1, atol=2)

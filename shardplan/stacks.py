@@ -1,0 +1,83 @@
+"""Slices of stacks: each keeps the order in which its stack lies in memory.
+
+XLA:GPU gathers along the dimension that lies outermost in memory, and lets what is gathered lie so from where it is
+made. Where a loop gathers each slice of a stack (the weights of one layer) along a later dimension, XLA so takes the
+slices from a transposed copy of the whole stack, made before the first loop and kept until the last one ends. A slice
+that is held to the order of its stack is transposed alone, in its iteration.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> def step(w, x):
+...     return jax.lax.scan(lambda x, one: (jnp.tanh(x @ one.astype(x.dtype)), None), x, w)[0]
+>>> w, x = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "bfloat16")
+>>> mesh = jax.sharding.AbstractMesh((8,), ("x",))
+>>> def gathered(spec):
+...     plan = shardplan.plan(step, mesh, w, x, pins={"0": spec, "1": jax.P("x")})
+...     return [plan.program.values[value].shape for value in slices_gathered_behind(plan.schedule)]
+>>> gathered(jax.P(None, None, "x")), gathered(jax.P(None, "x")), gathered(jax.P())
+([(64, 64)], [], [])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental.layout import Layout as Order
+from jax.experimental.layout import with_layout_constraint
+from jax.sharding import Mesh
+
+from shardplan import _jax
+from shardplan.layout import Layout, to_spec
+from shardplan.memory.fusion import readers_of
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+
+
+def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
+    """The slices of stacks, as values of loops' bodies, that are gathered along another dimension than their first."""
+    readers = readers_of(schedule.program.operations)
+    found = set()
+    for links in schedule.problem.links.values():
+        for link in links.enter:
+            if link.stacked == "source" and isinstance(link.source, int):
+                stack = [link.target]
+                while stack and link.target not in found:
+                    value = stack.pop()
+                    for reader in readers.get(value, ()):
+                        if _is_gathered_behind(schedule, value, reader):
+                            found.add(link.target)
+                        stack += _results_in_order(schedule, value, reader)
+    return frozenset(found)
+
+
+def in_order(array: Any, layout: Layout, schedule: Schedule, mesh: Mesh) -> Any:
+    """An array of this layout, each block of which lies in memory with its first dimension outermost."""
+    spec = to_spec(schedule.space.mesh, layout)  # the constraint is a call that XLA would not partition
+
+    def ordered(block: Any) -> Any:
+        return with_layout_constraint(block, Order(tuple(range(block.ndim))))
+
+    return jax.shard_map(ordered, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
+
+
+def _is_gathered_behind(schedule: Schedule, value: int, reader: Operation) -> bool:
+    strategy, stored = schedule.assignment.strategies.get(reader.index), schedule.assignment.values.get(value)
+    if strategy is None or stored is None or schedule.is_partial(value, stored):
+        return False
+    return any(
+        not {*axes} <= {*wanted[dim]}
+        for operand, wanted in zip(reader.operands, strategy.operands, strict=True)
+        if operand == value and wanted is not None
+        for dim, axes in enumerate(stored)
+        if dim
+    )
+
+
+def _results_in_order(schedule: Schedule, value: int, reader: Operation) -> Iterator[int]:
+    """What an operation computes element by element, or lets pass, and so lets lie in memory as what it reads."""
+    if reader.primitive is _jax.optimization_barrier:
+        yield from (r for o, r in zip(reader.operands, reader.results, strict=True) if o == value)
+    elif (choices := schedule.choices.get(reader.index)) and choices.pointwise:
+        sizes = schedule.program.values
+        yield from (r for r in reader.results if sizes[r].shape == sizes[value].shape)
