@@ -152,7 +152,7 @@ class GraphSolver:
     def _merge(self) -> None:
         """Merges neighbours until the bound rises again, or there is nothing left to merge."""
         graph, effort = self.graph, self.effort
-        while self.may_sweep() and not self.closed:
+        while graph.live() and self.may_sweep() and not self.closed:
             relaxation = Relaxation(graph)
             entries = relaxation.sweeper.entries
             room = min(effort.merging - entries, max(int(_ROOM * entries), _LEAST_ROOM))
@@ -160,6 +160,8 @@ class GraphSolver:
                 self._merges = False
                 return
             shrink(graph, dominance=False)
+            if not graph.live():  # all that was left is decided, which elimination finds
+                return
             before, relaxation = self.lower, Relaxation(graph)
             self._sweep(relaxation, _SWEEPS_AFTER_MERGING)
             if self.closed:

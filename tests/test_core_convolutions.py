@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -47,6 +48,13 @@ def test_gradients_are_those_of_the_unplanned_step(name: str, pin: P, tmp_path: 
     planned = shardplan.auto(step, jax.make_mesh((2, 4), ("x", "y")), hardware=profile, pins={"1": pin})
     for one, other in zip(*map(jax.tree.leaves, (planned(*arrays), jax.jit(step)(*arrays))), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_a_search_whose_merging_decides_all_is_proven():
+    step, weights, images = gradients(STEPS["transposed, overlapping"], (1, 512, 512, 16))
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    plan = shardplan.plan(step, mesh, weights, images, pins={"1": P(None, ("x", "y"))})
+    assert plan.gap < 1e-6
 
 
 @pytest.mark.slow
