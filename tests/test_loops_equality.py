@@ -150,4 +150,5 @@ def test_slices_gathered_along_their_last_dimension() -> None:
     x, w = jnp.tile(X, (64, 1)).astype(jnp.bfloat16), WEIGHTS
     planned = shardplan.auto(jax.grad(loss), mesh_of((8,)), pins={"0": P(None, None, "x"), "1": P("x")})
     assert slices_gathered_behind(planned.plan(w, x).schedule)
-    np.testing.assert_allclose(planned(w, x), jax.jit(jax.grad(loss))(w, x), rtol=0.1, atol=2)
+    found, expected = planned(w, x), jax.jit(jax.grad(loss))(w, x)
+    assert jnp.linalg.norm(found - expected) < 4e-3 * jnp.linalg.norm(expected)  # bfloat16 keeps 8 bits
