@@ -53,10 +53,20 @@ def slice_layout(layout: Layout, rank: int) -> Layout:
     return (*layout[:pending], *layout[pending + 1 :])
 
 
+def stack_layout(layout: Layout, rank: int) -> Layout:
+    """The layout of a stack whose slices, of ``rank`` dimensions, have a layout: what it stacks along is whole.
+
+    >>> stack_layout(((0,), ()), 2), stack_layout(((0,), (1,), ()), 2)
+    (((), (0,), ()), ((0,), (), (1,), ()))
+    """
+    pending = len(layout) - rank
+    return (*layout[:pending], (), *layout[pending:])
+
+
 def layouts_read(link: Link, layouts: tuple[Layout, ...], rank: int) -> tuple[Layout, ...]:
     """For each layout of a link's target, of ``rank`` dimensions, the one that its source must have."""
     if link.stacked == "source":
-        return tuple([((), *layout) for layout in layouts])
+        return tuple([stack_layout(layout, rank) for layout in layouts])
     return tuple([slice_layout(layout, rank) for layout in layouts]) if link.stacked == "target" else layouts
 
 

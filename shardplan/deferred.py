@@ -12,7 +12,7 @@ up before they are sent. Only values on a linear way to such a place get these f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf, prod
 from typing import Any
 
@@ -39,7 +39,9 @@ class DeferredSums:
         self._choices = choices
         self._fixed = fixed
         self._makers = {result: o for o in program.operations for result in o.results}
-        self._stacks = {index: self._stacked(around) for index, around in links.items()}
+        self._links = tuple(link for around in links.values() for link in (*around.enter, *around.inside))
+        self._becomes = self._stacked()
+        self._came = {target: source for source, targets in self._becomes.items() for target in targets}
         carries = self._carries(links)
         able = self._able(set(carries))
         while True:  # a carry is able only if what comes round is
@@ -72,10 +74,33 @@ class DeferredSums:
                     found[link.target] = link.source
         return found
 
-    def _stacked(self, around: Links) -> dict[int, int]:
-        """The stacks that a scan fills, each with the value that it stacks: sums of slices are a sum of stacks."""
-        filled = [link for link in around.inside if link.stacked == "target"]
-        return {link.target: link.source for link in filled if isinstance(link.source, int) and self._may(link.target)}
+    def _stacked(self) -> dict[int, list[int]]:
+        """What values become in loops: slices the stack of them, a stack its slices. The stack of sums is a sum of
+        stacks, and its slices are the sums."""
+        found: dict[int, list[int]] = {}
+        for link in self._links:
+            if link.stacked and isinstance(link.source, int) and self._may(link.target) and self._may(link.source):
+                found.setdefault(link.source, []).append(link.target)
+        return found
+
+    def _with_stacks(self, values: Iterable[int]) -> set[int]:
+        """Values, with all that they become in loops."""
+        found, waiting = set(), list(values)
+        while waiting:
+            value = waiting.pop()
+            found.add(value)
+            waiting += self._becomes.get(value, ())
+        return found
+
+    def _with_sources(self, values: Iterable[int]) -> set[int]:
+        """Values, with all that became them in loops."""
+        found: set[int] = set()
+        for value in values:
+            found.add(value)
+            while value in self._came:
+                value = self._came[value]
+                found.add(value)
+        return found
 
     def is_zero(self, value: int | Constant | None) -> bool:
         """Whether a value is zeros: a broadcast literal 0."""
@@ -87,16 +112,15 @@ class DeferredSums:
 
     def _able(self, carries: set[int], through: bool = False) -> set[int]:
         """The values that can be left partial; ``through`` operations with strategies of their own as well."""
-        able = {value for value in carries if self._may(value)}
+        able = self._with_stacks(filter(self._may, carries))
         for operation in self._program.operations:
-            able |= {stack for stack, part in self._stacks.get(operation.index, {}).items() if part in able}
             choices = self._choices.get(operation.index)
             if choices is None or len(operation.results) != 1 or not self._may(operation.results[0]):
                 continue
             sums = self._sums(operation)
             passes = (through or choices.follows_result) and self._linear(operation, able) is not None
             if sums or passes:
-                able.add(operation.results[0])
+                able |= self._with_stacks(operation.results)
         return able
 
     def _sums(self, operation: Operation) -> bool:
@@ -125,9 +149,9 @@ class DeferredSums:
 
     def _useful(self, able: set[int], carries: Mapping[int, int]) -> set[int]:
         """The able values from which a meeting place is reached."""
-        useful = {value for entering, coming in carries.items() if entering in able for value in (entering, coming)}
+        ends = {value for entering, coming in carries.items() if entering in able for value in (entering, coming)}
+        useful = self._with_sources(ends)
         for operation in reversed(self._program.operations):
-            useful |= {part for stack, part in self._stacks.get(operation.index, {}).items() if stack in useful}
             linear = self._linear(operation, able)
             if linear is None or operation.results[0] not in able:
                 continue
@@ -136,43 +160,47 @@ class DeferredSums:
             if meets:
                 useful.add(operation.results[0])
             if meets or operation.results[0] in useful:
-                useful |= operands  # type: ignore[arg-type]
+                useful |= self._with_sources(operands)  # type: ignore[arg-type]
         return useful
 
     def _shrinking(self, able: set[int]) -> set[int]:
         """The able values of which less is sent if all their readers pass them on, with what the readers make of them.
 
-        What is sent at least, in bytes: of a value, itself, or what is made of it where all readers pass it on.
+        What is sent per step at least, in bytes: of a value, itself each time that it is made, or what is made of it
+        where all readers pass it on.
         """
         sizes = self._sizes(able)
         readers: dict[int, list[Operation]] = {value: [] for value in able}
         for operation in self._program.operations:
-            for value in able & {operand for operand in operation.operands if isinstance(operand, int)}:
+            for value in able & {o for o in operation.operands if isinstance(o, int) and not operation.bodies}:
                 readers[value].append(operation)
         whole = {output for output in self._program.outputs if isinstance(output, int)}
-        whole |= {o for region in self._program.regions for o in region.outputs if isinstance(o, int)}
+        whole |= {link.source for link in self._links if isinstance(link.source, int) and link.target not in self._came}
         sent: dict[int, float] = {}
         found: set[int] = set()
         for value in sorted(able, reverse=True):
+            stacks = self._becomes.get(value, [])
             parts = [self._share(operation, value, able, sent) for operation in readers[value]]
+            parts += [sent.get(stack, inf) for stack in stacks]
             sent[value] = sizes[value]
             if parts and value not in whole and (total := sum(parts)) < sizes[value]:
                 sent[value] = total
-                found |= {value, *(operation.results[0] for operation in readers[value])}
+                found |= {value, *stacks, *(operation.results[0] for operation in readers[value])}
+        found = self._with_sources(found)
         for operation in reversed(self._program.operations):
             open_ = found.intersection(operation.results) and self._linear(operation, found) is None
             linear = self._linear(operation, able) if open_ else None
-            found |= {operation.operands[position] for position in linear or ()} & able  # type: ignore[arg-type]
+            found |= self._with_sources({operation.operands[position] for position in linear or ()} & able)  # type: ignore[arg-type]
         return found
 
     def _sizes(self, able: set[int]) -> dict[int, int]:
-        """The bytes of able values, with elements no narrower than those in which the sum was made.
+        """The bytes of able values per step, with elements no narrower than those in which the sum was made.
 
         A sum that is widened, added up further and narrowed again is as small as before. But to round what was made
         wide, so as to send it narrow, saves nothing here: it gives another result.
         """
-        made = self._made_in(able)
-        items = {value: max(self._item_bytes(value), made.get(value, 0)) for value in able}
+        made, times = self._made_in(able), self._program.times_of_values()
+        items = {value: max(self._item_bytes(value), made.get(value, 0)) * times[value] for value in able}
         return {value: prod(self._program.values[value].shape) * item for value, item in items.items()}
 
     def _made_in(self, able: set[int]) -> dict[int, int]:
@@ -183,7 +211,8 @@ class DeferredSums:
                 passed = [
                     made[operand] for operand in operation.operands if isinstance(operand, int) and operand in made
                 ]
-                made[value] = max(passed, default=self._item_bytes(value))
+                size = max(passed, default=self._item_bytes(value))
+                made |= dict.fromkeys(self._with_stacks((value,)), size)
         return made
 
     def _item_bytes(self, value: int) -> int:
@@ -204,7 +233,8 @@ class DeferredSums:
             own = self._item_bytes(value)
             end = min(own, ends.get(value, own))
             waiting = {operation.operands[position] for linear in self.operands[operation.index] for position in linear}
-            ends |= {o: min(end, ends.get(o, end)) for o in waiting if isinstance(o, int)}
+            passed = self._with_sources(o for o in waiting if isinstance(o, int))
+            ends |= {o: min(end, ends.get(o, end)) for o in passed}
             if made.get(value, own) < own and end < own and self._sums(operation):
                 found.add(value)
         return frozenset(found)

@@ -76,10 +76,10 @@ class Problem:
         whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self._pass_on_deferred()
-        self.stacks = {
-            link.target for links in self.links.values() for link in links.inside if link.stacked == "target"
-        }
-        self._leaving = {o for n, o in enumerate(program.outputs) if isinstance(o, int) and n not in program.ties}
+        around = self.links.values()
+        self.stacks = {link.target for links in around for link in links.inside if link.stacked == "target"}
+        same = {value: carry for links in around for value, carry in links.same.items()}
+        self._leaving = program.leaving | {same[value] for value in program.leaving & same.keys()}
         self._even = self._find_even()
         self._value_times = program.times_of_values()
         self.variables = Numbering(program, self.choices, self.links, self.generated, self.domain).variables()

@@ -117,6 +117,11 @@ class Program:
         return {effect for operation in self.operations for effect in operation.equation.effects}
 
     @property
+    def leaving(self) -> frozenset[int]:
+        """The values that the caller gets, but for the new state, which is fed back."""
+        return frozenset(o for n, o in enumerate(self.outputs) if isinstance(o, int) and n not in self.ties)
+
+    @property
     def constraints(self) -> dict[int, PartitionSpec]:
         """The user's own sharding constraints, by the value that each gives."""
         found = ((o.results[0], _jax.wanted_spec(o.equation)) for o in self.operations if len(o.results) == 1)

@@ -71,7 +71,7 @@ class Replay:
 
     def _run_bodies(self, operation: Operation) -> None:
         links = self._schedule.problem.links[operation.index]
-        operands = [self._read_link(link) for link in links.enter]
+        operands = [self._entering(link) for link in links.enter]
         if operation.primitive.name == "scan":
             results = list(self._scan(operation, links, operands))
         elif operation.primitive.name == "while":
@@ -155,6 +155,12 @@ class Replay:
 
     def _branch_body(self, region: int, links: Sequence[Link], *inputs: Any) -> tuple[Any, ...]:
         return tuple(self._body(region, links, inputs))
+
+    def _entering(self, link: Link) -> Any:
+        """What enters a loop or a branch; of a stack that is still a sum, the slices in front of the parts."""
+        array, layout = self._read_link(link), self._schedule.link_layout(link)
+        partial_stack = link.stacked and isinstance(link.source, int) and self._schedule.is_partial(link.source, layout)
+        return jax.numpy.swapaxes(array, 0, 1) if partial_stack else array
 
     def _read_link(self, link: Link) -> Any:
         if isinstance(link.source, Constant):

@@ -128,6 +128,17 @@ def associative(weights: Any, x: Any) -> Any:
     return jax.lax.associative_scan(compose, (decay, x), axis=0)[1] @ weights[1]
 
 
+def experts_loss(weights: Any, x: Any) -> Any:
+    """Weighted experts added up one after another; what each gives is kept for the gradients of the weights."""
+    chosen = jax.nn.softmax(x @ weights[0][:, : len(weights)])
+
+    def add(total: Any, expert: Any) -> Any:
+        w, weight = expert
+        return total + (layer(x, w) @ w.T) * weight[:, None], None
+
+    return (jax.lax.scan(add, jnp.zeros_like(x), (weights, chosen.T))[0] ** 2).mean()
+
+
 def accumulating(weights: Any, x: Any) -> Any:
     """Gradient accumulation over microbatches, of layers that are arrays of their own."""
     micro = x.reshape(4, -1, x.shape[-1])
@@ -218,6 +229,7 @@ LOSSES: dict[str, Step] = {
     "custom rules": custom_loss,
     "vmapped loop": vmapped_loss,
     "recurrence": truncated_loss,
+    "experts": experts_loss,
 }
 
 FORMS: dict[str, Step] = {

@@ -44,8 +44,23 @@ def filled_with(value: Any) -> Any:
     return lambda x, w, ids: jnp.sum(jnp.take(x @ w, ids, axis=0, mode="fill", fill_value=value), axis=1)
 
 
+def scanned_experts(x: Any, w: Any, ids: Any) -> Any:
+    """Experts one after another in a loop, with the gradients of all: what each gives is stacked, and read in another
+    loop for the gradients of the tokens' weights."""
+
+    def loss(x: Any, w: Any, weights: Any) -> Any:
+        def add(total: Any, expert: Any) -> Any:
+            matrix, weight = expert
+            return total + (x @ matrix) * weight[:, None], None
+
+        experts = w * jnp.arange(1.0, CHOICES + 1)[:, None, None]
+        return jnp.sum(jax.lax.scan(add, jnp.zeros((len(x), w.shape[1])), (experts, weights.T))[0] ** 2)
+
+    return jax.value_and_grad(loss, (0, 1, 2))(x, w, jax.nn.softmax(ids.astype(jnp.float32)))
+
+
 PROGRAMS = {
-    "lookup": chosen_rows, "weights": weighted_rows, "scatter": added_at,
+    "lookup": chosen_rows, "weights": weighted_rows, "scatter": added_at, "scanned": scanned_experts,
     "zeros": filled_with(0), "fives": filled_with(5.0),
 }  # fmt: skip
 
@@ -122,6 +137,30 @@ def test_rows_are_added_up_before_they_are_sent():
     plan = shardplan.plan(added_at, mesh, rows, matrix, jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32), pins=pins)
     assert waiting(plan.schedule) == {"scatter-add"}
     assert plan.communication_bytes == 7 / 8 * 8 * WIDTH * 4
+
+
+def test_sums_wait_in_stacks_and_in_their_slices():
+    """Forward, all experts' results are reduced once, not one each; backward, what each token's weight gets."""
+    rows, matrix = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((TOKENS, 2048), (2048, WIDTH)))
+    mesh, pins = AbstractMesh((8,), ("x",)), {"0": PartitionSpec(None, "x"), "1": PartitionSpec("x")}
+    ids = jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32)
+    plan = shardplan.plan(scanned_experts, mesh, rows, matrix, ids, pins=pins)
+    schedule, stacks = plan.schedule, plan.schedule.problem.stacks
+    layouts = schedule.assignment.values
+    assert any(schedule.is_partial(stack, layouts[stack]) for stack in stacks)
+    assert {sent.tensor.shape for sent in schedule.collectives()} == {(TOKENS, WIDTH), (TOKENS,)}
+    assert plan.communication_bytes == 7 / 8 * TOKENS * (2 * WIDTH + CHOICES) * 4
+
+
+def test_sums_of_a_loop_are_whole_where_the_caller_gets_them():
+    mesh, pins = mesh_of((8,)), {"0": PartitionSpec(None, "x"), "1": PartitionSpec(None, "x")}
+    x, w = jnp.ones((16, 512)), jnp.ones((4, 512, 256))
+
+    def added(x: Any, w: Any) -> Any:
+        return jax.lax.scan(lambda total, e: (total + x @ e, None), jnp.zeros((len(x), w.shape[2])), w)[0]
+
+    plan = shardplan.plan(added, mesh, x, w, pins=pins)
+    assert_equal_trees(run(plan, mesh, x, w), added(x, w))
 
 
 def narrow_rows(x: Any, w: Any, ids: Any) -> Any:
