@@ -62,6 +62,16 @@ class Call:
         """
         return jax.tree_util.tree_map_with_path(_shape_of, (self.args, self.kwargs))
 
+    def check_alive(self, leaves: Sequence[Any]) -> None:
+        """Raises CallError where an array was donated before; over several CPU devices XLA would end the process."""
+        gone = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
+        if any(gone):
+            paths = [_place_of(path) for path, _ in jax.tree_util.tree_leaves_with_path((self.args, self.kwargs))]
+            raise CallError(
+                f"`{paths[gone.index(True)]}` holds no data any more, one of {sum(gone)} such arrays: a step before "
+                "took their memory for its results (donate_argnums) or they were deleted. Pass what that step returned"
+            )
+
 
 class Calls:
     """The calls of one function with static and donated arguments.
@@ -185,9 +195,13 @@ def _shape_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
     try:
         shape, dtype, weak_type = _key_of(leaf)
     except TypeError:
-        where = jax.tree_util.keystr(path[1:], simple=True, separator="/") or "an argument"
         raise CallError(
-            f"`{where}` is `{leaf!r}` of type `{type(leaf).__name__}`: arguments are arrays, numbers or pytrees of "
-            "them; list others in static_argnums"
+            f"`{_place_of(path)}` is `{leaf!r}` of type `{type(leaf).__name__}`: arguments are arrays, numbers or "
+            "pytrees of them; list others in static_argnums"
         ) from None
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+
+
+def _place_of(path: Any) -> str:
+    """Where a leaf of ``(args, kwargs)`` stands, as messages say it."""
+    return jax.tree_util.keystr(path[1:], simple=True, separator="/") or "an argument"

@@ -191,6 +191,7 @@ class _Runner:
                 self._jitted = self._compile(call)
             if self._shardings:
                 leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+                call.check_alive(leaves)
                 placed = [_place(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
                 args, kwargs = jax.tree.unflatten(structure, placed)
             else:

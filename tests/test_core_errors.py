@@ -156,6 +156,14 @@ def test_arguments_that_do_not_match(args: Any, kwargs: Any, message: str) -> No
         assert isinstance(caught.value, TypeError) and isinstance(caught.value, ShardplanError)
 
 
+def test_an_array_that_a_step_before_took() -> None:
+    planned = shardplan.auto(step, mesh_of((8,)), donate_argnums=0)
+    state = jax.device_put({"w": X + 0}, planned.plan(PARAMS, X).in_shardings[0])
+    planned(state, X)
+    with pytest.raises(CallError, match=r"`0/w` holds no data any more.*Pass what that step returned"):
+        planned(state, X)
+
+
 def test_a_static_argument_that_cannot_be_hashed() -> None:
     planned = shardplan.auto(lambda x, sizes: x * sizes[0], mesh_of((8,)), static_argnums=1)
     with pytest.raises(CallError, match=r"cannot be hashed .*pass a tuple instead of a list"):
