@@ -46,11 +46,11 @@ _LEAST_SECONDS = 2.5
 
 # A search is held to the limit where memory is short, at a few places of the order. Where what it finds exceeds the
 # limit elsewhere, the highest of these places are added, at some distance from each other. Where it exceeds the limit
-# at the very places, by what the network does not count, the network's limit is lowered by the excess.
-_MOST_CORRECTIONS = 12
+# at the very places, by what the network does not count, that is counted there from then on.
+_MOST_CORRECTIONS = 8
 _PLACES_AT_ONCE = 6
 _DISTANCE = 20
-_EXCESS = 1.1
+_MOST_PROLONGATIONS = 3
 
 # Where nothing fits, the least peak is looked for half-way between the least that is found and what is proven, until
 # they are this near. Any schedule that is not far too dear will do.
@@ -128,34 +128,111 @@ def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
 
 def _search_again(problem: Problem, search: Search, first: Found, deadline: float) -> Found:
     """The best schedule within the limit, where ``first``, the best one without, is not."""
-    usages = Usages(first.lifetimes, problem, search.donated)
-    least, bound, lower, allowed = first, 0.0, first.solution.lower_bound, search.limit_bytes
-    planning = first.solution.work + _SECONDS_PER_OPERATION * len(problem.program.operations)
-    patience, spent = _TIMES_SLOWER_WITHIN_LIMIT * planning, 0.0
-    places = set(_places_above(usages, first, search))
-    found, prices = first, dict.fromkeys(places, 0.0)
-    usages.follow(first.schedule)
-    for _ in range(_MOST_CORRECTIONS):
-        network = usages.network(allowed, places)
-        network.hint = _hint(network, found, prices, places)
-        work = max(patience - spent, _LEAST_SHARE * patience)
-        found = _search_longer(problem, network, first.lifetimes, search, deadline, work)
-        spent += found.solution.work
-        if allowed == search.limit_bytes:
-            bound = max(bound, found.solution.least_peak_bound)
-            lower = max(lower, min(found.solution.lower_bound, found.solution.cost))
-        least = min(least, found, key=lambda f: f.peak_bytes)
-        if np.isfinite(found.solution.cost) and found.peak_bytes <= search.limit_bytes:
-            return replace(found, solution=replace(found.solution, lower_bound=lower))
-        if not np.isfinite(found.solution.cost) or time.perf_counter() > deadline:
-            break
-        prices = {place: found.solution.prices.get(time, 0.0) for time, place in enumerate(sorted(places))}
-        above = set(_places_above(usages, found, search)) - places
-        places |= above
-        if not (usages.follow(found.schedule) or above):
-            allowed -= _EXCESS * (found.peak_bytes - search.limit_bytes)
-    least, bound = _least(problem, usages, search, (least, bound), deadline)
-    raise InfeasibleError(_does_not_fit(problem, least, bound, search), least.peak_bytes)
+    corrections = _Corrections(problem, search, first, deadline)
+    corrections.follow(first)
+    if corrections.best is None and corrections.least.peak_bytes > search.limit_bytes:
+        _least(corrections)
+        if corrections.best is not None:  # whatever fits, with a peak far below the limit
+            corrections.follow(corrections.best)
+    if corrections.best is not None:
+        return corrections.best_proven()
+    raise InfeasibleError(
+        _does_not_fit(problem, corrections.least, corrections.least_bound, search), corrections.least.peak_bytes
+    )
+
+
+class _Corrections:
+    """Searches within the limit, each at the places where what was found before exceeds it."""
+
+    def __init__(self, problem: Problem, search: Search, first: Found, deadline: float) -> None:
+        self.problem, self.search, self.first, self.deadline = problem, search, first, deadline
+        self.usages = Usages(first.lifetimes, problem, search.donated)
+        self.least, self.least_bound = first, 0.0
+        """The schedule of the least peak, and what no peak is below."""
+        self.lower = first.solution.lower_bound
+        self.best: Found | None = None
+        """The cheapest schedule within the limit."""
+        planning = first.solution.work + _SECONDS_PER_OPERATION * len(problem.program.operations)
+        self.patience, self.spent = _TIMES_SLOWER_WITHIN_LIMIT * planning, 0.0
+        self.places: set[int] = set()
+        self.prices: dict[int, float] = {}
+        self.beyond: dict[int, float] = {}
+        """Per place, bytes that a schedule needs which the network does not count."""
+
+    def follow(self, found: Found) -> None:
+        """Searches on from a schedule, until what is found is within the limit."""
+        for _ in range(_MOST_CORRECTIONS):
+            if not self._exclude(found):
+                return
+            found = self._search_once(found)
+            if found.peak_bytes <= self.search.limit_bytes or time.perf_counter() > self.deadline:
+                return
+            if self.best is not None and self.spent > self.patience:
+                return
+
+    def keep(self, found: Found) -> None:
+        """Takes a schedule into account."""
+        self.least = min(self.least, found, key=lambda f: f.peak_bytes)
+        self.least_bound = max(self.least_bound, found.solution.least_peak_bound)
+        cost = self.problem.network.cost(found.solution.choices)
+        if found.peak_bytes > self.search.limit_bytes or not cost < self._best_cost:
+            return
+        self.best = replace(found, solution=replace(found.solution, cost=cost, status="feasible"))
+
+    def best_proven(self) -> Found:
+        """The best schedule, with the bound of all searches."""
+        assert self.best is not None
+        lower = min(self.lower, self._best_cost)
+        return replace(self.best, solution=replace(self.best.solution, lower_bound=lower))
+
+    @property
+    def _best_cost(self) -> float:
+        return np.inf if self.best is None else self.best.solution.cost
+
+    def _exclude(self, found: Found) -> bool:
+        """Sees to it that the next network is one in which this schedule exceeds the limit, if it does; False where
+        that is so already, and nothing better can be found."""
+        above = {*_places_above(self.usages, found, self.search)} - self.places
+        self.places |= above
+        changed = self.usages.follow(found.schedule)
+        limit = self.search.limit_bytes
+        if found.peak_bytes <= limit or above:
+            return True
+        exact = memory_profile(self.usages.lifetimes, found.schedule, self.search.donated)
+        for place, counted in self._counted(found).items():
+            if exact[place] > limit >= counted + self.beyond.get(place, 0.0):
+                self.beyond[place] = float(exact[place]) - counted
+                changed = True
+        return changed
+
+    def _counted(self, found: Found) -> dict[int, float]:
+        """What the network counts at the places."""
+        places = sorted(self.places)
+        network = self.usages.network(self.search.limit_bytes, places, self.beyond)
+        times, used = network.profile(extended(network, found.solution.choices))
+        used = np.append(0.0, used)[np.searchsorted(times, np.arange(len(places)), side="right")]
+        return dict(zip(places, (used - [self.beyond.get(place, 0.0) for place in places]).tolist(), strict=True))
+
+    def _search_once(self, found: Found) -> Found:
+        network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
+        network.hint = _hint(network, found, self.prices, self.places)
+        work = max(self.patience - self.spent, _LEAST_SHARE * self.patience)
+        for _ in range(_MOST_PROLONGATIONS):
+            left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
+            found = _search(self.problem, network, [self.first.lifetimes], self.search, left, work)
+            self.spent += found.solution.work
+            if self.beyond:  # which need not be there in other schedules
+                found = replace(found, solution=replace(found.solution, least_peak_bound=0.0))
+            self.keep(found)
+            settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
+            if settled or found.peak_bytes <= self.search.limit_bytes or time.perf_counter() >= self.deadline:
+                break
+            work *= _TIMES_LONGER_WHERE_NOTHING_FITS
+        if np.isfinite(found.solution.cost):
+            self.prices = {place: found.solution.prices.get(n, 0.0) for n, place in enumerate(sorted(self.places))}
+            if not self.beyond:
+                self.lower = max(self.lower, min(found.solution.lower_bound, found.solution.cost))
+        return found
 
 
 def _hint(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
@@ -175,15 +252,15 @@ def _places_above(usages: Usages, found: Found, search: Search) -> Iterator[int]
         profile[max(0, place - _DISTANCE) : place + _DISTANCE + 1] = 0.0
 
 
-def _least(
-    problem: Problem, usages: Usages, search: Search, known: tuple[Found, float], deadline: float
-) -> tuple[Found, float]:
-    """The schedule of the least peak, and what no peak is below, by searches between the two that are known."""
-    least, bound = known
-    unreached = bound
+def _least(known: _Corrections) -> None:
+    """Looks for the schedule of the least peak, and for what no peak is below, until one is within the limit."""
+    search, usages, deadline = known.search, known.usages, known.deadline
+    unreached = known.least_bound
     places: set[int] = set()
     for _ in range(_MOST_TRIALS):
-        if least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes or time.perf_counter() > deadline:
+        least = known.least
+        near = least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes
+        if near or known.best is not None or time.perf_counter() > deadline:
             break
         target = 0.5 * (unreached + least.peak_bytes)
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
@@ -192,27 +269,12 @@ def _least(
         network = usages.network(target, places)
         network.hint = _hint(network, least, {}, places)
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
-        found = _search(problem, network, [usages.lifetimes], trial, left, _LEAST_WORK)
-        bound = max(bound, found.solution.least_peak_bound)
+        found = _search(known.problem, network, [usages.lifetimes], trial, left, _LEAST_WORK)
         above = set(_places_above(usages, found, trial)) - places
         if found.peak_bytes > _MISSED * target and not (above and np.isfinite(found.solution.cost)):
             unreached = target
-        least = min(least, found, key=lambda f: f.peak_bytes)
+        known.keep(found)
         places |= above
-    return least, bound
-
-
-def _search_longer(
-    problem: Problem, network: Network, lifetimes: Lifetimes, search: Search, deadline: float, work: float
-) -> Found:
-    """The best schedule within so much work, or within more of it where nothing was found."""
-    while True:
-        left = max(_LEAST_SECONDS, deadline - time.perf_counter())
-        found = _search(problem, network, [lifetimes], search, left, work)
-        settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
-        if settled or time.perf_counter() >= deadline:
-            return found
-        work *= _TIMES_LONGER_WHERE_NOTHING_FITS
 
 
 def _search(

@@ -20,7 +20,7 @@ merges depends on their sizes: those that it merges in the schedule found before
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,10 +85,11 @@ class Usages:
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
         self._replaced = {output for number, output in outputs if number in self.program.ties}
 
-    def network(self, limit: float, places: Collection[int]) -> Network:
+    def network(self, limit: float, places: Collection[int], beyond: Mapping[int, float] | None = None) -> Network:
         """The problem's network, held to a limit at some places of the order alone.
 
         Its variables come first, then those of pairs. Times of the network are positions among ``places``, ascending.
+        ``beyond``: bytes that are in use at some of these places besides, whatever is chosen.
         """
         moments = np.array(sorted(places))
         counted = self._counted_values(limit)
@@ -106,9 +107,11 @@ class Usages:
         for usage in used:
             network.add_usage(usage.variable, usage.amounts, *_within(moments, usage))
         working = network.add_variable([0.0], name="libraries")
-        for moment, place in enumerate(moments):
-            if place in self.lifetimes.in_libraries:
-                network.add_usage(working, [WORKSPACE_BYTES], moment, moment + 1)
+        for moment, place in enumerate(moments.tolist()):
+            always = WORKSPACE_BYTES if place in self.lifetimes.in_libraries else 0.0
+            always += (beyond or {}).get(place, 0.0)
+            if always:
+                network.add_usage(working, [always], moment, moment + 1)
         return network
 
     def follow(self, schedule: Schedule) -> bool:
@@ -171,7 +174,7 @@ class Usages:
         """Transposed copies of arguments that convolutions read as they are stored."""
         problem, lifetimes = self.problem, self.lifetimes
         for value, (reader, position) in lifetimes.reordered.items():
-            source, own = problem.variables.values.get(value), problem.variables.operations.get(reader.index)
+            source, own = problem.variables.values.get(value), self._own(reader)
             if source is not None and own is not None:
                 places = problem.domain(value).position
                 layouts = [strategy.operands[position] for strategy in problem.choices[reader.index].strategies]
@@ -203,9 +206,9 @@ class Usages:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
 
     def _brought_by(self, operation: Operation) -> Iterator[Brought]:
-        variables, choices = self.problem.variables, self.problem.choices[operation.index]
+        variables, choices, own = self.problem.variables, self.problem.choices[operation.index], self._own(operation)
         follows, strategies = choices.follows_result, choices.strategies
-        own = variables.values[operation.results[0]] if follows else variables.operations[operation.index]
+        assert own is not None
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int) and operand in variables.values:
                 wanted = tuple([strategy.operands[position] for strategy in strategies])
@@ -219,7 +222,7 @@ class Usages:
     def _working(self) -> Iterator[Usage]:
         """What operations need while they run, beside operands and results."""
         for place, operation in enumerate(self.lifetimes.order):
-            variable = self.problem.variables.operations.get(operation.index)
+            variable = self._own(operation)
             if variable is not None and operation.primitive.name in (RAGGED, POOLING_GRADIENT):
                 bytes_of, count = (masked_bytes, 2) if operation.primitive.name == RAGGED else (window_bytes, 1)
                 strategies = self.problem.choices[operation.index].strategies
@@ -241,12 +244,19 @@ class Usages:
 
     def _operand_copy(self, reader: Operation, position: int, times: float, span: tuple[int, int]) -> Iterator[Usage]:
         """A copy of an operand, so many times as large, in the layout that the first operation reads which needs it."""
-        variable, operand = self.problem.variables.operations.get(reader.index), reader.operands[position]
+        variable, operand = self._own(reader), reader.operands[position]
         if variable is not None and isinstance(operand, int):
             places, sizes = self.problem.domain(operand).position, times * self._sizes(operand)
             layouts = [strategy.operands[position] for strategy in self.problem.choices[reader.index].strategies]
             amounts = [0.0 if layout is None else sizes[places[layout]] for layout in layouts]
             yield Usage(variable, np.array(amounts), span[0], span[1] + 1)
+
+    def _own(self, operation: Operation) -> int | None:
+        """The variable of an operation, which may be its result's."""
+        choices, variables = self.problem.choices.get(operation.index), self.problem.variables
+        if choices is None or not choices.follows_result:
+            return variables.operations.get(operation.index)
+        return variables.values.get(operation.results[0])
 
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""
