@@ -1,5 +1,7 @@
 """Predicted peaks: what XLA:GPU stores, computes anew, copies, merges and updates in place."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.products import is_sum, merged_products, product_operands
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.repeated import repeated_results
+from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.tracing import trace_program
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -307,6 +310,54 @@ def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
 
     peak, cache = _peak_of(step, _square(512), jax.ShapeDtypeStruct((1, 512), jnp.float32))
     assert 2 * cache <= peak < 2.1 * cache  # the argument, which stays, and the result
+
+
+def test_a_loop_that_reads_neighbours_of_its_carry_writes_the_new_one_elsewhere():
+    def step(around, x):
+        return jax.lax.fori_loop(0, 8, lambda _, carry: 0.5 * carry + (jnp.roll(carry, 1) if around else carry), x)
+
+    for around, times in ((False, 2), (True, 3)):
+        peak, x = _peak_of(functools.partial(step, around), _square(512))
+        assert times * x <= peak < (times + 0.1) * x  # the argument, which stays, the carry, and the next one
+
+
+def test_a_branch_brings_no_value_that_it_does_not_read():
+    def step(which, x):
+        return jax.lax.cond(which, lambda x: x @ x, lambda x: jnp.ones_like(x), x)
+
+    plan = shardplan.plan(step, 1, jax.ShapeDtypeStruct((), jnp.bool_), _square(64))
+    lifetimes = Lifetimes(plan.schedule.problem, range(len(plan.program.operations)))
+    [branches] = [operation for operation in lifetimes.order if operation.bodies]
+    assert [source for _, source in lifetimes.kept_around(branches)] == [plan.program.inputs[1]]
+
+
+def test_a_slice_of_what_a_device_holds_is_computed_by_what_reads_it():
+    split = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
+
+    def step(x):
+        return jnp.sum(jnp.sin(jax.lax.with_sharding_constraint(jnp.linalg.cholesky(x), split)))
+
+    plan = shardplan.plan(step, MESH, _square(64))
+    fused = kernels_of(plan.schedule.problem).fused
+    sliced = sliced_on_the_way(plan.schedule, plan.program.operations, fused)
+    assert [*sliced.values()] == [((), ())]
+
+
+def test_zeros_that_several_scatters_write_into_are_made_at_once():
+    def step(table, ids, others):
+        return jnp.sum(jnp.sin(table[ids] * table[others]))
+
+    ids = [jax.ShapeDtypeStruct((16,), jnp.int32)] * 2
+    peak, table = _peak_of(jax.grad(step), _square(512), *ids)
+    assert 4 * table <= peak < 4.1 * table  # the table, two gradients, and their sum
+
+
+def test_random_bits_of_many_keys_are_computed_by_what_reads_them():
+    def step(x, keys):
+        return jax.vmap(lambda key: jax.random.normal(jax.random.wrap_key_data(key), x.shape) @ x)(keys).sum()
+
+    peak, x = _peak_of(step, _square(512), jax.ShapeDtypeStruct((16, 2), jnp.uint32))
+    assert 33 * x <= peak < 33.1 * x + WORKSPACE_BYTES  # numbers and products, not the bits
 
 
 def test_what_a_loop_multiplies_lies_beside_its_carry_and_what_it_starts_from_becomes_the_carry():

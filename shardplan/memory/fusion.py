@@ -17,11 +17,11 @@ from shardplan.memory.products import is_outer, is_sum
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
 
-# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations; reductions, whose
-# operands it computes on the way.
+# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations, and random bits, which
+# it computes from keys and counters; reductions, whose operands it computes on the way.
 _MOVES = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
-    | {"gather", "dynamic_slice", "split", "concatenate", "copy", "copy_p", "stop_gradient"}
+    | {"gather", "dynamic_slice", "split", "concatenate", "copy", "copy_p", "stop_gradient", "random_bits"}
 )
 REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
@@ -30,7 +30,8 @@ _READS_ON_THE_WAY = frozenset(
     REDUCTIONS
     | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
 )
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+_SUMMING_SCATTERS = frozenset({"scatter-add", "scatter_add"})
+SCATTERS = _SUMMING_SCATTERS | {"scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -63,20 +64,22 @@ def fused_operations(problem: Problem) -> frozenset[int]:
 
 
 def _merged_scatters(problem: Problem) -> dict[int, int]:
-    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads."""
-    readers = readers_of(problem.program.operations)
+    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads.
+
+    Where two of them are added, neither scatters into the other.
+    """
+    operations = problem.program.operations
+    readers = readers_of(operations)
     leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
-    zeros = {
-        operation.results[0]
-        for operation in problem.program.operations
-        if operation.primitive.name == "broadcast_in_dim" and _is_zero(operation.operands[0])
-    }
+    zeros = {o.results[0] for o in operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o.operands[0])}
+    scatters = [o for o in operations if o.primitive.name in _SUMMING_SCATTERS and o.operands[0] in zeros]
+    into_zeros = {operation.results[0] for operation in scatters}
     merged = {}
-    for operation in problem.program.operations:
-        if operation.primitive.name not in ("scatter-add", "scatter_add") or operation.operands[0] not in zeros:
-            continue
+    for operation in scatters:
         result, last = operation.results[0], operation
         while result not in leaving and (addition := _only_addition(readers.get(result, []), operation.region)):
+            if all(isinstance(operand, int) and operand in into_zeros for operand in addition.operands):
+                break
             result, last = addition.results[0], addition
         if last is not operation:
             merged[operation.index] = last.index
@@ -107,7 +110,7 @@ def fuses_operands(problem: Problem, operation: Operation, position: int = 0) ->
     if operation.primitive is _jax.optimization_barrier or operation.bodies:
         return False
     name = operation.primitive.name
-    if name in _SCATTERS:
+    if name in SCATTERS:
         return position > 0
     added_up = name in _READS_ON_THE_WAY or is_sum(problem.program, operation)
     return added_up or _computes_on_the_way(problem, operation)

@@ -30,9 +30,11 @@ from shardplan.memory.fusion import readers_of, updates_of
 from shardplan.memory.products import PRODUCT, ProductOperand, is_multiplied, merged_products, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
-from shardplan.memory.sharing import UPDATES, overwritten_values
+from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element
 from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
+from shardplan.memory.zeros import filled_before, fillings_of
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
@@ -57,7 +59,7 @@ class Lifetimes:
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
         readers = readers_of(self.order)
-        self._fused = kernels.fused
+        self.fused = kernels.fused
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied))
         self._copied = {key: operand for key, operand in product_operands(program).items() if operand.copied}
@@ -82,7 +84,7 @@ class Lifetimes:
             for result in operation.results:
                 passed = operation.primitive is _jax.optimization_barrier
                 needed = result in outputs or result in kernels.stored or (result in kernels.read and not passed)
-                if (needed or operation.index not in self._fused) and result not in problem.generated:
+                if (needed or operation.index not in self.fused) and result not in problem.generated:
                     self.held[result] = Lifetime(start, last_read.get(result, place))
             for operand, until in self._needed_until(operation, last_read):
                 last_read[operand] = max(last_read.get(operand, 0), until)
@@ -105,6 +107,7 @@ class Lifetimes:
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
+        self.fillings = fillings_of(problem, self.order)
 
     def _copies(self) -> dict[ProductOperand, tuple[int, int, int]]:
         """Copies of products' operands: the position in the first reader, and the first and last places reading it."""
@@ -135,11 +138,18 @@ class Lifetimes:
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int):
                 copy = self._copied.get((operation.index, position))
-                first = place if copy is None else self.copies[copy][1]
+                first = place if copy is None else self._until_copied(operand, self.copies[copy][1])
                 if operand in initial:  # from the loop's start on, its memory is the carry's
                     yield operand, self.start(operation) - 1
                 else:
                     yield operand, max(first, ends[position] if passed else max(ends, default=0))
+
+    def _until_copied(self, operand: int, reader: int) -> int:
+        """The last place where a value is in memory that the product at place ``reader`` reads a copy of: the copy is
+        made before the product runs, which is what takes more where its result is at least as large."""
+        values = self._problem.program.values
+        result = self.order[reader].results[0]
+        return reader - (values[operand].total_bytes <= values[result].total_bytes)
 
     def _becoming_carries(self, operation: Operation) -> frozenset[int]:
         """The values that enter a loop as carries alone."""
@@ -154,14 +164,18 @@ class Lifetimes:
     def _share_with_results(self, last_read: dict[int, int]) -> None:
         """Lets what leaves a branch lie in the memory of the branch's result, and what goes round a loop in that of
         the carry, which is the loop's result: there once nothing reads the carry of the iteration before."""
-        makers = {result: operation for operation in self.order for result in operation.results}
+        problem, makers = self._problem, {result: operation for operation in self.order for result in operation.results}
         for operation in self.order:
-            for link in self._problem.links[operation.index].inside if operation.bodies else ():
+            for link in problem.links[operation.index].inside if operation.bodies else ():
                 source = link.source if isinstance(link.source, int) else -1
                 maker = makers.get(source)
                 if maker is None or maker.region not in operation.bodies or link.stacked:
                     continue
-                in_place = maker.index in self._fused or maker.primitive.name in UPDATES
+                in_place = maker.primitive.name in UPDATES
+                if (
+                    maker.index in self.fused and not in_place
+                ):  # a kernel that reads its neighbours' old elements cannot overwrite them
+                    in_place = link.target in read_by_element(problem, makers, self.fused, self.held, maker)
                 read = last_read.get(link.target, -1) if link.target not in operation.results else -1
                 if read < self.place[maker.index] + in_place:
                     self.held.pop(source, None)
@@ -174,7 +188,8 @@ class Lifetimes:
             carried = {link.target for link in links.inside}
             for link in links.enter:
                 source = link.source
-                if isinstance(source, int) and not (source in self._problem.generated or link.target in carried):
+                needed = link.target in self.reads and link.target not in carried  # a branch may do without it
+                if isinstance(source, int) and source not in self._problem.generated and needed:
                     yield link, source
 
     def zeros(self) -> Iterator[tuple[Operation, int, int]]:
@@ -221,6 +236,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
         return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
 
     merged = merged_lifetimes(lifetimes, schedule)
+    sliced = sliced_on_the_way(schedule, lifetimes.order, lifetimes.fused)
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
     for value, lifetime in (lifetimes.held | merged).items():
@@ -230,7 +246,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
             continue
         if copy != layout and value not in inputs:
             end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
-        yield hold(value, layout, lifetime.start, end)
+        yield hold(value, sliced.get(value, layout), lifetime.start, end)
     for number, output in enumerate(program.outputs):
         # the caller's memory for results is there from the start; a donated argument's is the result's
         if isinstance(output, int) and program.ties.get(number) not in donated:
@@ -255,13 +271,15 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
             if strategy is None:
                 break
             own = layout_left(schedule.problem, operation, strategy, position)
-            if own != schedule.assignment.values[result]:
+            if own != schedule.assignment.values[result] and result not in sliced:
                 yield hold(result, own, place, place)
     for (operand, wanted), (first, last) in shared.items():
         yield hold(operand, wanted, first, last)
     yield from _masked_rows(lifetimes, schedule)
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)
+    for layout, size, first, last in filled_before(schedule, lifetimes.fillings, lifetimes.place, lifetimes.fused):
+        yield Held(None, layout, size, Lifetime(first, last))
 
 
 def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

@@ -58,7 +58,7 @@ def overwritten_values(
         if updates:
             candidates = [o for o in operation.operands[:1] if isinstance(o, int) and _fits(problem, o, operation)]
         elif operation.index in fused:
-            candidates = list(_read_by_element(problem, makers, fused, held, operation))
+            candidates = list(_overwritable(problem, makers, fused, held, operation))
         else:
             continue
         for value in candidates:
@@ -91,13 +91,28 @@ def _fits(problem: Problem, value: int, operation: Operation) -> bool:
     return own.total_bytes == made.total_bytes and _jax.item_bytes(own.dtype) == _jax.item_bytes(made.dtype)
 
 
-def _read_by_element(
+def _overwritable(
+    problem: Problem,
+    makers: Mapping[int, Operation],
+    fused: Collection[int],
+    held: Collection[int],
+    operation: Operation,
+) -> Iterator[int]:
+    """The values in memory that the kernel of an operation may overwrite, if it is the last to read them."""
+    for value in read_by_element(problem, makers, fused, held, operation):
+        maker = makers.get(value)
+        alone = maker is not None and maker.index in fused and len(maker.results) == 1
+        if alone and value in held and _fits(problem, value, operation):
+            yield value
+
+
+def read_by_element(
     problem: Problem,
     makers: Mapping[int, Operation],
     fused: Collection[int],
     in_memory: Collection[int],
     operation: Operation,
-) -> Iterator[int]:
+) -> list[int]:
     """The values that the kernel of an operation reads at the place of each element that it makes, and nowhere else."""
     kernel, stack = {operation.index: operation}, [operation]
     while stack and len(kernel) <= _LOOKED_AT:
@@ -117,8 +132,4 @@ def _read_by_element(
                 found[operand] = None
                 if apart or prod(values[operand].shape) != elements:
                     elsewhere.add(operand)
-    for value in found:
-        maker = makers.get(value)
-        alone = maker is not None and maker.index in fused and len(maker.results) == 1
-        if alone and value in in_memory and value not in elsewhere and _fits(problem, value, operation):
-            yield value
+    return [value for value in found if value not in elsewhere]

@@ -1,0 +1,102 @@
+"""Zeros that scatters write into: made all at once, long before they are needed.
+
+A scatter into zeros needs them in memory. Equal zeros are one value to XLA:GPU, which each scatter but writes into a
+copy of its own; and one kernel, that of the first operation that computes with such zeros, makes all of these. So the
+gradients of a table that was read twice exist from the first scatter on. Rectifiers compare with zeros as well: where
+one has the size of what is scatters into later, the zeros for the backward pass are made in the forward pass, one more
+than there are scatters, which the gradients of rectifiers read.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> def step(table, ids, others):
+...     return jnp.sum(jax.nn.relu(table)[ids] * jax.nn.relu(table)[others])
+>>> table, ids = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((16,), "int32")
+>>> problem = shardplan.plan(jax.grad(step), 1, table, ids, ids).schedule.problem
+>>> [filling] = fillings_of(problem, problem.program.operations)
+>>> [[operation.primitive.name for operation in part] for part in (filling.scatters, filling.readers)]
+[['scatter-add', 'scatter-add'], ['max', 'gt', 'max', 'gt', 'select_n', 'select_n']]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardplan.layout import Layout
+from shardplan.memory.fusion import SCATTERS
+from shardplan.memory.sizes import layout_left
+from shardplan.problem import Problem
+from shardplan.program import Constant, Operation
+from shardplan.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Operations that use tensors of one shape filled with one number, in the order in which they run: scatters that
+    write into them, and kernels that read them (``readers``)."""
+
+    scatters: list[Operation] = field(default_factory=list)
+    readers: list[Operation] = field(default_factory=list)
+
+
+def fillings_of(problem: Problem, order: Iterable[Operation]) -> list[Filling]:
+    """What several operations use, a scatter among them, of operations in the ``order`` in which they run."""
+    numbers: dict[int, Any] = {}
+    for operation in problem.program.operations:
+        if operation.primitive.name == "broadcast_in_dim" and isinstance(operation.operands[0], Constant):
+            numbers[operation.results[0]] = operation.operands[0].value
+    found: dict[tuple[object, ...], Filling] = {}
+    for operation in order:
+        scatters = operation.primitive.name in SCATTERS
+        for number, value in _numbers_in(problem, operation, numbers):
+            tensor = problem.program.values[value]
+            filling = found.setdefault((str(number), tensor.shape, str(tensor.dtype), operation.region), Filling())
+            (filling.scatters if scatters else filling.readers).append(operation)
+    return [one for one in found.values() if one.scatters and len(one.scatters) + len(one.readers) > 1]
+
+
+def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, Any]) -> Iterator[tuple[Any, int]]:
+    """The numbers with which an operation computes at each element, or into which it scatters, each with a value of the
+    shape and type of what is filled with it."""
+    values, choices = problem.program.values, problem.choices.get(operation.index)
+    if operation.primitive.name in SCATTERS:
+        filled = operation.operands[0]
+        if isinstance(filled, int) and filled in numbers:
+            yield numbers[filled], filled
+    elif choices is not None and choices.pointwise and operation.results:
+        shape = values[operation.results[0]].shape
+        whole = [o for o in operation.operands if isinstance(o, int) and values[o].shape == shape]
+        found = {(str(numbers[o]), str(values[o].dtype)): (numbers[o], o) for o in whole if o in numbers}
+        if whole:
+            constants = (o.value for o in operation.operands if isinstance(o, Constant))
+            found |= {(str(number), str(values[whole[0]].dtype)): (number, whole[0]) for number in constants}
+        yield from found.values()
+
+
+def filled_before(
+    schedule: Schedule, fillings: Iterable[Filling], place: Mapping[int, int], fused: Collection[int]
+) -> Iterator[tuple[Layout, float, int, int]]:
+    """The layouts and bytes of fillings, each with the places of the order from which to which they are in memory: up
+    to the scatter whose result takes their place, or to the last kernel that reads them.
+
+    What is added to something is scattered into that instead (such scatters are ``fused``), but where the sum of all
+    devices' parts comes in between.
+    """
+    problem = schedule.problem
+    for filling in fillings:
+        alike: dict[tuple[Layout, float], tuple[list[int], list[int]]] = {}
+        for kind, operations in enumerate((filling.scatters, filling.readers)):
+            for operation in operations:
+                strategy = schedule.assignment.strategies.get(operation.index)
+                merged = not kind and operation.index in fused and not schedule.result_steps(operation, 0)
+                if strategy is not None and not merged:
+                    layout, domain = layout_left(problem, operation, strategy, 0), problem.domain(operation.results[0])
+                    degree = float(domain.degrees[domain.position[layout]])
+                    alike.setdefault((layout, degree), ([], []))[kind].append(place[operation.index])
+        whole = problem.program.values[filling.scatters[0].results[0]].total_bytes
+        for (layout, degree), (scatters, readers) in alike.items():
+            first = min(scatters + readers)
+            for last in scatters:
+                yield layout, whole / degree, first, last - 1
+            if scatters and readers:
+                yield layout, whole / degree, first, max(readers)
