@@ -70,9 +70,10 @@ def starting_inside(operation: Operation, operands: Sequence[Any]) -> Sequence[A
         return operands
     source, *starts = operands
     last = (size - window for size, window in zip(source.shape, operation.params["slice_sizes"], strict=True))
-    return [source, *(_between(start, most) for start, most in zip(starts, last, strict=True))]
+    return [source, *(between(start, most) for start, most in zip(starts, last, strict=True))]
 
 
-def _between(start: Any, last: int) -> Any:
+def between(start: Any, last: int) -> Any:
+    """A start of a window, moved to lie in 0 to `last`, of the type that it has."""
     dtype = jnp.result_type(start)
     return jnp.clip(start, 0, min(last, jnp.iinfo(dtype).max)).astype(dtype)

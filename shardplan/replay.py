@@ -27,6 +27,7 @@ from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacks import in_order, slices_gathered_behind
 from shardplan.strategy import Strategy
 from shardplan.transition import Step
+from shardplan.updates import splits_places, update_block
 
 
 class Replay:
@@ -181,6 +182,8 @@ class Replay:
             results, done = self._run_partial(operation, strategy, operands, linear)
         elif self._schedule.problem.islands and runs_apart(operation, strategy):
             results, done = self._run_apart(operation, strategy, operands), 0
+        elif splits_places(operation, strategy):
+            results, done = self._update_place(operation, strategy, operands), 0
         elif filling:
             params = unfilled_params(operation)
             results, done = _jax.bind_again(operation.equation, operation.primitive, params, operands), 0
@@ -230,17 +233,31 @@ class Replay:
     def _run_apart(self, operation: Operation, strategy: Strategy, operands: Sequence[Any]) -> tuple[Any, ...]:
         """Runs an operation block by block, where no block needs anything of another; the results are split as what is
         read is, and no further."""
-        mesh, (data, *_) = self._schedule.space.mesh, strategy.operands
-        params = params_of_block(operation, strategy, mesh.degree)
-        in_specs = tuple(to_spec(mesh, layout or ()) for layout in strategy.operands)
-        out_specs = (to_spec(mesh, data or ()),) * len(operation.results)
+        params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
 
         def blocks(*local: Any) -> tuple[Any, ...]:
             return _jax.bind_again(operation.equation, operation.primitive, params, local)
 
-        return jax.shard_map(blocks, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(
-            *operands
-        )
+        return self._on_all_blocks(blocks, operation, strategy, operands)
+
+    def _update_place(self, operation: Operation, strategy: Strategy, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """Updates one place, on the devices whose blocks have it."""
+
+        def bind(params: dict[str, Any], local: Sequence[Any]) -> Any:
+            return _jax.bind_again(operation.equation, operation.primitive, params, local)[0]
+
+        update = update_block(operation, strategy, self._schedule.space.mesh, bind)
+        return self._on_all_blocks(lambda *local: (update(*local),), operation, strategy, operands)
+
+    def _on_all_blocks(
+        self, blocks: Callable[..., Any], operation: Operation, strategy: Strategy, operands: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """What every device makes of its blocks of the operands, each result split as the first operand."""
+        mesh = self._schedule.space.mesh
+        in_specs = tuple(to_spec(mesh, layout or ()) for layout in strategy.operands)
+        out_specs = (to_spec(mesh, strategy.operands[0] or ()),) * len(operation.results)
+        mapped = jax.shard_map(blocks, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return mapped(*operands)
 
     def _on_blocks(self, operation: Operation, strategy: Strategy) -> Callable[..., Any]:
         """The operation on the blocks of one device, inside of an island."""
