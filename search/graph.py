@@ -123,6 +123,12 @@ class Graph:
             other.undo = list(self.undo)
         return other
 
+    def become(self, other: Graph) -> None:
+        """Takes the state of another graph, a sibling copy of this one from before."""
+        self.tables, self.costs, self.neighbours, self.spans = other.tables, other.costs, other.neighbours, other.spans
+        self.constant, self.fixed_spans, self.exclusions = other.constant, other.fixed_spans, other.exclusions
+        self.twins, self.undo, self.hint = other.twins, other.undo, other.hint
+
     def live(self) -> list[int]:
         """Ids of the variables that are left, ascending."""
         return [v for v, costs in enumerate(self.costs) if costs is not None]

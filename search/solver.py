@@ -92,6 +92,8 @@ class GraphSolver:
         """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced = False
         self._merges = True
+        self._unmerged: Graph | None = None
+        """The graph before the first merging, where CP-SAT could take it."""
 
     def begin(self, messages: Messages, choices: dict[int, int] | None) -> None:
         """Starts from messages and an assignment of the reduced graph, which may turn out not to be valid."""
@@ -134,9 +136,7 @@ class GraphSolver:
     @property
     def seconds_to_close(self) -> float:
         """What CP-SAT's model of the graph takes to be built and relaxed, about: the same on every machine."""
-        graph = self.graph
-        entries = sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
-        return entries * _SECONDS_PER_ENTRY
+        return _entries(self.graph) * _SECONDS_PER_ENTRY
 
     def finish(self) -> None:
         """Dynamic programming or CP-SAT on the graph as it is, where it is small enough."""
@@ -152,6 +152,9 @@ class GraphSolver:
     def _merge(self) -> None:
         """Merges neighbours until the bound rises again, or there is nothing left to merge."""
         graph, effort = self.graph, self.effort
+        if self._unmerged is None and _entries(graph) <= effort.closable:
+            self._unmerged = graph.copy(sibling=True)
+            self._unmerged.hint = graph.hint
         while graph.live() and self.may_sweep() and not self.closed:
             relaxation = Relaxation(graph)
             entries = relaxation.sweeper.entries
@@ -348,8 +351,9 @@ class GraphSolver:
         return True
 
     def _close(self) -> None:
-        graph, live = self.graph, self.graph.live()
-        entries = sum(t.size for v in live for w, t in graph.neighbours[v].items() if v < w)
+        graph, entries = self.graph, _entries(self.graph)
+        if self._unmerged is not None and (before := _entries(self._unmerged)) < entries:
+            graph, entries = self._unmerged, before
         # Without any assignment yet, a model that is far too large to be solved may still give one.
         if entries > self.effort.closable * (1 if graph.hint is not None else 20):
             return
@@ -358,10 +362,17 @@ class GraphSolver:
             return
         result = close(graph, self.effort.closing, self.watch.seconds_left())
         self.raise_lower(min(graph.constant + result.lower_bound, self.upper))
-        if result.choices is not None:
-            self.accept(result.choices, graph.cost(result.choices))
+        if result.choices is not None and (cost := graph.cost(result.choices)) < self.upper:
+            if graph is not self.graph:
+                self.graph.become(graph)
+                self._unmerged = None
+            self.accept(result.choices, cost)
         if result.proven:
             self.raise_lower(self.upper)
+
+
+def _entries(graph: Graph) -> int:
+    return sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
 
 
 def _adjacency(graph: Graph) -> dict[int, set[int]]:

@@ -1,9 +1,13 @@
 """The exact search against brute force, on small random networks of every kind."""
 
+import math
+
 import numpy as np
 import pytest
 
 from shardplan.search import Network, Solution, solve, testing
+from shardplan.search.graph import Graph
+from shardplan.search.solver import Effort, GraphSolver, Watch
 
 KINDS = ("chain", "tree", "grid", "dense", "memory")
 
@@ -49,3 +53,20 @@ def test_equals_brute_force(block: int) -> None:
         net = random_network(seed)
         _, optimum = testing.brute_force(net)
         assert_optimal(net, solve(net), optimum)
+
+
+def test_what_merging_leaves_open_is_closed_on_the_graph_before() -> None:
+    """Merged tables are too large for CP-SAT where those before were not."""
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        net = testing.random_graph(rng, [(u, v) for u in range(7) for v in range(u + 1, 7)], 4)
+        _, optimum = testing.brute_force(net)
+        graph = Graph.of(net)
+        first = {v: 0 for v in graph.live()}
+        effort = Effort(closable=200, merging=2000, entries=1)
+        solver = GraphSolver(graph, math.inf, effort, 0.0, Watch(lambda: None, lambda: 60.0))
+        solver.accept(first, graph.cost(first))
+        solver._merge()
+        solver.finish()
+        assert solver.closed and solver.upper == pytest.approx(optimum)
+        assert graph.hint is not None and net.cost(graph.expand(graph.hint)) == optimum
