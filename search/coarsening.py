@@ -57,7 +57,7 @@ _MOST_NEAR = 2_000_000
 _CLOSER = 0.3
 """The gap asked among the twins of the best assignment, as a share of that of the whole graph."""
 
-_SHARE_OF_TIME = 0.5
+_SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
 
 
@@ -110,7 +110,7 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
         graph.make_consistent()
         choices, graph.hint = graph.hint, None
         lifted = _restricted(lifted, graph.undo[mark:])
-    return Start(lifted, choices, solver.sweeps, solver.estimate)
+    return Start(lifted, choices, solver.sweeps, solver.estimate, solver.lower)
 
 
 def _fitting(

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from shardplan.search.branching import Branching
-from shardplan.search.coarsening import coarse_start
 from shardplan.search.crossing import Crossing
-from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
 from shardplan.search.pricing import Pricing
 from shardplan.search.reductions import reduce_graph
 from shardplan.search.relaxation import Relaxation
+from shardplan.search.restricting import begin, lifted, restricted
 from shardplan.search.run import Run
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import Effort, GraphSolver, Watch
@@ -26,10 +26,17 @@ _SECONDS_PER_PART = 0.1
 _WORTH_IMPROVING = 0.01
 """The gap from which on it is tried though little of the work is left: what prices leave below, parts rarely change."""
 _PRUNABLE = 0.02
+_FAR = 0.05
+"""The gap of a start from which on restricted networks are looked at before the whole is searched."""
+_ANSWERING = 0.04
+"""The share of the sweeps' work that each of them may take."""
+_PATIENCE = 0.1
+"""The share of the work after which improving ends where it has not closed a good part of the gap."""
+_GAIN = 0.02
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
 
-__all__ = ["auto", "exact", "lowest_peak"]
+__all__ = ["auto", "exact", "lowest_peak", "take_answers"]
 
 
 def exact(run: Run) -> None:
@@ -52,15 +59,18 @@ def auto(run: Run) -> None:
     | none, or never reached | rounds of messages, until dynamic programming fits | proven |
     | at few times | prices of these, a mixture of what is best at some, what cannot be in it is dropped | as below |
     | at many times | rounds of messages | as below |
+    | none | the gap stays open: what is best of restricted networks (`shardplan.search.restricting`) | as above |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
     | any | ten thousand choices are left | crossings, branching and local search by turns, until the time is over |
     | any | more are left | crossings, local search until the time is over |
 
-    Sweeping may take three tenths of the time where there is a limit, eight where there is none. All tenths are of
+    Where no usage is limited, the last two end as well when they have not closed a good part of the gap for a while.
+
+    Sweeping may take three tenths of the time where there is a limit, most of it where there is none. All tenths are of
     estimated work, so that the clock decides nothing but the end.
     """
     limited = run.network.usage_limit is not None
-    solver = _minimise(run, sweeping=0.3 if limited else 0.8, closing=0.1)
+    solver = _minimise(run, sweeping=0.3 if limited else 0.85, closing=0.1)
     little_left = run.work > 0.5 * run.work_limit and relative_gap(solver.upper, solver.lower) < _WORTH_IMPROVING
     if not solver.closed and solver.graph.hint is not None and not little_left:
         with run.stage("improve"):
@@ -87,15 +97,11 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         begun = graph.hint
         graph.hint = begun if run.cost < math.inf else None
     with run.stage("fold"):
-        start = coarse_start(graph, effort, run.gap, solver.watch) or folded_start(graph, effort, run.gap, solver.watch)
-        if start is not None:
-            solver.begin(start.messages, start.choices)
-            solver.sweeps, solver.estimate = start.sweeps, start.estimate
+        bound = begin(solver)
     with run.stage("price"):
         priced = _price(run, solver, begun)
-    with run.stage("search"):
-        if not priced and not solver.closed:
-            solver.solve()
+    if not priced and not solver.closed:
+        _search(run, solver, bound)
     run.work += solver.estimate
     report()
     if solver.lower == math.inf:
@@ -106,6 +112,38 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         if run.cost < math.inf:
             return _minimise(run, sweeping, closing)
     return solver
+
+
+def _search(run: Run, solver: GraphSolver, bound: float) -> None:
+    """Messages on the whole graph, with answers of the restricted networks: where the start is far from its bound, or
+    where it turns out that the messages do not close the gap."""
+    answered = solver.upper < math.inf and bound > -math.inf and relative_gap(solver.upper, bound) > _FAR
+    if answered:
+        take_answers(run, solver)
+    with run.stage("search"):
+        solver.solve()
+    open_wide = not solver.closed and relative_gap(solver.upper, solver.lower) > _WORTH_IMPROVING
+    if open_wide and not answered and take_answers(run, solver):
+        with run.stage("search"):
+            solver.solve()
+
+
+def take_answers(run: Run, solver: GraphSolver) -> bool:
+    """Takes the best answers of the restricted networks; True where one is better than what was found."""
+    if run.network.usage_limit is not None:
+        return False
+    before, effort = solver.upper, solver.effort
+    effort = replace(effort, seconds=_ANSWERING * effort.seconds, closing=_ANSWERING * effort.closing)
+    with run.stage("restrict"):
+        for kept in run.network.restrictions:
+            answer = restricted(run.network, kept, effort, run.gap, Watch(run.check, run.seconds_left))
+            if answer is None:
+                continue
+            solver.estimate += answer.estimate
+            choices = lifted(solver.graph, answer.choices)
+            if choices is not None:
+                solver.accept(choices, solver.graph.cost(choices))
+    return solver.upper < before
 
 
 def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
@@ -157,12 +195,19 @@ def _improve(run: Run, solver: GraphSolver) -> None:
     local = LocalSearch(graph, solver.upper, solver.prices, excess(relaxation, graph.hint))
     small = sum(graph.size(v) for v in graph.live()) <= _BRANCHABLE
     branching = Branching(solver, _BRANCH) if small else None
-    turn = 1 + int(2 * _BRANCH.sweeps * relaxation.seconds_per_sweep / _SECONDS_PER_PART)
-    while not solver.closed and run.work < run.work_limit:
+    turn = 1 + int(2 * _BRANCH.sweeps * relaxation.seconds_per_sweep / _SECONDS_PER_PART) if small else 1
+    patience = math.inf if graph.usage_limit is not None else _PATIENCE * run.work_limit
+    gained, open_before = run.work, solver.upper - solver.lower
+    while not solver.closed and run.work < run.work_limit and run.work - gained < patience:
+        if solver.upper - solver.lower < (1 - _GAIN) * open_before:
+            gained, open_before = run.work, solver.upper - solver.lower
         run.work += turn * _SECONDS_PER_PART * (1 if branching is None else 2)  # by turns of equal work
         for _ in range(turn):
             if local.step(watch):
                 solver.accept(graph.hint, local.upper)
+        if graph.usage_limit is None:
+            run.work += local.estimate
+        local.estimate = 0.0
         if branching is not None:
             if not branching.step():
                 branching = None

@@ -28,7 +28,7 @@ _CLOSER = 0.6
 """The gap asked of the small graph, as a share of that of the whole one, which may come out larger."""
 
 _LAST_SWEEPS = 20
-_SHARE_OF_TIME = 0.5
+_SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
 
 
@@ -37,12 +37,14 @@ class Start:
     """Messages and, where one was found, an assignment of a graph, to search on from.
 
     sweeps: that it took. estimate: seconds that these should have taken, the same on every machine.
+    lower_bound: of the graph, as far as it is known.
     """
 
     messages: Messages
     choices: dict[int, int] | None
     sweeps: int
     estimate: float
+    lower_bound: float = -math.inf
 
 
 def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Start | None:

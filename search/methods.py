@@ -34,6 +34,10 @@ class Method:
 
 METHODS: dict[str, Method] = {}
 
+_COUNTED = 0.6
+"""The share of the time limit that work, by estimate, may take where no usage is limited. So it is counted work that
+ends a search on every machine that is not much slower than estimated, and not the clock."""
+
 
 def register(name: str, method: Method) -> None:
     """Makes a method known to `solve`; names are given once."""
@@ -60,7 +64,7 @@ def solve(
 
     method: a name of `METHODS`; the default decides by itself (see `shardplan.search.exact.auto`).
     time_limit: seconds after which the search ends with the best found. Up to then the same network gives the same
-        solution, however fast the machine.
+        solution, however fast the machine; most searches that do not prove what they find end earlier, by their work.
     gap: the search ends when the cost is proven to be within this share of the optimum.
     progress: called now and then with a `Progress`; the search ends when it returns False. A `KeyboardInterrupt`
         also ends it. Either way the best found so far is returned, with the status `interrupted`.
@@ -72,6 +76,8 @@ def solve(
         raise ValueError(
             f"expected time_limit > 0, gap >= 0 and work_limit > 0, got {time_limit}, {gap} and {work_limit}"
         )
+    if network.usage_limit is None:
+        work_limit = min(work_limit, _COUNTED * time_limit)
     run = Run(network, time_limit, gap, progress, work_limit)
     try:
         _search(run, METHODS[method])

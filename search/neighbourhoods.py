@@ -34,6 +34,8 @@ class LocalSearch:
         self.rng = np.random.default_rng(1)
         self.size = 60.0
         self.steps = 0
+        self.estimate = 0.0
+        """Seconds that the parts' sweeps should have taken, the same on every machine."""
         sizes = np.array([graph.size(v) for v in self.live], dtype=np.intp)
         self.profile = Profile(graph, self.live, np.cumsum(sizes) - sizes)
         self.place = {v: i for i, v in enumerate(self.live)}
@@ -60,6 +62,7 @@ class LocalSearch:
         solver = GraphSolver(small, before, _EFFORT, 1e-9, watch)
         solver.prices = self.prices
         solver.solve()
+        self.estimate += solver.estimate
         gain = before - solver.upper
         self.size = min(max(self.size * (1.01 if solver.closed else 0.98), _SMALLEST), _LARGEST)
         if gain <= 1e-12 * abs(self.upper):

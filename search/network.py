@@ -100,6 +100,9 @@ class Network:
         self.twins: dict[int, NDArray[np.intp]] = {}
         """Per variable, a label per choice. Choices of equal label are taken to have twins of equal cost, whatever the
         other variables choose; where they have not, searches take longer, and give the same."""
+        self.restrictions: list[dict[int, NDArray[np.bool_]]] = []
+        """Networks within this one, whose best assignments are good ones of the whole: per variable, which of its
+        choices they have (see `shardplan.search.restricting`)."""
         self._known: dict[int, tuple[object, int]] = {}
 
     def __len__(self) -> int:

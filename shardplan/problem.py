@@ -17,6 +17,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Links, layouts_read, links_of
 from shardplan.deferred import DeferredSums
+from shardplan.joining import joined
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
 from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.prices import Prices, Timing
@@ -88,7 +89,8 @@ class Problem:
     def network(self) -> Network:
         """The cost network, built when it is first asked for: a plan that is known already does without."""
         network = Network()
-        network.twins = twins(self.space.mesh, self.variables, self.domain, self.choices)
+        described = self.space.mesh, self.variables, self.domain, self.choices
+        network.twins, network.restrictions = twins(*described), joined(*described)
         for add in (self._add_values, self._add_copies, self._add_work, self._add_operations, self._add_outputs):
             add(network)
         return network
