@@ -20,9 +20,13 @@ from shardplan.schedule import Schedule
 
 
 def is_sliced(source: Sequence[Sequence[Any]], target: Sequence[Sequence[Any]]) -> bool:
-    """Whether a device has all of what it needs in layout ``target`` within what it has in layout ``source``."""
-    pairs = zip(source, target, strict=True)
-    return source != target and all(tuple(wanted[: len(axes)]) == tuple(axes) for axes, wanted in pairs)
+    """Whether a device has all of what it needs in layout ``target`` within what it has in layout ``source``.
+
+    Parts of a sum that waits, stacked in front, are no slices.
+    """
+    if len(source) != len(target) or source == target:
+        return False
+    return all(tuple(wanted[: len(axes)]) == tuple(axes) for axes, wanted in zip(source, target, strict=True))
 
 
 def sliced_on_the_way(schedule: Schedule, order: Sequence[Operation], fused: Collection[int]) -> dict[int, Layout]:
