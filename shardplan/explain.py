@@ -11,6 +11,7 @@ from shardplan import _jax, rules
 from shardplan.alternatives import Alternative, alternatives
 from shardplan.errors import ArgumentError
 from shardplan.layout import Layout, to_spec
+from shardplan.overlap import memory_traffic
 from shardplan.plan_report import glob_of, objective_text, sizes_text
 from shardplan.program import Constant, Operation
 from shardplan.strategy import Strategy, operand_type
@@ -139,6 +140,8 @@ class _Explainer:
         if variable is None or len(labels) == 1:
             return ["none: nothing divides it"]
         choices = self._plan.recipe.choices
+        if self._plan.statistics.get("traffic") and not self._problem.traffic:  # of a plan from a file
+            self._problem.traffic = memory_traffic(self._problem)
         found = alternatives(self._problem.network, choices, variable, self._time_limit)
         if not found:
             return ["none: it is pinned"]

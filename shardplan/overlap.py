@@ -146,11 +146,12 @@ def memory_traffic(problem: Problem) -> dict[int, int]:
     program = problem.program
     held = Lifetimes(problem, range(len(program.operations))).held
     fused = fused_operations(problem)
+    ends = {output for region in program.regions for output in region.outputs}  # a carry is the loop's result
     read: dict[int, dict[int, int]] = {}
     found: dict[int, int] = {}
     for operation in program.operations:
         reads = _reads_of(problem, operation, held, read)
-        stored = [result for result in operation.results if result in held or operation.index not in fused]
+        stored = [r for r in operation.results if r in held or r in ends or operation.index not in fused]
         for result in operation.results:
             read[result] = reads
         written = sum(program.values[result].total_bytes for result in stored)

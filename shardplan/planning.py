@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -24,8 +24,9 @@ from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
 from shardplan.problem import Problem
 from shardplan.program import Program
+from shardplan.repeating import search_sharing
 from shardplan.schedule import Schedule
-from shardplan.searching import Search, search_within
+from shardplan.searching import Search
 
 DEFAULT_HARDWARE = "h100"
 
@@ -34,8 +35,15 @@ RESERVED_MEMORY = 0.08
 and fragmentation."""
 
 
-def build_problem(program: Program, mesh: Mesh | AbstractMesh, options: Options, share: float = LEAST_SHARE) -> Problem:
-    """The cost network of a program over a mesh; for the objective "time" priced at a share (`shardplan.balancing`)."""
+def build_problem(
+    program: Program,
+    mesh: Mesh | AbstractMesh,
+    options: Options,
+    share: float = LEAST_SHARE,
+    traffic: Mapping[int, int] | None = None,
+) -> Problem:
+    """The cost network of a program over a mesh; for the objective "time" priced at a share (`shardplan.balancing`),
+    for "bytes" with the memory traffic of repeated work where it is given (`shardplan.repeating`)."""
     axes = mesh_axes(mesh)
     timed = options.objective == "time"
     hardware = load(options.hardware or DEFAULT_HARDWARE)
@@ -43,8 +51,7 @@ def build_problem(program: Program, mesh: Mesh | AbstractMesh, options: Options,
     space = LayoutSpace(axes, padded_sizes(program, axes))
     hard = hard_layouts(program, space, options.pins).layouts
     problem = Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
-    if timed:
-        timing_of(problem)
+    problem.traffic = timing_of(problem).memory_bytes if timed else traffic or {}
     return problem
 
 
@@ -58,8 +65,8 @@ def plan_program(
     """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices."""
     started = time.perf_counter()
 
-    def build(share: float = LEAST_SHARE) -> Problem:
-        problem = build_problem(program, mesh, options, share)
+    def build(share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None) -> Problem:
+        problem = build_problem(program, mesh, options, share, traffic)
         if prepare is not None:
             prepare(problem)
         return problem
@@ -74,9 +81,10 @@ def plan_problem(
     options: Options,
     spent_seconds: float = 0.0,
     method: str = "auto",
-    rebuild: Callable[[float], Problem] | None = None,
+    rebuild: Callable[..., Problem] | None = None,
 ) -> Plan:
-    """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share."""
+    """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
+    with the memory traffic of repeated work."""
     started = time.perf_counter()
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
@@ -84,7 +92,7 @@ def plan_problem(
     limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
     search = Search(method, options.time_limit, limit, _donated_leaves(program, donated))
     timed = options.objective == "time"
-    found = search_balanced(problem, search, rebuild) if timed else search_within(problem, search)
+    found = (search_balanced if timed else search_sharing)(problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
     solved = time.perf_counter()
     statistics = {
@@ -93,6 +101,7 @@ def plan_problem(
         "variables": variables,
         "status": solution.status,
         "cached": False,
+        "traffic": bool(found.schedule.problem.traffic),
         "seconds": {"build": spent_seconds + built - started, "search": solved - built},
     }
     return Plan(

@@ -1,8 +1,10 @@
 """Prices: what bytes on the wire, collectives and work cost, in the unit of the objective.
 
 The objective ``"bytes"`` counts bytes that one device sends. Work that devices repeat instead of splitting it is
-converted at the profile's rates: the bytes that could have been sent in its time. The objective ``"time"`` counts
-estimated seconds.
+converted at the profile's rates: the bytes that could have been sent in its time, which is that of its operations or of
+its memory traffic, whichever is longer (a roofline: Williams, Waterman and Patterson, CACM 52(4), 2009). Memory traffic
+counts where a step would mostly be repeated work (`shardplan.repeating`). The objective ``"time"`` counts estimated
+seconds.
 
 >>> from shardplan.hardware import load
 >>> mesh = MeshAxes(("data", "model"), (2, 4))
@@ -99,14 +101,14 @@ class Prices:
     def work(self, flops: float, memory_bytes: float, dtype: Any, degree: float) -> float:
         """Of work of so many operations and bytes of memory traffic in all, shared by ``degree`` devices.
 
-        In bytes, only what is repeated counts, and by its operations alone; in seconds, all that one device does.
+        In bytes, only what is repeated counts; in seconds, all that one device does.
         """
         compute = flops / self.hardware.flops_per_second(_jax.stored_dtype(dtype))
+        alone = max(compute, memory_bytes / self.hardware.memory_bytes_per_second)
         if self.objective == "bytes":
-            repeated = compute * (1 / degree - 1 / self.mesh.device_count)
+            repeated = alone * (1 / degree - 1 / self.mesh.device_count)
             return repeated / self._seconds_per_byte_sent() if repeated > _NEGLIGIBLE_SECONDS else 0.0
-        seconds = max(compute, memory_bytes / self.hardware.memory_bytes_per_second) / degree
-        return seconds if self.share is None else (1 - self.share) * seconds
+        return alone / degree if self.share is None else (1 - self.share) * alone / degree
 
     def _per_byte_sent(self) -> float:
         return 1.0 if self.objective == "bytes" else self._seconds_per_byte_sent()

@@ -66,6 +66,7 @@ class Problem:
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
         self.timing: Timing | None = None
+        self.traffic: Mapping[int, int] = {}  # where it counts
         self.reduce_dtype = reduce_dtype
         self.islands = islands
         self._fixed = fixed
@@ -201,7 +202,7 @@ class Problem:
 
     def _memory_bytes(self, operation: Operation) -> int:
         """What the kernel around an operation reads and writes, where that counts."""
-        return self.timing.memory_bytes[operation.index] if self.timing else 0
+        return self.traffic.get(operation.index, 0)
 
     def moving(self, value: int) -> Transitions:
         """The transitions of a value, priced by whether work can run beside its collectives."""

@@ -212,7 +212,7 @@ def priced_anew(plan: shardplan.Plan) -> float:
         choices = problem.choices.get(operation.index)
         strategy = assignment.strategies.get(operation.index)
         if choices is not None and strategy is not None and prices.objective == "bytes":
-            work = prices.work(choices.flops, choices.memory_bytes, choices.dtype, strategy.degree)
+            work = prices.work(choices.flops, problem.traffic.get(operation.index, 0), choices.dtype, strategy.degree)
             total += work * problem.times(operation)
     return total
 

@@ -1,0 +1,61 @@
+"""Work that is repeated: what it costs, and where its memory traffic counts."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh
+
+import shardplan
+from shardplan.hardware import load
+from shardplan.layout import MeshAxes
+from shardplan.planning import rebuild
+from shardplan.prices import Prices
+from tests.test_core_problem import priced_anew
+
+MESH = AbstractMesh((8,), ("x",))
+
+
+def ordered(x: Any) -> Any:
+    return jnp.sort(jnp.sort(x, 0), 1)
+
+
+def square(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size, size), jnp.float32)
+
+
+def test_repeated_work_costs_what_could_be_sent_in_the_longer_of_its_two_times() -> None:
+    profile = load("h100")
+    prices = Prices("bytes", profile, MeshAxes(("x",), (8,)))
+    rates = profile.flops_per_second("float32"), profile.memory_bytes_per_second
+    for flops, memory_bytes in ((1e12, 0), (1e12, 1e9), (1e9, 1e10)):
+        seconds = max(flops / rates[0], memory_bytes / rates[1]) * (1 / 2 - 1 / 8)
+        expected = seconds * profile.intra_host.bytes_per_second
+        assert prices.work(flops, memory_bytes, jnp.float32, 2) == pytest.approx(expected)
+        assert prices.work(flops, memory_bytes, jnp.float32, 8) == 0
+
+
+def test_memory_traffic_counts_where_a_step_would_be_repeated_work(tmp_path: Path) -> None:
+    plan = shardplan.plan(ordered, MESH, square(8192))
+    assert plan.statistics["traffic"]
+    assert plan.gap <= 1e-6
+    assert plan.communication_bytes == 7 / 64 * 8192**2 * 4
+    assert plan.objective == pytest.approx(priced_anew(plan), rel=1e-4)
+    plan.save(tmp_path / "plan.json")
+    again = rebuild(shardplan.Plan.load(tmp_path / "plan.json"), plan.program)
+    assert again.explain("0") == plan.explain("0")
+
+
+@pytest.mark.parametrize(("size", "objective"), [(512, "bytes"), (8192, "time")])
+def test_it_does_not_count_where_sending_takes_longer_and_always_does_in_seconds(size: int, objective: str) -> None:
+    plan = shardplan.plan(ordered, MESH, square(size), objective=objective)
+    assert plan.statistics["traffic"] == (objective == "time")
+    assert bool(plan.communication_bytes) == (objective == "time")
+
+
+def test_products_beside_which_little_is_repeated_are_planned_once() -> None:
+    x = w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    plan = shardplan.plan(lambda x, w: jax.nn.relu(x @ w) @ w, MESH, x, w)
+    assert not plan.statistics["traffic"]
