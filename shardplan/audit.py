@@ -2,7 +2,7 @@
 
     audit = shardplan.audit(plan, target="h100")
     print(audit)                        # predicted beside compiled, per kind of collective and mesh axes
-    audit.ok(tolerance=0.02)            # True where the bytes agree
+    if audit.ok: ...                    # where the bytes agree; within another tolerance: audit.ok(0.001)
     print(audit.details())              # the operations whose bytes differ most
 
 `measure` (of `shardplan.compiled`) does the same for a step that was split otherwise, without a prediction.
@@ -25,7 +25,7 @@ from shardplan.compiled import Traffic as Traffic
 from shardplan.compiled import axes_text
 from shardplan.compiled import measure as measure
 from shardplan.compiled_overlap import CompiledTime, compiled_time
-from shardplan.errors import ArgumentError
+from shardplan.errors import ArgumentError, no_plan
 from shardplan.hlo.collectives import KINDS
 from shardplan.overlap import StepTime
 from shardplan.plan import Plan
@@ -45,6 +45,27 @@ class AuditedPlan(Protocol):
     @property
     def peak_bytes(self) -> float: ...
     def lower(self, mesh: Mesh) -> jax.stages.Lowered: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Whether bytes agree: true within 2 %, and called, within a tolerance.
+
+    >>> bool(Agreement(ratio=1.01)), Agreement(ratio=1.01)(tolerance=0.001), Agreement(ratio=1.01)
+    (True, False, True)
+    """
+
+    ratio: float
+
+    def __call__(self, tolerance: float = 0.02) -> bool:
+        """Whether the compiled bytes are within ``tolerance``, a fraction, of the predicted ones."""
+        return abs(self.ratio - 1) <= tolerance
+
+    def __bool__(self) -> bool:
+        return self()
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +101,10 @@ class Audit:
             return compiled / self.predicted_bytes
         return float("inf") if compiled else 1.0
 
-    def ok(self, tolerance: float = 0.02) -> bool:
-        """Whether the compiled communication bytes are within `tolerance` (a fraction) of the predicted ones."""
-        return abs(self.ratio - 1) <= tolerance
+    @property
+    def ok(self) -> Agreement:
+        """Whether the compiled communication bytes are those predicted: `if audit.ok`, or within `audit.ok(0.001)`."""
+        return Agreement(self.ratio)
 
     def differences(self) -> dict[tuple[str, Axes], float]:
         """Compiled minus predicted bytes per kind and mesh axes."""
@@ -188,7 +210,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         ShardplanError: the program calls back to Python, or asks for a library that is not installed.
     """
     if not hasattr(plan, "mesh_axes"):
-        raise ArgumentError(f"a plan was expected, got `{plan!r}`: take that of an `auto` step from its .plan(*args)")
+        raise no_plan(plan)
     axes = dict(plan.mesh_axes)
     if mesh is None:
         mesh = gpu_mesh(target, tuple(axes.values()), tuple(axes))

@@ -16,6 +16,11 @@ class ArgumentError(ShardplanError, ValueError):
     """An argument of a public function is wrong; raised before any work starts."""
 
 
+def no_plan(got: object) -> ArgumentError:
+    """The error of a function that was given something else in the place of a plan."""
+    return ArgumentError(f"a plan was expected, got `{got!r}`: take that of an `auto` step from its .plan(*args)")
+
+
 class CallError(ShardplanError, TypeError):
     """A planned function is called with arguments that it cannot take."""
 

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.errors import PlanMismatchError
+from shardplan.errors import PlanMismatchError, no_plan
 from shardplan.layout import to_spec
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
@@ -286,7 +286,12 @@ class Plan:
         return explain_plan(self, path, time_limit)
 
     def diff(self, other: Plan) -> PlanDifference:
-        """What ``other`` does in another way: layouts of arguments, collectives, objective, memory."""
+        """What ``other`` does in another way: layouts of arguments, collectives, objective, memory.
+
+        Raises ArgumentError for what is no plan.
+        """
+        if not isinstance(other, Plan):
+            raise no_plan(other)
         return compare_plans(self, other)
 
     def __str__(self) -> str:

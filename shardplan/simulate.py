@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardplan.errors import ArgumentError
+from shardplan.errors import ArgumentError, no_plan
 from shardplan.hardware import HardwareProfile, Link
 from shardplan.tables import megabytes, text_table
 from shardplan.timeline import timeline_html, write_chrome_trace
@@ -112,7 +112,7 @@ def simulate(plan: Plan, hardware: HardwareProfile | str | Path | None = None) -
     All devices of a plan do the same, so there is one worker. Work takes its operations over the peak rate, or its
     bytes over the memory's bandwidth, and collectives what the objective "time" says; they wait for what they send and
     run beside other work. A loop counts as its body run once, each operation as long as all its turns. ``peak_bytes``
-    is the plan's own prediction.
+    is the plan's own prediction. Raises ArgumentError for what is no plan, or no hardware profile.
 
     >>> import jax
     >>> import shardplan
@@ -125,6 +125,8 @@ def simulate(plan: Plan, hardware: HardwareProfile | str | Path | None = None) -
     """
     from shardplan.tasks import tasks_of_plan
 
+    if not hasattr(plan, "schedule"):
+        raise no_plan(plan)
     tasks = tasks_of_plan(plan, hardware)
     ran = simulate_tasks(tasks, {}, Link(1.0, 0.0))
     return Simulation(ran.seconds, ran.busy_seconds, ran.sent_bytes, (float(plan.peak_bytes),), ran.events)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from math import floor, log10
 
 Rows = Sequence[Sequence[str]]
 
@@ -49,9 +50,10 @@ def markdown_table(header: Sequence[str], rows: Rows) -> str:
 
 
 def megabytes(size: float) -> str:
-    """Bytes in units of 10^6, as all tables give them.
+    """Bytes in units of 10^6, as all tables give them; two digits of what would be rounded to nothing.
 
-    >>> megabytes(234_881_031), megabytes(1_250)
-    ('234.9', '0.0')
+    >>> megabytes(234_881_031), megabytes(12_288), megabytes(4), megabytes(0)
+    ('234.9', '0.012', '0.0000040', '0.0')
     """
-    return f"{size / 1e6:,.1f}"
+    digits = 1 - floor(log10(size / 1e6)) if 0 < size < 50_000 else 1
+    return f"{size / 1e6:,.{digits}f}"

@@ -160,6 +160,8 @@ def test_a_ratio_of_nothing():
     nothing = report("HloModule m, num_partitions=8\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n")
     assert Audit("", {}, 0, 0, nothing, ()).ok(0.0)
     assert not Audit("", {}, 10, 0, nothing, ()).ok(0.02)
+    assert Audit("", {}, 0, 0, nothing, ()).ok
+    assert not Audit("", {}, 10, 0, nothing, ()).ok  # not only its call tells
     something = audit(plan()).compiled
     assert Audit("", {}, 0, 0, something, ()).ratio == float("inf")
 

@@ -124,6 +124,9 @@ def test_difference_names_what_differs(plan: Plan, pinned: Plan):
 def test_a_plan_does_not_differ_from_itself(plan: Plan):
     assert not plan.diff(plan)
     assert str(plan.diff(plan)) == "the plans are equal"
+    for made_of in (plan.diff, shardplan.simulate):
+        with pytest.raises(ArgumentError, match="a plan was expected, got `3`"):
+            made_of(3)  # type: ignore[arg-type]
 
 
 def test_difference_of_other_arguments_and_meshes(plan: Plan):
