@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardplan.errors import InfeasibleError
+from shardplan.memory.combining import ending_at_reductions
 from shardplan.memory.convolutions import CONVOLUTION, copied_with_neighbours
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.hiding import hiding_order
@@ -97,10 +98,12 @@ def search_within(problem: Problem, search: Search) -> Found:
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
     # XLA schedules a program in several ways, and keeps the one with the lowest peak
-    hiding = Lifetimes(problem, hiding_order(found.schedule, kernels), kernels)
-    peak_bytes = float(memory_profile(hiding, found.schedule, search.donated).max())
-    if peak_bytes < found.peak_bytes:
-        found = replace(found, peak_bytes=peak_bytes, lifetimes=hiding)
+    ending = ending_at_reductions(found.schedule, kernels)
+    if ending != kernels:
+        late = Lifetimes(problem, execution_order(problem.program, ending.fused), ending)
+    lifetimes = [late, Lifetimes(problem, hiding_order(found.schedule, ending), ending)]
+    peaks = [float(memory_profile(one, found.schedule, search.donated).max()) for one in lifetimes]
+    found = replace(found, peak_bytes=min(peaks), lifetimes=lifetimes[int(np.argmin(peaks))])
     found = _with_copies(problem, found, search)
     if found.peak_bytes <= limit_bytes:
         return found

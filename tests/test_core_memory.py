@@ -8,7 +8,7 @@ import pytest
 
 import shardplan
 from shardplan.errors import InfeasibleError
-from shardplan.memory.combining import combined_reductions
+from shardplan.memory.combining import combined_reductions, ending_at_reductions
 from shardplan.memory.fusion import fused_operations
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_profile
@@ -247,3 +247,27 @@ def test_a_gathered_parameter_is_gone_before_its_update():
     lifetimes = Lifetimes(plan.schedule.problem, execution_order(plan.program))
     updated = plan.program.inputs[0]
     assert lifetimes.copied[updated][1] < lifetimes.reads[updated][1]
+
+
+def test_sums_are_combined_until_one_depends_on_another_whatever_they_lead_to():
+    def step(x, w):
+        mean, square = jnp.mean(x, 0), jnp.mean(x * x, 0)  # statistics of a normalization
+        normal = (x - mean) * jax.lax.rsqrt(square)
+        return jnp.sum(jnp.tanh(normal @ w)), jnp.sum(normal, 0)
+
+    rows = jax.ShapeDtypeStruct((4096, 64), "float32")
+    plan = shardplan.plan(step, MESH, rows, _square(64), pins={"0": jax.P("x", None), "1": jax.P()})
+    statistics, *sums = combined_reductions(plan.schedule)
+    assert [o.primitive.name for o in statistics] == ["reduce_sum"] * 2
+    assert sum(len(group) for group in sums) == 2
+
+
+def test_what_is_summed_over_devices_is_stored_for_that():
+    def pick(w, x, labels):
+        return jnp.take_along_axis(x @ w, labels[:, None], 1)
+
+    shapes = _square(64), jax.ShapeDtypeStruct((1024, 64), "float32"), jax.ShapeDtypeStruct((1024,), "int32")
+    plan = shardplan.plan(pick, MESH, *shapes, pins={"0": jax.P(None, "x"), "1": jax.P(), "2": jax.P()})
+    kernels = kernels_of(plan.schedule.problem)
+    ended = kernels.fused - ending_at_reductions(plan.schedule, kernels).fused
+    assert [plan.program.operations[index].primitive.name for index in ended] == ["gather"]

@@ -14,8 +14,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from shardplan.memory.order import execution_order
+from shardplan.memory.recomputing import Kernels
+from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sizes import bytes_in
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
@@ -29,40 +34,60 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     """The operations whose partial results are reduced together, in the order of the program.
 
-    These are what no product needs, such as weights' gradients and sums for biases. What one reduction gives to another
-    one is not merged with it (the norm of a gradient, say): only those are that come through as many reductions.
+    XLA goes from what the step gives back to what it is computed from, operands first. A reduction joins those of its
+    kind before it, until one depends on another one (a gradient's norm on the gradient's sum), or they are too large.
     """
-    groups: list[list[Operation]] = []
-    filling: dict[Any, tuple[list[Operation], float]] = {}
-    needed = _leading_to_products(schedule)
-    passed: dict[int, int] = {}  # per value, through how many of these reductions it comes
-    for operation in schedule.program.operations:
-        before = max((passed.get(operand, 0) for operand in operation.operands if isinstance(operand, int)), default=0)
-        passed |= dict.fromkeys(operation.results, before)
-        if not operation.results or operation.region or operation.bodies or needed & {*operation.results}:
-            continue
-        result = operation.results[0]
-        if operation.index not in schedule.assignment.strategies:
-            continue
-        steps = [step for step in schedule.result_steps(operation, 0) if step.kind in REDUCTIONS]
-        if not steps:
-            continue
-        size = bytes_in(schedule, result, steps[-1].layout)
-        passed[result] = before + 1
-        key = before, tuple((step.kind, step.axes) for step in steps), str(schedule.program.values[result].dtype)
-        group, filled = filling.get(key, ([], 0.0))
-        if not group or filled + size > _COMBINED_BYTES:
-            group, filled = [], 0.0
-            groups.append(group)
-        group.append(operation)
-        filling[key] = group, filled + size
-    return groups
+    program, groups = schedule.program, list[list[Operation]]()
+    filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
+    behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
+    same = repeated_results(program, program.operations)
+    for index in execution_order(program):
+        operation = program.operations[index]
+        strategy = schedule.assignment.strategies.get(index)
+        read = [same.get(o, o) for o in operation.operands if isinstance(o, int)]
+        found = frozenset[int]().union(*(behind.get(o, ()) for o in read))
+        once = operation.results and operation.results[0] not in same
+        steps = schedule.result_steps(operation, 0) if strategy is not None and once else ()
+        reducing = [step for step in steps if step.kind in REDUCTIONS]
+        if strategy is not None and reducing and not operation.region:
+            dtype = str(program.values[operation.results[0]].dtype)
+            kind = tuple((step.kind, step.axes) for step in reducing), strategy.reducers[0], dtype
+            size = bytes_in(schedule, operation.results[0], reducing[-1].layout)
+            number, filled = filling.get(kind, (-1, _COMBINED_BYTES))
+            if number in found or filled + size > _COMBINED_BYTES:
+                number, filled = len(groups), 0.0
+                groups.append([])
+            groups[number].append(operation)
+            filling[kind] = number, filled + size
+            found |= {number}
+        if found:
+            found &= {number for number, _ in filling.values()}
+        behind |= dict.fromkeys(operation.results, found)
+    numbers = sorted(sorted(operation.index for operation in group) for group in groups)
+    return [[program.operations[index] for index in group] for group in numbers]
 
 
-def _leading_to_products(schedule: Schedule) -> frozenset[int]:
-    """The values that a product, a loop or a branch is computed from."""
-    found: set[int] = set()
+def without_leading(schedule: Schedule, groups: Iterable[Sequence[Operation]]) -> list[list[Operation]]:
+    """Groups of operations without those from which a product, a loop or a branch is computed."""
+    leading: set[int] = set()
     for operation in reversed(schedule.program.operations):
-        if operation.primitive.name in _PRODUCTS or operation.bodies or not found.isdisjoint(operation.results):
-            found.update(operand for operand in operation.operands if isinstance(operand, int))
-    return frozenset(found)
+        if operation.primitive.name in _PRODUCTS or operation.bodies or not leading.isdisjoint(operation.results):
+            leading.update(operand for operand in operation.operands if isinstance(operand, int))
+    return [[operation for operation in group if leading.isdisjoint(operation.results)] for group in groups]
+
+
+def ending_at_reductions(schedule: Schedule, kernels: Kernels) -> Kernels:
+    """What XLA:GPU fuses with this schedule: what is summed up over devices is stored for that, not computed later.
+
+    Of logits that are split over the vocabulary, so, the picked one of each row is found once, and no kernel that reads
+    it later reads all logits.
+    """
+    strategies = schedule.assignment.strategies
+    sent = {
+        operation.index
+        for operation in schedule.program.operations
+        if operation.index in kernels.fused and operation.index in strategies
+        for position in range(len(operation.results))
+        if any(step.kind in REDUCTIONS for step in schedule.result_steps(operation, position))
+    }
+    return replace(kernels, fused=kernels.fused - sent)

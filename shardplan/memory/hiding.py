@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 from math import prod
 
-from shardplan.memory.combining import combined_reductions
+from shardplan.memory.combining import combined_reductions, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS as SUMS
 from shardplan.memory.liveness import bytes_in, layout_left
@@ -62,9 +63,13 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
 
     Bodies of loops and branches keep the order of the program.
     """
-    graph = _Graph(schedule, kernels, joining=True)
+    merged = combined_reductions(schedule)
+    graph = _Graph(schedule, kernels, merged, joining=True)
     if not graph.is_acyclic():  # what is joined waits for a merged reduction that takes a part of it
-        graph = _Graph(schedule, kernels, joining=False)
+        merged = without_leading(schedule, merged)
+        graph = _Graph(schedule, kernels, merged, joining=True)
+    if not graph.is_acyclic():
+        graph = _Graph(schedule, kernels, merged, joining=False)
     placed = _Placing(graph).run()
     order: list[int] = []
     done: set[int] = set()
@@ -82,7 +87,9 @@ class _Graph:
     """The kernels of the program's own region, by the index of the operation that ends them, and its collectives,
     each a start and an end, numbered after all operations: what each needs, and how long it takes."""
 
-    def __init__(self, schedule: Schedule, kernels: Kernels, joining: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, kernels: Kernels, combined: Sequence[Sequence[Operation]], joining: bool
+    ) -> None:
         self.schedule, self.program = schedule, schedule.program
         self.needs: dict[int, set[int]] = {}
         self.takes: dict[int, float] = {}
@@ -105,7 +112,7 @@ class _Graph:
         self._owner: dict[int, int] = {}
         if joining:
             self._join(kernels)
-        self._connect()
+        self._connect({o.index: number for number, group in enumerate(combined) for o in group})
 
     def is_acyclic(self) -> bool:
         """Whether everything can run after what it needs."""
@@ -154,9 +161,8 @@ class _Graph:
         value = (operation.operands if operation.primitive.name in SUMS else operation.results)[:1]
         return sum(prod(self.program.values[v].shape) for v in value if isinstance(v, int))
 
-    def _connect(self) -> None:
+    def _connect(self, merged: Mapping[int, int]) -> None:
         kernels = [index for index in self._reads if index not in self._owner]
-        merged = {o.index: n for n, group in enumerate(combined_reductions(self.schedule)) for o in group}
         sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
         for index in kernels:
             self.needs[index], self.place[index] = set(), index
