@@ -64,12 +64,10 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
     Bodies of loops and branches keep the order of the program.
     """
     merged = combined_reductions(schedule)
-    graph = _Graph(schedule, kernels, merged, joining=True)
-    if not graph.is_acyclic():  # what is joined waits for a merged reduction that takes a part of it
-        merged = without_leading(schedule, merged)
-        graph = _Graph(schedule, kernels, merged, joining=True)
-    if not graph.is_acyclic():
-        graph = _Graph(schedule, kernels, merged, joining=False)
+    graph = _Graph(schedule, kernels, merged)
+    if len(graph.in_order()) < len(graph.needs):  # two merged reductions wait for each other
+        graph = _Graph(schedule, kernels, without_leading(schedule, merged))
+    graph.join(kernels)
     placed = _Placing(graph).run()
     order: list[int] = []
     done: set[int] = set()
@@ -87,9 +85,7 @@ class _Graph:
     """The kernels of the program's own region, by the index of the operation that ends them, and its collectives,
     each a start and an end, numbered after all operations: what each needs, and how long it takes."""
 
-    def __init__(
-        self, schedule: Schedule, kernels: Kernels, combined: Sequence[Sequence[Operation]], joining: bool
-    ) -> None:
+    def __init__(self, schedule: Schedule, kernels: Kernels, combined: Sequence[Sequence[Operation]]) -> None:
         self.schedule, self.program = schedule, schedule.program
         self.needs: dict[int, set[int]] = {}
         self.takes: dict[int, float] = {}
@@ -109,52 +105,59 @@ class _Graph:
                 self._sources |= dict.fromkeys(operation.results, reads)
             elif operation.region == 0:
                 self._reads[operation.index] = reads
-        self._owner: dict[int, int] = {}
-        if joining:
-            self._join(kernels)
         self._connect({o.index: number for number, group in enumerate(combined) for o in group})
 
-    def is_acyclic(self) -> bool:
-        """Whether everything can run after what it needs."""
+    def in_order(self) -> list[int]:
+        """All nodes, each behind what it needs, else in the order of the program; fewer if there are cycles."""
         missing = {node: len(needs) for node, needs in self.needs.items()}
         readers: dict[int, list[int]] = {node: [] for node in self.needs}
         for node, needs in self.needs.items():
             for need in needs:
                 readers[need].append(node)
-        ready = [node for node, count in missing.items() if not count]
-        for node in ready:  # grows
-            for reader in readers[node]:
+        ready = [(self.place[node], node) for node, count in missing.items() if not count]
+        heapq.heapify(ready)
+        done: list[int] = []
+        while ready:
+            done.append(heapq.heappop(ready)[1])
+            for reader in readers[done[-1]]:
                 missing[reader] -= 1
                 if not missing[reader]:
-                    ready.append(reader)
-        return len(ready) == len(self.needs)
+                    heapq.heappush(ready, (self.place[reader], reader))
+        return done
 
     def _size(self, value: int) -> float:
         layout = self.schedule.assignment.values.get(value)
         return 0.0 if layout is None else bytes_in(self.schedule, value, layout)
 
-    def _join(self, kernels: Kernels) -> None:
-        """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced."""
+    def join(self, kernels: Kernels) -> None:
+        """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced.
+
+        What they need stands before that kernel, and what needs them behind, so that nothing waits for itself.
+        """
         touching: dict[int, list[int]] = {}
-        made = {r: index for index in self._reads for r in self.program.operations[index].results}
+        place = {node: number for number, node in enumerate(self.in_order())}
+        owner: dict[int, int] = {}
         for index in sorted(self._reads):
             operation, reads = self.program.operations[index], self._reads[index]
-            elements = self._elements(operation)
             if operation.primitive.name in SUMS:
-                largest = max(reads, key=lambda v: self.program.values[v].total_bytes, default=None)
-                for other in reversed(touching.get(-1 if largest is None else largest, [])[-_MOST_SOURCES:]):
-                    own = {*self.program.operations[other].results}
-                    if self._elements(self.program.operations[other]) == elements and all(
-                        v in own or made.get(v, -1) < other for v in reads
-                    ):
-                        self._owner[index] = other
+                largest = max(reads, key=lambda v: self.program.values[v].total_bytes, default=-1)
+                needs = [(need, owner.get(need, need)) for need in self.needs[index]]
+                for other in reversed(touching.get(largest, [])[-_MOST_SOURCES:]):
+                    before = all(need == other or place[own] < place[other] for need, own in needs)
+                    alike = self._elements(self.program.operations[other]) == self._elements(operation)
+                    if alike and before and place[other] < place[index]:
+                        owner[index] = other
                         self.joined.setdefault(other, []).append(index)
-                        self._reads[other] |= reads - own
-                        made |= dict.fromkeys(operation.results, other)
                         break
-            if index not in self._owner and (operation.primitive.name in SUMS or index in kernels.fused):
+            if index not in owner and (operation.primitive.name in SUMS or index in kernels.fused):
                 for value in {*reads, *operation.results}:
                     touching.setdefault(value, []).append(index)
+        for index, other in owner.items():
+            self.needs[other] |= self.needs.pop(index) - {other}
+            self.takes[other] += self.takes.pop(index)
+        for node, needed in self.needs.items():
+            if not needed.isdisjoint(owner):
+                self.needs[node] = {owner.get(need, need) for need in needed} - {node}
 
     def _elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""
@@ -162,34 +165,29 @@ class _Graph:
         return sum(prod(self.program.values[v].shape) for v in value if isinstance(v, int))
 
     def _connect(self, merged: Mapping[int, int]) -> None:
-        kernels = [index for index in self._reads if index not in self._owner]
         sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
-        for index in kernels:
-            self.needs[index], self.place[index] = set(), index
-            for made in (index, *self.joined.get(index, ())):
-                operation = self.program.operations[made]
-                strategy = self.schedule.assignment.strategies.get(made)
-                self.takes[index] = self.takes.get(index, 0.0) + self._time(operation)
-                for position, result in enumerate(operation.results if strategy is not None else ()):
-                    steps = self.schedule.result_steps(operation, position)
-                    if strategy is not None and any(step.kind != "slice" for step in steps):
-                        left = layout_left(self.schedule.problem, operation, strategy, position)
-                        size = bytes_in(self.schedule, result, left)
-                        end = self._collective(merged.get(made, ("result", result)), size, index)
-                        self.needs[self.starts[end]].add(index)
-                        sent[result] = end
-        for index in kernels:
+        for index in self._reads:
+            operation = self.program.operations[index]
+            strategy = self.schedule.assignment.strategies.get(index)
+            self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
+            for position, result in enumerate(operation.results if strategy is not None else ()):
+                steps = self.schedule.result_steps(operation, position)
+                if strategy is not None and any(step.kind != "slice" for step in steps):
+                    left = layout_left(self.schedule.problem, operation, strategy, position)
+                    size = bytes_in(self.schedule, result, left)
+                    end = self._collective(merged.get(index, ("result", result)), size, index)
+                    self.needs[self.starts[end]].add(index)
+                    sent[result] = end
+        for index in self._reads:
             moved = dict(self._moved(index, sent))
-            own = {r for made in (index, *self.joined.get(index, ())) for r in self.program.operations[made].results}
-            for value in self._reads[index] - own:
+            for value in self._reads[index]:
                 maker = self._maker(value)
                 if value in moved or maker is not None:
                     self.needs[index].add(moved.get(value, sent.get(value, maker if maker is not None else -1)))
 
     def _maker(self, value: int) -> int | None:
         maker = self.makers.get(value)
-        index = None if maker is None else self._owner.get(maker.index, maker.index)
-        return index if index in self._reads else None
+        return maker.index if maker is not None and maker.index in self._reads else None
 
     def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
         """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
