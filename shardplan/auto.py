@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardplan import _jax, arguments, program
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
+from shardplan.collecting import uncollected
 from shardplan.errors import ArgumentError, warn
 from shardplan.hardware import HardwareProfile
 from shardplan.mesh import GivenMesh, check_mesh
@@ -246,6 +247,7 @@ def options_from(given: dict[str, Any]) -> Options:
         raise ArgumentError(f"there is no option {unknown}; there are {known}") from None
 
 
+@uncollected()
 def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
     started = time.perf_counter()
     traced = _trace(call)
