@@ -35,6 +35,8 @@ _PATIENCE = 0.1
 _GAIN = 0.02
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
+_CROSSING = 0.4
+"""The share that mixing what was best at all prices may take besides."""
 
 __all__ = ["auto", "exact", "lowest_peak", "take_answers"]
 
@@ -164,9 +166,10 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.take(begun)
     elif known is not None and np.isfinite(cost := run.network.cost(known.choices)):
         pricing.begin(cost, *run.network.profile(known.choices))
-    pricing.raise_bound(_PRICING * min(run.time_limit, run.work_limit))
+    limit = min(run.time_limit, run.work_limit)
+    pricing.raise_bound(_PRICING * limit)
     if not solver.closed:
-        pricing.cross()
+        pricing.cross(_CROSSING * limit)
     if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
         pricing.prune()
         if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:

@@ -4,7 +4,8 @@ A price on each time at which usage may exceed the limit makes usage a cost, and
 reduces further, and the same solver that works on whole graphs settles it. At prices p it finds an assignment of cost
 c and excess e (its usages less the limit), and L(p) = c + p e bounds what keeps within the limit from below. For all
 other prices q, the same assignment says L(q) <= c + q e: a plane above the concave function L. The prices where the
-planes found so far leave L the most room come next (Kelley, 1960), until they leave none. Layers that repeat have equal
+planes found so far leave L the most room come next (Kelley, 1960), until they leave none; among those between prices
+that are too low and prices that are high enough, where these leave enough. Layers that repeat have equal
 usages at most of these times, and so at equal prices equal costs: they are folded there as without a limit.
 
 Of what is best at these prices, some assignments use too much and some are too dear; they differ in a few large
@@ -15,6 +16,7 @@ cannot be in anything better is left out at all prices that follow.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,7 +31,7 @@ from shardplan.search.priced import PricedGraph
 from shardplan.search.reductions import shrink
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
-__all__ = ["Pricing"]
+__all__ = ["Plane", "Pricing", "highest_between"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -45,6 +47,9 @@ _MOST_TIMES = 24
 _SHARE_OF_GAP = 0.2
 _INWARDS = 0.3
 """Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
+_WORTH_BETWEEN, _POINTS_BETWEEN = 0.5, 65
+"""Between prices that are too low and prices that are high enough lie some at which usage is near the limit at all
+times: where these leave L such a share of the room that all prices do, they are tried first."""
 _FLATTEST, _STEEPEST = 1.5, 4.0
 """How much higher than all before the next prices may be: the more, the less the last ones have changed the excess."""
 _ROUGHLY = 2e-3
@@ -55,11 +60,11 @@ _SECONDS_PER_VARIABLE = 6e-5
 """What copying and reducing take, about."""
 _WORTH_PRUNING = 0.9
 _CROSSABLE = 40_000
-_CROSSING_WORK = 0.2
+_LEAST_CROSSING, _MOST_CROSSING = 0.2, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Plane:
+class Plane:
     """An assignment of a graph, by place: L(q) is at most cost + q excess."""
 
     cost: float
@@ -82,8 +87,8 @@ class Pricing:
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
         self.profile = Profile(graph, self.live, self.offsets[:-1])
         self.instants = self.profile.candidates()
-        self.planes: list[_Plane] = []
-        self.begun: _Plane | None = None
+        self.planes: list[Plane] = []
+        self.begun: Plane | None = None
         """What the first prices are taken from."""
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
@@ -91,6 +96,8 @@ class Pricing:
         """Whether the last evaluation left much open."""
         self._crossed = False
         """Whether a mixture was looked for."""
+        self.enough: Array | None = None
+        """The last prices of several times at which all usages kept within the limit."""
         self.most = 0.0
         """The highest price that was tried."""
         self.estimate = 0.0
@@ -105,7 +112,7 @@ class Pricing:
         """Takes the cost of an assignment, and its usage from each of these times on, which need not be one of the
         graph's any more: the first prices are by these."""
         used = np.concatenate([[0.0], usage])[np.searchsorted(times, self.profile.instants[self.instants], "right")]
-        self.begun = _Plane(cost, used - self.profile.limit, np.zeros(0, dtype=np.intp))
+        self.begun = Plane(cost, used - self.profile.limit, np.zeros(0, dtype=np.intp))
 
     def raise_bound(self, seconds: float) -> None:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
@@ -125,6 +132,10 @@ class Pricing:
                 break
             if np.count_nonzero(prices) > 1 and self._turned:
                 prices = prices + _INWARDS * (self.best - prices)
+            if self.enough is not None and not np.allclose(self.enough, self.best):
+                top, between = highest_between(self.planes, self.best, self.enough)
+                if top - self.bound > _WORTH_BETWEEN * (ceiling - self.bound):
+                    prices = between
             if np.allclose(prices, last, rtol=1e-6, atol=0.0):
                 break  # a plane that was not found exactly is in the way
         self.solver.prices = self._by_time()
@@ -182,6 +193,8 @@ class Pricing:
             solver.raise_lower(inner.lower)
         if priced.hint is not None:
             self.take(self.priced.choices(priced))
+            if len(prices) > 1 and self.planes[-1].excess.max() <= 0:
+                self.enough = prices
         self.priced.narrow(priced, narrowed)
         self._loose = not inner.closed and inner.upper - inner.lower > _LOOSE * (solver.upper - self.bound)
         solver.watch.report()
@@ -202,7 +215,7 @@ class Pricing:
         choices = np.array([found[v] for v in self.live], dtype=np.intp)
         used = self.profile.used(choices)
         cost = self.solver.graph.cost(found)
-        self.planes.append(_Plane(cost, used[self.instants] - self.profile.limit, choices))
+        self.planes.append(Plane(cost, used[self.instants] - self.profile.limit, choices))
         self.begun = self.begun or self.planes[0]
         if used.max() <= self.profile.limit:
             self.solver.accept(found, cost)
@@ -236,8 +249,11 @@ class Pricing:
         first = self.planes[0]
         return max(abs(first.cost), 1e-30) / max(float(first.excess.max()), 1e-3 * self.profile.limit)
 
-    def cross(self) -> None:
-        """Mixes what was found at all prices; a mixture within the limit goes to the solver."""
+    def cross(self, work: float = 0.0) -> None:
+        """Mixes what was found at all prices; a mixture within the limit goes to the solver.
+
+        work: of CP-SAT, where that is neither little nor much.
+        """
         self._crossed = True
         graph = self.solver.graph.copy()
         graph.tables = self.solver.graph.tables
@@ -254,7 +270,8 @@ class Pricing:
         if entries > _CROSSABLE:
             return
         tolerance = 0.5 * self.solver.gap * abs(self.bound)
-        result = close(graph, _CROSSING_WORK, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
+        work = min(max(work, _LEAST_CROSSING), _MOST_CROSSING)
+        result = close(graph, work, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
         self.estimate += result.work
         if result.choices is not None:
             full = graph.expand(result.choices)
@@ -276,6 +293,14 @@ class Pricing:
         graph.restrict_all(masks)
         graph.make_consistent()
         shrink(graph, dominance=False)
+
+
+def highest_between(planes: Sequence[Plane], low: Array, high: Array) -> tuple[float, Array]:
+    """The highest value that planes leave to L between two prices, and the prices where they do."""
+    points = low + np.linspace(0.0, 1.0, _POINTS_BETWEEN)[:, None] * (high - low)
+    ceilings = np.min([plane.cost + points @ plane.excess for plane in planes], axis=0)
+    highest = int(ceilings.argmax())
+    return float(ceilings[highest]), points[highest]
 
 
 def _choices(graph: Graph) -> int:

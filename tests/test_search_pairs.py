@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardplan.search import Hint, Network, PairUsage, extended, solve, testing, with_pairs
+from shardplan.search.pricing import Plane, highest_between
 
 
 def usage_over_time(net: Network, pairs: list[PairUsage], choices: tuple[int, ...]) -> np.ndarray:
@@ -77,3 +78,10 @@ def test_prices_prove_what_a_limit_costs() -> None:
     solution = solve(net)
     assert solution.cost == 75.0 and solution.lower_bound == pytest.approx(75.0)
     assert solution.prices == {} or 15.0 <= solution.prices[0] <= 16.0
+
+
+def test_prices_between_too_low_and_high_enough_are_where_planes_cross() -> None:
+    none = np.zeros(0, dtype=np.intp)
+    planes = [Plane(10.0, np.array([4.0, 4.0]), none), Plane(30.0, np.array([-1.0, -1.0]), none)]
+    highest, prices = highest_between(planes, np.zeros(2), np.array([8.0, 8.0]))
+    assert highest == 26.0 and prices.tolist() == [2.0, 2.0]
