@@ -52,7 +52,8 @@ def load_step(text: str) -> Step:
     try:
         found = reduce(getattr, attribute.split("."), importlib.import_module(module_name))
     except ModuleNotFoundError as error:
-        raise ArgumentError(f"cannot import `{module_name}` for the step `{text}`: {error}") from error
+        hint = f": write `{module_name.removesuffix('.py')}:{attribute}`" if module_name.endswith(".py") else ""
+        raise ArgumentError(f"cannot import `{module_name}` for the step `{text}`: {error}{hint}") from error
     except AttributeError as error:
         raise ArgumentError(f"there is no step `{text}`: {error}") from error
     step = _as_step(found)

@@ -166,6 +166,7 @@ def test_refined_by_the_compiler(capsys: pytest.CaptureFixture[str]):
         ("audit nothing.json", "cannot read the plan `nothing.json`"),
         ("plan train:step --mesh 8 --refine 99", "refine is a number of plans from 1 to 8"),
         ("plan nothere:step --mesh 8", "cannot import `nothere` for the step `nothere:step`"),
+        ("plan steps.py:number --mesh 8", "write `steps:number`"),
         ("plan train:nothing --mesh 8", "there is no step `train:nothing`"),
         ("plan train --mesh 8", "a step is named `module:attribute`, got `train`"),
         ("plan steps:number --mesh 8", "`steps:number` is no step"),
