@@ -52,9 +52,8 @@ class DeferredSums:
             able = self._able(set(carries))
         same = {value: other for found in links.values() for value, other in found.same.items()}
         useful = self._useful(able, carries) | self._shrinking(self._able(set(carries), through=True))
-        self.values = frozenset(
-            useful | {value for value, other in same.items() if other in useful and other in carries}
-        )
+        useful |= {value for value, other in same.items() if other in useful and other in carries}
+        self.values = frozenset(self._with_other_parts(useful))
         self.operands = {
             operation.index: sets[:1] if choices[operation.index].follows_result else sets
             for operation in program.operations
@@ -102,6 +101,11 @@ class DeferredSums:
                 found.add(value)
         return found
 
+    def _with_other_parts(self, values: set[int]) -> set[int]:
+        """Values, with what is cut off the same sums: the parts wait together."""
+        cuts = (o for o in self._program.operations if len(o.results) > 1 and not values.isdisjoint(o.results))
+        return values.union(*(o.results for o in cuts if self._linear(o, values) is not None))
+
     def is_zero(self, value: int | Constant | None) -> bool:
         """Whether a value is zeros: a broadcast literal 0."""
         maker = self._makers.get(value) if isinstance(value, int) else None
@@ -115,10 +119,11 @@ class DeferredSums:
         able = self._with_stacks(filter(self._may, carries))
         for operation in self._program.operations:
             choices = self._choices.get(operation.index)
-            if choices is None or len(operation.results) != 1 or not self._may(operation.results[0]):
+            if choices is None or not operation.results or not all(map(self._may, operation.results)):
                 continue
             sums = self._sums(operation)
-            passes = (through or choices.follows_result) and self._linear(operation, able) is not None
+            moves = choices.follows_result or len(operation.results) > 1  # parts of what is cut are sums as it is
+            passes = (through or moves) and self._linear(operation, able) is not None
             if sums or passes:
                 able |= self._with_stacks(operation.results)
         return able
@@ -153,14 +158,11 @@ class DeferredSums:
         useful = self._with_sources(ends)
         for operation in reversed(self._program.operations):
             linear = self._linear(operation, able)
-            if linear is None or operation.results[0] not in able:
+            if linear is None or not able.issuperset(operation.results):
                 continue
             operands = {operation.operands[position] for position in linear} & able
-            meets = len(operands) > 1
-            if meets:
-                useful.add(operation.results[0])
-            if meets or operation.results[0] in useful:
-                useful |= self._with_sources(operands)  # type: ignore[arg-type]
+            if len(operands) > 1 or not useful.isdisjoint(operation.results):
+                useful |= {*operation.results, *self._with_sources(operands)}  # type: ignore[arg-type]
         return useful
 
     def _shrinking(self, able: set[int]) -> set[int]:
@@ -229,9 +231,9 @@ class DeferredSums:
         for operation in reversed(self._program.operations):
             if operation.index not in self.operands:
                 continue
-            (value,) = operation.results
+            value = operation.results[0]
             own = self._item_bytes(value)
-            end = min(own, ends.get(value, own))
+            end = min(own, *(ends.get(result, own) for result in operation.results))
             waiting = {operation.operands[position] for linear in self.operands[operation.index] for position in linear}
             passed = self._with_sources(o for o in waiting if isinstance(o, int))
             ends |= {o: min(end, ends.get(o, end)) for o in passed}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ISLANDS = frozenset({"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated"})
 
-PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum"})
+PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum", "split"})
 """Operations that have strategies of their own and that XLA runs on all devices' parts of a sum, each on its own."""
 
 

@@ -176,22 +176,24 @@ class Replay:
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation, strategy)
         filling = fills(operation) and self._scatters(operation)
+        done = [0] * len(operation.results)
         if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
         elif linear:
             results, done = self._run_partial(operation, strategy, operands, linear)
         elif self._schedule.problem.islands and runs_apart(operation, strategy):
-            results, done = self._run_apart(operation, strategy, operands), 0
+            results = self._run_apart(operation, strategy, operands)
         elif splits_places(operation, strategy):
-            results, done = self._update_place(operation, strategy, operands), 0
+            results = self._update_place(operation, strategy, operands)
         elif filling:
             params = unfilled_params(operation)
-            results, done = _jax.bind_again(operation.equation, operation.primitive, params, operands), 0
+            results = _jax.bind_again(operation.equation, operation.primitive, params, operands)
         else:
-            results, done = self._bind(operation, operands), 0
+            results = self._bind(operation, operands)
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
-            steps = self._schedule.result_steps(operation, position)[done:]
-            held = result if travelling is not None or done else self._constrain(result, strategy.results[position])
+            steps = self._schedule.result_steps(operation, position)[done[position] :]
+            apart = travelling is not None or done[position]
+            held = result if apart else self._constrain(result, strategy.results[position])
             for step in _ends(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._constrain(held, step.layout)
@@ -222,13 +224,13 @@ class Replay:
 
     def _run_island(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
-    ) -> tuple[tuple[Any, ...], int]:
+    ) -> tuple[tuple[Any, ...], list[int]]:
         """Runs an operation block by block, with explicit reductions; gives its results and how many steps it did."""
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
         island = self._island(tuple(sorted(strategy.pending[0])), steps, travelling)
         own = strategy.results[0]
         result = run_on_blocks(self._on_blocks(operation, strategy), operands, strategy.operands, own, island)
-        return (result,), len(steps)
+        return (result,), [len(steps)]
 
     def _run_apart(self, operation: Operation, strategy: Strategy, operands: Sequence[Any]) -> tuple[Any, ...]:
         """Runs an operation block by block, where no block needs anything of another; the results are split as what is
@@ -275,7 +277,7 @@ class Replay:
 
     def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
-        if len(operation.results) != 1 or not self._schedule.is_partial(operation.results[0], strategy.results[0]):
+        if not operation.results or not self._schedule.is_partial(operation.results[0], strategy.results[0]):
             return ()
         places = enumerate(zip(operation.operands, strategy.operands, strict=True))
         return tuple(
@@ -284,22 +286,25 @@ class Replay:
 
     def _run_partial(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], linear: tuple[int, ...]
-    ) -> tuple[tuple[Any, ...], int]:
-        """Runs a linear operation on every device's part; gives its results and how many reductions it did."""
+    ) -> tuple[tuple[Any, ...], list[int]]:
+        """Runs a linear operation on every device's part; gives its results and how many reductions it did of each."""
 
-        def on_part(*parts: Any) -> Any:
+        def on_part(*parts: Any) -> tuple[Any, ...]:
             whole = list(operands)
             for position, part in zip(linear, parts, strict=True):
                 whole[position] = part
-            return self._bind(operation, whole)[0]
+            return tuple(self._bind(operation, whole))
 
-        stacked = jax.vmap(on_part)(*(operands[position] for position in linear))
-        steps = [step for step in self._schedule.result_steps(operation, 0) if step.kind in REDUCTIONS]
-        if not steps:
-            return (stacked,), 0
-        pending, *own = strategy.results[0]
-        island = self._island(pending, steps, self._schedule.problem.travelling(operation.results[0]))
-        return (island.reduce_stacked(self._constrain(stacked, strategy.results[0]), tuple(own)),), len(steps)
+        stacked = list(jax.vmap(on_part)(*(operands[position] for position in linear)))
+        done = []
+        for number, (index, layout) in enumerate(zip(operation.results, strategy.results, strict=True)):
+            steps = [step for step in self._schedule.result_steps(operation, number) if step.kind in REDUCTIONS]
+            done.append(len(steps))
+            if steps:
+                pending, *own = layout
+                island = self._island(pending, steps, self._schedule.problem.travelling(index))
+                stacked[number] = island.reduce_stacked(self._constrain(stacked[number], layout), tuple(own))
+        return tuple(stacked), done
 
     def _read(self, operand: int | Constant, layout: Layout | None) -> Any:
         if isinstance(operand, Constant):

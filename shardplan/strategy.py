@@ -122,7 +122,8 @@ def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...])
                     (pending, *layout) if position in linear and layout is not None else layout
                     for position, layout in enumerate(base.operands)
                 )
-                found.append(replace(base, operands=operands, results=((pending, *base.results[0]),)))
+                results = tuple((pending, *layout) for layout in base.results)
+                found.append(replace(base, operands=operands, results=results))
     return replace(choices, strategies=(*choices.strategies, *found))
 
 

@@ -59,8 +59,22 @@ def scanned_experts(x: Any, w: Any, ids: Any) -> Any:
     return jax.value_and_grad(loss, (0, 1, 2))(x, w, jax.nn.softmax(ids.astype(jnp.float32)))
 
 
+def gates(x: Any, w: Any, ids: Any) -> Any:
+    """A step of a cell whose gates one product makes: its gradient is cut in each iteration."""
+
+    def loss(up: Any, down: Any) -> Any:
+        def cell(h: Any, _: Any) -> Any:
+            one, other = jnp.split(h @ jnp.concatenate([up, down], 1), 2, 1)
+            return jnp.tanh(one) * jax.nn.sigmoid(other), None
+
+        return jnp.sum(jax.lax.scan(cell, x[:, :WIDTH], None, length=3)[0] ** 2)
+
+    up, down = jax.grad(loss, (0, 1))(w[:WIDTH], w[WIDTH:])
+    return w[:WIDTH] - up, w[WIDTH:] - down
+
+
 PROGRAMS = {
-    "lookup": chosen_rows, "weights": weighted_rows, "scatter": added_at, "scanned": scanned_experts,
+    "lookup": chosen_rows, "weights": weighted_rows, "scatter": added_at, "scanned": scanned_experts, "gates": gates,
     "zeros": filled_with(0), "fives": filled_with(5.0),
 }  # fmt: skip
 
@@ -128,7 +142,7 @@ def test_open_sums_give_what_one_device_gives(program: str):
         passed |= waiting(drawn.schedule)
         for places in (ids, beyond):
             assert_equal_trees(run(drawn, mesh, x, w, places), function(x, w, places))
-    assert bool(passed & {"gather", "scatter-add", "reduce_sum", "dot_general"}) == (program != "fives")
+    assert bool(passed & {"gather", "scatter-add", "reduce_sum", "dot_general", "split"}) == (program != "fives")
 
 
 def test_rows_are_added_up_before_they_are_sent():
@@ -150,6 +164,16 @@ def test_sums_wait_in_stacks_and_in_their_slices():
     assert any(schedule.is_partial(stack, layouts[stack]) for stack in stacks)
     assert {sent.tensor.shape for sent in schedule.collectives()} == {(TOKENS, WIDTH), (TOKENS,)}
     assert plan.communication_bytes == 7 / 8 * TOKENS * (2 * WIDTH + CHOICES) * 4
+
+
+def test_what_a_loop_cuts_off_a_sum_is_reduced_once():
+    rows, matrix = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, INNER), (INNER, WIDTH)))
+    mesh, ids = AbstractMesh((8,), ("x",)), jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32)
+    plan = shardplan.plan(gates, mesh, rows, matrix, ids, pins={"0": PartitionSpec("x")})
+    assert "split" in waiting(plan.schedule)
+    assert [(sent.step.kind, sent.times) for sent in plan.schedule.collectives() if sent.bytes > 4] == (
+        [("reduce-scatter", 1)] * 2
+    )
 
 
 def test_sums_of_a_loop_are_whole_where_the_caller_gets_them():
@@ -193,7 +217,7 @@ def test_widened_sums_give_what_one_device_gives():
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
-@pytest.mark.parametrize("program", ["lookup", "weights", "scatter"])
+@pytest.mark.parametrize("program", ["lookup", "weights", "scatter", "gates"])
 def test_waiting_sums_are_compiled_as_planned(program: str):
     mesh, arrays = gpu_mesh("h100", (2, 4), ("x", "y")), arguments()
     drawn = open_sums(shardplan.plan(PROGRAMS[program], mesh, *arrays), 0)
