@@ -96,11 +96,12 @@ class _Graph:
         self._ends: dict[object, int] = {}
         self._reads: dict[int, frozenset[int]] = {}
         self._sources: dict[int, frozenset[int]] = {}
+        in_memory = kernels.stored | kernels.read
         for operation in self.program.operations:
             reads = frozenset[int]().union(
                 *(self._sources.get(o, frozenset((o,))) for o in operation.operands if isinstance(o, int))
             )
-            stored = not (kernels.stored | kernels.read).isdisjoint(operation.results)
+            stored = not in_memory.isdisjoint(operation.results)
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
                 self._sources |= dict.fromkeys(operation.results, reads)
             elif operation.region == 0:

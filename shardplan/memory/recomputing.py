@@ -46,6 +46,10 @@ _BESIDE = 0.95
 _MOST_TOGETHER = 64
 """Operations of a kernel that are told apart."""
 
+_MOST_ASKED = 64
+"""Kernels that are asked what reading a value would save them. Where more would compute it, as all layers would that
+follow a residual, so many of them speak for the others."""
+
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 _SPREADING = frozenset({"reshape", "broadcast_in_dim", "stop_gradient", "max", "div", "copy", "convert_element_type"})
 _PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
@@ -98,7 +102,9 @@ def _dearer_anew(
         found = kernels.get(result, frozenset())
         if len(reading) < 2 or len(found) < 2:
             continue
-        if sum(walk.gained(ends[kernel], own, result, reading) for kernel in found) > walk.time(own):
+        asked = sorted(found)[:: -(-len(found) // _MOST_ASKED)]
+        saved = sum(walk.gained(ends[kernel], own, result, reading) for kernel in asked)
+        if saved * len(found) / len(asked) > walk.time(own):
             stored.add(result)
             walk.store(result)
     return frozenset(stored)
@@ -121,6 +127,7 @@ class _Walk:
         self._values = problem.program.values
         self._makers = {result: o.index for o in problem.program.operations for result in o.results}
         self._bytes = [value.total_bytes for value in self._values]
+        self._elements = [prod(value.shape) for value in self._values]
         self._read = [self._operands(operation) for operation in problem.program.operations]
         self._cycles: dict[int, float] = {}
         self._fusing: dict[int, _Kernel] = {}
@@ -132,17 +139,17 @@ class _Walk:
     def follow(self, operation: Operation) -> _Kernel:
         """The kernel that would end with this operation, after the walk has come to it."""
         operands = self._read[operation.index]
-        together = frozenset((operation.index,)).union(
-            *(self._fusing[o].operations for o in operands if o in self._fusing)
-        )
-        sources = frozenset[int]().union(*(self._fusing[o].sources if o in self._fusing else (o,) for o in operands))
-        elements = max((prod(self._values[v].shape) for v in (*operands, *operation.results)), default=0)
+        fusing = [self._fusing[o] for o in operands if o in self._fusing]
+        together = frozenset((operation.index,)).union(*[kernel.operations for kernel in fusing])
+        read = [o for o in operands if o not in self._fusing]
+        sources = frozenset(read).union(*[kernel.sources for kernel in fusing])
+        elements = max([self._elements[v] for v in (*operands, *operation.results)], default=0)
         self._cycles[operation.index] = elements * _CYCLES.get(operation.primitive.name, _OTHER_CYCLES)
         if len(together) > _MOST_TOGETHER:  # what a long chain computes is kept as one sum
             self._cycles[operation.index] = sum(self._cycles[index] for index in together)
             together = frozenset((operation.index,))
         kernel = _Kernel(together, sources, self._moving(operation.results))
-        if operation.index in self._fused and not self._needed & {*operation.results}:
+        if operation.index in self._fused and self._needed.isdisjoint(operation.results):
             self._fusing |= dict.fromkeys(operation.results, kernel)
         return kernel
 
@@ -179,8 +186,8 @@ class _Walk:
         """How much of a value an operation reads, where it takes a part of it."""
         if reader.primitive.name not in _PARTS:
             return 1.0
-        largest = max((prod(self._values[result].shape) for result in reader.results), default=0)
-        return min(1.0, largest / max(1, prod(self._values[value].shape)))
+        largest = max((self._elements[result] for result in reader.results), default=0)
+        return min(1.0, largest / max(1, self._elements[value]))
 
     def _computing(self, operations: Iterable[int]) -> float:
         return sum([self._cycles[index] for index in operations]) / _CYCLES_PER_BYTE
@@ -237,7 +244,7 @@ def _kernels_reading(problem: Problem, fused: frozenset[int], needed: Collection
     in_memory = frozenset(needed)
     for operation in reversed(problem.program.operations):
         reading = frozenset((operation.index,))
-        if operation.index in fused and not in_memory & {*operation.results}:
+        if operation.index in fused and in_memory.isdisjoint(operation.results):
             reading = frozenset[int]().union(*(kernels.get(result, frozenset()) for result in operation.results))
         for operand in operation.operands:
             if isinstance(operand, int):

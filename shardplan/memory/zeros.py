@@ -88,8 +88,10 @@ def filled_before(
         for kind, operations in enumerate((filling.scatters, filling.readers)):
             for operation in operations:
                 strategy = schedule.assignment.strategies.get(operation.index)
+                if strategy is None:
+                    continue
                 merged = not kind and operation.index in fused and not schedule.result_steps(operation, 0)
-                if strategy is not None and not merged:
+                if not merged:
                     layout, domain = layout_left(problem, operation, strategy, 0), problem.domain(operation.results[0])
                     degree = float(domain.degrees[domain.position[layout]])
                     alike.setdefault((layout, degree), ([], []))[kind].append(place[operation.index])
