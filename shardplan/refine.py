@@ -2,7 +2,8 @@
 
 The cost model can be wrong about a program. ``refine=n`` plans it n times: as asked, for the other objective, without
 islands, with less memory, and in combinations of these. Each plan is compiled for the target once; among those whose
-compiled peak keeps within the limit, the one that sends least is kept (or takes least time, for that objective).
+compiled peak keeps within the limit, the one that sends least is kept (or takes least time, for that objective). Of
+several that differ by less than a thousandth, that is the first whose prediction is true.
 
 Where no compiled peak does so far, the next way is to plan for as much less as the compiled peak is above the limit.
 Where none does in the end, the plan with the lowest peak is kept, with a warning.
@@ -25,6 +26,9 @@ from shardplan.target import gpu_mesh, targets
 
 # The part of the first plan's peak that a plan "with less memory" may need.
 _LESS_MEMORY = 0.9
+
+# Plans are alike whose compiled bytes (or seconds), and so predictions that are off, differ by this share.
+_TIED = 1e-3
 
 # A limit is lowered by what a compiled peak is above it, and by a little more.
 _MARGIN = 0.995
@@ -97,7 +101,7 @@ class _Compared:
         """The plan that is kept; its row says so."""
         within = [one for one in self.plans if one[1]["result"] == "compiled"]
         if within:
-            plan, row = min(within, key=lambda one: (one[1][measure], one[1]["compiled_peak_bytes"]))
+            plan, row = _first_of_best(within, measure)
         else:
             plan, row = min(self.plans, key=lambda one: one[1]["compiled_peak_bytes"])
             warn(
@@ -107,6 +111,14 @@ class _Compared:
             )
         row["kept"] = True
         return plan
+
+
+def _first_of_best(plans: list[tuple[Plan, dict[str, Any]]], measure: str) -> tuple[Plan, dict[str, Any]]:
+    """Of the plans that compile to about the least, the first of those whose predicted bytes are about the truest."""
+    least = min(row[measure] for _, row in plans)
+    tied = [one for one in plans if one[1][measure] <= (1 + _TIED) * least]
+    off = [abs(row["predicted_bytes"] - row["compiled_bytes"]) for _, row in tied]
+    return next(one for one, by in zip(tied, off, strict=True) if by <= min(off) + _TIED * one[1]["compiled_bytes"])
 
 
 def _ways(options: Options, first: Plan) -> Iterator[tuple[str, Options]]:
