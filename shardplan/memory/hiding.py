@@ -64,9 +64,10 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
     Bodies of loops and branches keep the order of the program.
     """
     merged = combined_reductions(schedule)
-    graph = _Graph(schedule, kernels, merged)
-    if len(graph.in_order()) < len(graph.needs):  # two merged reductions wait for each other
-        graph = _Graph(schedule, kernels, without_leading(schedule, merged))
+    for groups in (merged, without_leading(schedule, merged), []):
+        graph = _Graph(schedule, kernels, groups)
+        if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
+            break
     graph.join(kernels)
     placed = _Placing(graph).run()
     order: list[int] = []
