@@ -21,12 +21,12 @@ from shardplan.joining import joined
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
 from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.prices import Prices, Timing
-from shardplan.program import Constant, Operation, Program, Value
+from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
 from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps
 from shardplan.twins import twins
-from shardplan.variables import Numbering
+from shardplan.variables import Numbering, generated_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Problem:
         self._maker = StrategyMaker(space)
         self._tables: dict[Any, np.ndarray] = {}
         self._derive_choices()
-        self.generated = self._find_generated()
+        self.generated = generated_values(program, self.choices, fixed)
         whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self._pass_on_deferred()
@@ -82,6 +82,7 @@ class Problem:
         self.stacks = {link.target for links in around for link in links.inside if link.stacked == "target"}
         same = {value: carry for links in around for value, carry in links.same.items()}
         self._leaving = program.leaving | {same[value] for value in program.leaving & same.keys()}
+        self._ending = {same[value] for value in program.leaving & same.keys() - program.read}
         self._even = self._find_even()
         self._value_times = program.times_of_values()
         self.variables = Numbering(program, self.choices, self.links, self.generated, self.domain).variables()
@@ -151,17 +152,6 @@ class Problem:
         """How often a value is made per step."""
         return self._value_times[value]
 
-    def _find_generated(self) -> frozenset[int]:
-        """Results of operations that read no tensor and follow their result: they cost nothing in any layout."""
-        generated: set[int] = set()
-        for operation in self.program.operations:
-            choices = self.choices.get(operation.index)
-            free = all(isinstance(o, Constant) or o in generated for o in operation.operands)
-            free = free and not self._fixed.keys() & operation.results
-            if free and choices is not None and choices.follows_result and not operation.equation.effects:
-                generated.update(operation.results)
-        return frozenset(generated)
-
     def _find_even(self) -> frozenset[int]:
         """Values that split evenly alone: a jit's arguments and results, what goes into loops and out of them."""
         found = {*self._leaving, *(value for region in self.program.regions for value in region.inputs)}
@@ -185,7 +175,7 @@ class Problem:
         """The price of an operation's work and of its halos, per strategy."""
         choices, times = self.choices[operation.index], self.times(operation)
         moving = tuple(id(self.moving(o)) for o in (*operation.operands, *operation.results) if isinstance(o, int))
-        key = (id(choices), "work", times, self._memory_bytes(operation), moving)
+        key = (id(choices), "work", times, self.traffic.get(operation.index, 0), moving)
         if key not in self._tables:
             self._tables[key] = times * np.array([self._price_of(operation, s) for s in choices.strategies])
         return self._tables[key]
@@ -194,15 +184,11 @@ class Problem:
         if not strategy.possible or (not self.islands and needs_island(operation, strategy)):
             return np.inf
         choices = self.choices[operation.index]
-        price = self.prices.work(choices.flops, self._memory_bytes(operation), choices.dtype, strategy.degree)
+        price = self.prices.work(choices.flops, self.traffic.get(operation.index, 0), choices.dtype, strategy.degree)
         for step, value in self.exchanges(operation, strategy):
             per_byte, per_collective = self.moving(value.index).price(step)
             price += per_byte * value.total_bytes + per_collective
         return price
-
-    def _memory_bytes(self, operation: Operation) -> int:
-        """What the kernel around an operation reads and writes, where that counts."""
-        return self.traffic.get(operation.index, 0)
 
     def moving(self, value: int) -> Transitions:
         """The transitions of a value, priced by whether work can run beside its collectives."""
@@ -242,7 +228,11 @@ class Problem:
         if value.index in self.program.captured:
             costs[1:] = np.inf  # closed-over arrays live on every device
         if domain.whole is not None and value.index in self._leaving:
-            costs[len(domain.whole) :] = np.inf  # the caller gets whole values
+            # the caller gets whole values: what a loop added up is reduced behind it
+            partial = (
+                self.whole_prices(value.index).min(1) if value.index in self._ending else np.full(len(costs), np.inf)
+            )
+            costs[len(domain.whole) :] += partial[len(domain.whole) :]
         if value.index in self.stacks:
             whole = [not layout[len(layout) - domain.rank] for layout in domain.layouts]
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
@@ -251,6 +241,13 @@ class Problem:
             allowed = [agrees(layout, fixed) for layout in domain.layouts]
             costs = np.where(allowed, costs, np.inf)
         return costs
+
+    def whole_prices(self, value: int) -> np.ndarray:
+        """float [layouts of the value, those in which it is whole]: the price of bringing it to each."""
+        domain = self.domain(value)
+        return self.moving(value).table(
+            domain, (domain.whole or domain).layouts, self.program.values[value].total_bytes
+        )
 
     def _add_copies(self, network: Network) -> None:
         for index, shared in self.variables.copies.items():

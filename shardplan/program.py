@@ -122,6 +122,11 @@ class Program:
         return frozenset(o for n, o in enumerate(self.outputs) if isinstance(o, int) and n not in self.ties)
 
     @property
+    def read(self) -> frozenset[int]:
+        """The values that operations read."""
+        return frozenset(o for operation in self.operations for o in operation.operands if isinstance(o, int))
+
+    @property
     def constraints(self) -> dict[int, PartitionSpec]:
         """The user's own sharding constraints, by the value that each gives."""
         found = ((o.results[0], _jax.wanted_spec(o.equation)) for o in self.operations if len(o.results) == 1)

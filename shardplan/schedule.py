@@ -97,7 +97,11 @@ class Schedule:
             return ()
         if output in self.assignment.generated:
             return replicated(len(self.program.values[output].shape))
-        return self.assignment.values[output]
+        layout = self.assignment.values[output]
+        if not self.is_partial(output, layout):
+            return layout
+        domain = self.problem.domain(output)
+        return domain.layouts[int(self.problem.whole_prices(output)[domain.position[layout]].argmin())]
 
     def link_layout(self, link: Link) -> Layout:
         """The layout that the source of a link must have."""
@@ -177,10 +181,9 @@ class Schedule:
                 if isinstance(operand, int) and operand not in self.assignment.generated and layout is not None:
                     read(operand, layout, operation, operation.region)
             found += self._sent_by(operation, strategy)
-        for number, position in self.program.ties.items():
-            output, target = self.program.outputs[number], self.program.inputs[position]
+        for number, output in enumerate(self.program.outputs):
             if isinstance(output, int) and output not in self.assignment.generated:
-                read(output, self.assignment.values[target], None, 0)
+                read(output, self.layout_of_output(number), None, 0)
         sent_in: dict[int, float] = {}
         for one in found:
             sent_in[one.region] = sent_in.get(one.region, 0.0) + one.bytes * one.times

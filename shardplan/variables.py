@@ -13,7 +13,7 @@ from typing import Any
 
 from shardplan.control import Links
 from shardplan.layout import Domain
-from shardplan.program import Program
+from shardplan.program import Constant, Program
 from shardplan.strategy import Choices
 
 
@@ -102,3 +102,15 @@ class Numbering:
             for link in (*links.enter, *links.inside):
                 if isinstance(link.source, int) and link.source not in self.generated:
                     yield ("link", link.target, link.source), link.source
+
+
+def generated_values(program: Program, choices: Mapping[int, Choices], fixed: Mapping[int, Any]) -> frozenset[int]:
+    """Results of operations that read no tensor and follow their result: they cost nothing in any layout."""
+    generated: set[int] = set()
+    for operation in program.operations:
+        found = choices.get(operation.index)
+        free = all(isinstance(o, Constant) or o in generated for o in operation.operands)
+        free = free and not fixed.keys() & operation.results
+        if free and found is not None and found.follows_result and not operation.equation.effects:
+            generated.update(operation.results)
+    return frozenset(generated)
