@@ -246,7 +246,12 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
             continue
         if copy != layout and value not in inputs:
             end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
-        yield hold(value, sliced.get(value, layout), lifetime.start, end)
+        start = lifetime.start
+        if value in sliced and value in lifetimes.reads:  # what is read once more later is stored as a slice
+            first = min(end, max(start, lifetimes.reads[value][0]))
+            yield hold(value, sliced[value], start, first)
+            start = first + 1
+        yield hold(value, layout, start, end)
     for number, output in enumerate(program.outputs):
         # the caller's memory for results is there from the start; a donated argument's is the result's
         if isinstance(output, int) and program.ties.get(number) not in donated:

@@ -1,8 +1,8 @@
 """Slices of what a device holds: XLA:GPU makes them part of the kernels that read them.
 
 Where a device has a whole result and the plan goes on with a part of it, nothing is sent: each kernel that reads it
-computes where its part begins. So it is the whole result that stays in memory, not the part. A library needs the part
-in memory of its own.
+computes where its part begins. So it is the whole result that stays in memory up to the first of them, without the part
+beside it; what kernels read that come later was seen stored as a part. A library needs the part in memory of its own.
 
 >>> is_sliced(((), ("x",)), (("y",), ("x",))), is_sliced((("y",), ()), ((), ("y",)))
 (True, False)
@@ -30,7 +30,8 @@ def is_sliced(source: Sequence[Sequence[Any]], target: Sequence[Sequence[Any]]) 
 
 
 def sliced_on_the_way(schedule: Schedule, order: Sequence[Operation], fused: Collection[int]) -> dict[int, Layout]:
-    """The results of which kernels alone read a slice, with the layout in which they stay in memory.
+    """The results of which kernels alone read a slice, with the layout in which they are
+    in memory up to the first of these.
 
     ``fused`` are the operations, by index, that become part of the kernels which read them.
     """
