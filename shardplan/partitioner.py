@@ -21,7 +21,7 @@ from shardplan.groups import RAGGED, splits_rows_or_groups
 from shardplan.lookups import fills_elements
 from shardplan.program import Operation
 from shardplan.rules.expression import Apply, Position, Term, children
-from shardplan.updates import runs_by_place, splits_places
+from shardplan.updates import runs_by_place, splits_places, windows
 
 if TYPE_CHECKING:
     from shardplan.strategy import Strategy
@@ -155,8 +155,12 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
 
 
 def split_runs(operation: Operation, split: Any, even: bool) -> bool:
-    """Whether an operation can be split so at all: where only an island would do, blocks are equal and lie apart."""
-    return not _by_groups(operation) or (even and not _with_neighbours(None, split))
+    """Whether an operation can be split so at all: where only an island would do, blocks are equal and lie apart, and
+    a window that is moved does not lie across two of them."""
+    if _by_groups(operation):
+        return even and not _with_neighbours(None, split)
+    window = windows(operation).get(split.results[0].dim)
+    return window is None or (even and window == 1)
 
 
 def passes_sums(operation: Operation) -> bool:

@@ -187,7 +187,8 @@ class StrategyMaker:
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)
             sizes = results[0].shape
-            strategies = [self._following(layout, sizes, splits, ranks) for layout in domain.layouts]
+            followed = (self._following(layout, sizes, splits, ranks) for layout in domain.layouts)
+            strategies = [s if runs(operation, s) else self._whole(ranks) for s in followed]
             linear = rule.linear if passes_sums(operation) else ()
             return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), linear, False, *work)
         indices = list(dict.fromkeys(split.index for split in every))
@@ -218,7 +219,13 @@ class StrategyMaker:
                     assigned.append((found[0], axes[:kept]))
                     break
         strategy = self._combine(assigned, ranks)
-        return strategy if strategy is not None else self._combine([], ranks)  # type: ignore[return-value]
+        return strategy if strategy is not None else self._whole(ranks)
+
+    def _whole(self, ranks: Any) -> Strategy:
+        """The strategy that splits nothing."""
+        strategy = self._combine([], ranks)
+        assert strategy is not None
+        return strategy
 
     def _free(self, indices: list[str], splits: dict[int, list[_Sized]], ranks: Any) -> Iterator[Strategy]:
         """Every assignment of mesh axes to indices that divides and gives each tensor one layout."""

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.target import gpu_mesh
-from tests.core_programs import mesh_of
+from tests.core_programs import mesh_of, run, scrambled
 
 Update = Callable[[Any, Any, Any], Any]
 UPDATES: dict[str, Update] = {
@@ -42,6 +42,16 @@ def test_values(name: str, spec: P) -> None:
     for k in (-9, -1, 0, 3, 5, 7, 8, 20):
         expected = UPDATES[name](jnp.cos(X), ROW, jnp.int32(k))
         np.testing.assert_allclose(planned(X, ROW, jnp.int32(k)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["set", "slice"])
+def test_sizes_that_do_not_divide_in_layouts_that_nobody_would_choose(name: str) -> None:
+    mesh, x, row = mesh_of((2, 4)), jnp.sin(jnp.arange(160.0)).reshape(16, 10), jnp.arange(10.0)
+    step = lambda x, row, k: jnp.tanh(UPDATES[name](jnp.cos(x), row, k))  # noqa: E731
+    plan = shardplan.plan(step, mesh, x, row, jnp.int32(0))
+    for seed in range(3):
+        found = run(scrambled(plan, seed), mesh, x, row, jnp.int32(9))
+        np.testing.assert_allclose(found, step(x, row, jnp.int32(9)), rtol=1e-6)
 
 
 @pytest.mark.slow
