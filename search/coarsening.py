@@ -6,9 +6,10 @@ is a relaxation, whatever the twins are: its bound holds for the whole graph. Wh
 against messages on the whole graph, whose tables are up to 36 times as large. Messages are lifted to the whole graph,
 each choice with that of its twins, as from any start.
 
-Which members go together is not said by the assignment that the small graph gives: the whole graph is searched for it
-with only the choices of these twins. Where that comes out dearer than the bound, which takes twins that do not go
-together, the few next best choices are looked through besides.
+Which members go together is not said by the assignment that the small graph gives: the graph is searched for it with
+only the choices of these twins. Where that comes out dearer than the bound, which takes twins that do not go together,
+the few next best choices are looked through besides. Layers that repeat are searched once (`shardplan.search.folding`),
+then all of them. What is found that way within the asked gap of the bound needs no search of the whole graph.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network
@@ -25,7 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,7 @@ from numpy.typing import NDArray
 from shardplan.search.folding import Start, folded_start
 from shardplan.search.graph import Best, Follow, Graph, Infeasible, Keep
 from shardplan.search.relaxation import Messages, Relaxation
+from shardplan.search.repetition import fold
 from shardplan.search.run import Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import Effort, GraphSolver, Watch
@@ -41,6 +44,7 @@ __all__ = ["coarse", "coarse_start"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
+Masks = dict[int, NDArray[np.bool_]]
 
 _WORTH_ENTRIES = 300_000
 _WORTH_SHARE = 0.5
@@ -56,6 +60,9 @@ _MOST_NEAR = 2_000_000
 
 _CLOSER = 0.3
 """The gap asked among the twins of the best assignment, as a share of that of the whole graph."""
+
+_SHARE_OF_GAP = 0.5
+"""The gap asked of the small graph, as a share of that of the whole one: its bound may then do for the whole one."""
 
 _SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
@@ -82,11 +89,11 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
 
     quiet = Watch(tick, watch.seconds_left)
     small.tick = tick
-    solver = GraphSolver(small, math.inf, replace(effort, sweeps=_SWEEPS), gap, quiet)
+    solver = GraphSolver(small, math.inf, replace(effort, sweeps=_SWEEPS), _SHARE_OF_GAP * gap, quiet)
     solver.prunes, solver.patience = False, 1
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
-        start = folded_start(small, effort, gap, quiet)
+        start = folded_start(small, effort, _CLOSER * gap, quiet)
         if start is not None:
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
@@ -94,14 +101,10 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     relaxation = solver.relaxation
     if relaxation is None:
         return None
-    choices = None
-    narrow = replace(effort, sweeps=_SWEEPS, closing=0.0, dives=False, merging=0)
-    with contextlib.suppress(Stop, Infeasible):
-        choices = _among_twins(graph, _kept(small, places), narrow, _CLOSER * gap, quiet)
-    if choices is not None and relative_gap(graph.cost(choices), solver.lower) > gap:
-        with contextlib.suppress(Stop):
-            near = _near(small, relaxation, places)
-            choices = _among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR), quiet)
+    parts = _Parts(_kept(small, places), _near(small, relaxation, places), replace(effort, sweeps=_SWEEPS), gap, quiet)
+    choices = parts.assignment(graph, solver.lower)
+    if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
+        return Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
     keep = None if choices is None else _fitting(graph, relaxation, places, choices)
     lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
     if choices is not None and keep is not None:
@@ -111,6 +114,52 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
         choices, graph.hint = graph.hint, None
         lifted = _restricted(lifted, graph.undo[mark:])
     return Start(lifted, choices, solver.sweeps, solver.estimate, solver.lower)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Choices of a graph among which a good assignment is, per variable: the twins of the best choice of the small
+    graph, and those of the next best ones besides.
+    """
+
+    kept: Masks
+    near: Masks
+    effort: Effort
+    gap: float
+    watch: Watch
+
+    def assignment(self, graph: Graph, lower: float) -> dict[int, int] | None:
+        """The best assignment that is found, or the first one that is within the gap of a lower bound.
+
+        Twins that go together in one layer do so in all: layers that repeat are looked through once, and what is
+        found is lifted to all of them. Where that does not close the gap, the whole graph is looked through.
+        """
+        folded = fold(graph)
+        best: dict[int, int] | None = None
+        for part in (folded.graph, graph) if folded is not None else (graph,):
+            for choices in self._found(part):
+                if folded is not None and part is not graph:
+                    choices = {v: choices[stand_in] for v, stand_in in folded.variable.items()}
+                if best is None or graph.cost(choices) < graph.cost(best):
+                    best = choices
+                if relative_gap(graph.cost(best), lower) <= self.gap:
+                    return best
+        return best
+
+    def _found(self, graph: Graph) -> Iterator[dict[int, int]]:
+        """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
+        live, choices = graph.live(), None
+        narrow = replace(self.effort, closing=0.0, dives=False, merging=0)
+        kept = {v: self.kept[v] for v in live} if self.kept else {}
+        with contextlib.suppress(Stop, Infeasible):
+            choices = _among_twins(graph, kept, narrow, _CLOSER * self.gap, self.watch)
+        if choices is None:
+            return
+        yield choices
+        near = {v: self.near[v] for v in live}
+        with contextlib.suppress(Stop, Infeasible):
+            choices = _among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR), self.watch)
+        yield choices
 
 
 def _fitting(

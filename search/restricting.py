@@ -54,6 +54,7 @@ def begin(solver: GraphSolver) -> float:
         return -math.inf
     solver.begin(start.messages, start.choices)
     solver.sweeps, solver.estimate = start.sweeps, start.estimate
+    solver.raise_lower(min(start.lower_bound, solver.upper))
     return start.lower_bound
 
 

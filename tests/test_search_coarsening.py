@@ -1,6 +1,7 @@
 """Choices taken together with their twins: the search starts there, and ends where it did."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,30 @@ def test_twins_that_contradict_each_other_are_chosen_anew() -> None:
     solver.accept(quarrelling, graph.cost(quarrelling))
     solver.choose_among_twins()
     assert solver.upper == 0.0 and len(set((graph.hint or {}).values())) == 1
+
+
+def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of forty that must agree on one of two twins: a few of its ends say which, and the bound closes it."""
+    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
+    searched: list[int] = []
+    among = coarsening._among_twins
+
+    def counted(graph: Graph, *rest: Any) -> dict[int, int] | None:
+        searched.append(len(graph.live()))
+        return among(graph, *rest)
+
+    monkeypatch.setattr(coarsening, "_among_twins", counted)
+    net = Network()
+    for v in range(40):
+        net.add_variable([5.0, 1.0, 1.0])
+        net.twins[v] = np.array([0, 1, 1])
+    for v in range(39):
+        net.add_edge(v, v + 1, [[0.0, 1.0, 1.0], [1.0, 0.0, 9.0], [1.0, 9.0, 0.0]])
+    graph = Graph.of(net)
+    start = coarse_start(graph, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))
+    assert start is not None and start.choices is not None
+    assert graph.cost(start.choices) == start.lower_bound == 40.0
+    assert len(searched) == 1 and searched[0] < 20
 
 
 def test_the_next_best_choices_stand_in_where_no_twins_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
