@@ -30,9 +30,10 @@ _FAR = 0.05
 """The gap of a start from which on restricted networks are looked at before the whole is searched."""
 _ANSWERING = 0.04
 """The share of the sweeps' work that each of them may take."""
-_PATIENCE = 0.1
+_PATIENCE = 0.12
 """The share of the work after which improving ends where it has not closed a good part of the gap."""
 _GAIN = 0.02
+"""That part."""
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
 _CROSSING = 0.4
@@ -68,11 +69,11 @@ def auto(run: Run) -> None:
 
     Where no usage is limited, the last two end as well when they have not closed a good part of the gap for a while.
 
-    Sweeping may take three tenths of the time where there is a limit, most of it where there is none. All tenths are of
-    estimated work, so that the clock decides nothing but the end.
+    Sweeping may take three tenths of the time where there is a limit, two thirds where there is none. All shares are
+    of estimated work, so that the clock decides nothing but the end.
     """
     limited = run.network.usage_limit is not None
-    solver = _minimise(run, sweeping=0.3 if limited else 0.85, closing=0.1)
+    solver = _minimise(run, sweeping=0.3 if limited else 0.65, closing=0.1)
     little_left = run.work > 0.5 * run.work_limit and relative_gap(solver.upper, solver.lower) < _WORTH_IMPROVING
     if not solver.closed and solver.graph.hint is not None and not little_left:
         with run.stage("improve"):

@@ -33,6 +33,8 @@ _SWEEPS_AFTER_MERGING = 4
 _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
 _SECONDS_PER_ENTRY = 2e-5
+_LAST_DIVE = 0.1
+"""Of the work of sweeps that were cut off, what a dive may take after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +120,10 @@ class GraphSolver:
             before = self._choices()
             relaxation = self.sweep_until_prunable()
             merges = self.stalled and self._may_merge()
-            if self.stalled and not self.closed:
+            last = self.stalled or (effort.dives and graph.usage_limit is None and not self.may_sweep())
+            if last and not self.closed:
                 self.choose_among_twins()
-            if self.stalled and not self.closed and not merges:
+            if last and not self.closed and not merges:
                 self.dive(relaxation)
             if self.closed:
                 return
@@ -294,7 +297,9 @@ class GraphSolver:
         rng = np.random.default_rng(self.sweeps)
         for v in small.live():
             small.costs[v] = small.costs[v] + rng.random(small.size(v)) * 0.2 * room  # type: ignore[operator]
+        seconds = self.effort.seconds * (1.0 if self.stalled else _LAST_DIVE)
         effort = replace(self.effort, sweeps=200, closing=0.05 * self.effort.closing, dives=False, merging=0)
+        effort = replace(effort, seconds=seconds)
         solver = GraphSolver(small, math.inf, effort, 1e-4, Watch(small.tick, self.watch.seconds_left))
         solver.prices = self.prices
         try:
