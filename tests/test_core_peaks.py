@@ -14,6 +14,7 @@ from shardplan.memory.convolutions import (
     reordered_inputs,
     spread_images,
 )
+from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.products import is_sum, merged_products, product_operands
@@ -310,6 +311,18 @@ def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
 
     peak, cache = _peak_of(step, _square(512), jax.ShapeDtypeStruct((1, 512), jnp.float32))
     assert 2 * cache <= peak < 2.1 * cache  # the argument, which stays, and the result
+
+
+def test_what_is_computed_from_a_transposed_product_lies_as_the_product_does():
+    def step(q, k, v):  # one head of keys and values for all: scores are made with the heads innermost
+        return jnp.einsum("bhqk,bkd->bqhd", jax.nn.sigmoid(jnp.einsum("bqhd,bkd->bhqk", q, k)), v)
+
+    heads, one = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32), jax.ShapeDtypeStruct((2, 6, 16), jnp.float32)
+    problem = shardplan.plan(step, 1, heads, one, one).schedule.problem
+    program, pointwise = problem.program, pointwise_operations(problem)
+    second = [operation for operation in program.operations if operation.primitive.name == "dot_general"][-1]
+    for known, copied in ((frozenset(), False), (pointwise, True)):
+        assert product_operands(program, known)[second.index, 1].copied == copied
 
 
 def test_a_loop_that_reads_neighbours_of_its_carry_writes_the_new_one_elsewhere():

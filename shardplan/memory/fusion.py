@@ -116,6 +116,11 @@ def fuses_operands(problem: Problem, operation: Operation, position: int = 0) ->
     return added_up or _computes_on_the_way(problem, operation)
 
 
+def pointwise_operations(problem: Problem) -> frozenset[int]:
+    """The operations, by index, that compute each element from the elements at its place."""
+    return frozenset(index for index, choices in problem.choices.items() if choices.pointwise)
+
+
 def updates_of(program: Program, fused: Collection[int]) -> frozenset[int]:
     """Operations, by index, that nothing but results of the step is computed from, on the way to these."""
     needed: set[int] = set()

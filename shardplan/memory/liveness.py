@@ -26,7 +26,7 @@ from shardplan.memory.convolutions import (
     reordered_inputs,
     spread_copies,
 )
-from shardplan.memory.fusion import readers_of, updates_of
+from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.products import PRODUCT, ProductOperand, is_multiplied, merged_products, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
@@ -62,7 +62,8 @@ class Lifetimes:
         self.fused = kernels.fused
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied))
-        self._copied = {key: operand for key, operand in product_operands(program).items() if operand.copied}
+        operands = product_operands(program, pointwise_operations(problem))
+        self._copied = {key: operand for key, operand in operands.items() if operand.copied}
         self.copies = self._copies()
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)

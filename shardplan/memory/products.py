@@ -15,7 +15,7 @@ stored for them, if what it is computed from is. Without batch dimensions, a tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -80,21 +80,57 @@ def is_multiplied(program: Program, operation: Operation) -> bool:
     return not is_outer(program, operation) and not is_sum(program, operation)
 
 
-def product_operands(program: Program) -> dict[tuple[int, int], ProductOperand]:
-    """What products read, by the operation's index and the operand's position."""
+def product_operands(
+    program: Program, pointwise: Collection[int] = frozenset()
+) -> dict[tuple[int, int], ProductOperand]:
+    """What products read, by the operation's index and the operand's position.
+
+    ``pointwise`` are the operations, by index, that compute element by element, and leave the order of dimensions.
+    """
     makers = {result: operation for operation in program.operations for result in operation.results}
+    lying = _lying(program, pointwise)
     found = {}
     for operation in program.operations:
         if is_multiplied(program, operation):
             for position, operand in enumerate(operation.operands):
                 if isinstance(operand, int):
-                    found[operation.index, position] = _product_operand(program, makers, operation, position)
+                    found[operation.index, position] = _product_operand(program, makers, lying, (operation, position))
+    return found
+
+
+def _lying(program: Program, pointwise: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Per value whose dimensions lie otherwise in memory than they are written, these from the outermost inwards.
+
+    A transposition of a product's result moves nothing: what is computed from it element by element lies as that does.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    computed: set[int] = set()
+    for operation in program.operations:
+        read = operation.operands[0] if operation.operands else None
+        if operation.primitive.name == PRODUCT:
+            computed.update(operation.results)
+        elif operation.primitive.name == "transpose" and isinstance(read, int) and read in computed:
+            permutation, result = operation.params["permutation"], operation.results[0]
+            found[result] = tuple(permutation.index(d) for d in found.get(read, range(len(permutation))))
+            computed.add(result)
+        elif operation.index in pointwise and len(operation.results) == 1:
+            result = operation.results[0]
+            shape = program.values[result].shape
+            whole = [o for o in operation.operands if isinstance(o, int) and program.values[o].shape == shape]
+            if whole and whole[0] in computed:
+                computed.add(result)
+                if whole[0] in found:
+                    found[result] = found[whole[0]]
     return found
 
 
 def _product_operand(
-    program: Program, makers: Mapping[int, Operation], operation: Operation, position: int
+    program: Program,
+    makers: Mapping[int, Operation],
+    lying: Mapping[int, tuple[int, ...]],
+    place: tuple[Operation, int],
 ) -> ProductOperand:
+    operation, position = place
     operand: Any = operation.operands[position]
     dimensions = tuple(range(len(program.values[operand].shape)))
     while operand in makers and makers[operand].primitive.name == "transpose":
@@ -110,7 +146,7 @@ def _product_operand(
     half = _jax.item_bytes(value.dtype) == 2
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if half and size > 1)
     orders = [tuple(d for d in order if value.shape[d] > 1) for order in orders]
-    as_it_is = tuple(d for d in range(len(dimensions)) if value.shape[d] > 1)
+    as_it_is = tuple(d for d in lying.get(operand, range(len(dimensions))) if value.shape[d] > 1)
     order = as_it_is if as_it_is in orders else orders[position]
     return ProductOperand(operand, order, padding, copied=padding > 1 or order != as_it_is)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_images, unreversed
-from shardplan.memory.fusion import fused_operations, fuses_operands, readers_of
+from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_of
 from shardplan.memory.products import product_operands
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -222,7 +222,7 @@ def _normalising(problem: Problem) -> frozenset[int]:
 def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> frozenset[int]:
     """Values that leave a region, or that an operation reads which computes neither operands nor their copies."""
     needed = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
-    products, filters = product_operands(problem.program), unreversed(problem.program)
+    products, filters = product_operands(problem.program, pointwise_operations(problem)), unreversed(problem.program)
     for operation in problem.program.operations:
         convolves = operation.primitive.name == CONVOLUTION
         for position, operand in enumerate(operation.operands):
