@@ -7,9 +7,9 @@ the bytes against the rule's: 175 of 203 agreed, and the others are here.
 
 >>> import jax
 >>> from shardplan import rules
->>> rule = rules.rule_of(lambda x: jax.lax.fft(x, "FFT", (8,)), jax.ShapeDtypeStruct((8, 8), "complex64"))
->>> [split.index for split in rule.splits(2)], usable_splits(rule, 2)
-(['i0'], [])
+>>> rule = rules.rule_of(jax.lax.cumsum, jax.ShapeDtypeStruct((8, 8), "float32"))
+>>> [split.index for split in rule.splits(2)], [split.index for split in usable_splits(rule, 2)]
+(['i0', 'i1', 'j'], ['i0', 'i1'])
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def usable_padded_splits(rule: Any) -> list[Any]:
     """The splits of a rule over blocks that do not divide an index which XLA runs as the rule says, by padding.
 
     Updates of a scatter are not among them: split so over some mesh axes, and over others not, XLA 0.10.2 was measured
-    to write the padding as well, into the first row. Of ragged products nothing was measured.
+    to write the padding as well, into the first row. Of ragged products nothing was measured; a transform runs in an
+    island, whose blocks are equal.
     """
-    if rule.primitive.startswith("ragged_dot"):
+    if rule.primitive.startswith(("ragged_dot", "fft")):
         return []
     if rule.primitive.startswith("scatter"):
         return [split for split in rule.padded_splits if not _partial(rule, split)]
@@ -112,7 +113,7 @@ _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "dynamic_slice"), _partial),
     (("triangular_solve", "tridiagonal_solve", "ormqr", "stack"), _operand_whole),
     (("dynamic_update_slice",), _window_whole),
-    (("fft", "symmetric_product", "cudnn_fusion", "pallas_call", "ffi_call"), _every),
+    (("symmetric_product", "cudnn_fusion", "pallas_call", "ffi_call"), _every),
     (("dot_product_attention_fp8",), _every),
 )
 
@@ -180,12 +181,12 @@ def _by_groups(operation: Operation) -> bool:
 def runs_apart(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation must run in a ``shard_map``, though its blocks need nothing of each other and sum nothing.
 
-    XLA was measured to gather the operand of a `top_k` and of a `dynamic_slice` that some mesh axes split and others
-    do not.
+    XLA was measured to gather the operand of an `fft`, and of a `top_k` and a `dynamic_slice` that some mesh axes split
+    and others do not. A whole transform runs so as well, for the order in which its results lie (see `replay`).
     """
-    if operation.primitive.name not in ("top_k", "dynamic_slice") or strategy.halos or strategy.padded:
+    if operation.primitive.name not in ("top_k", "dynamic_slice", "fft") or strategy.halos or strategy.padded:
         return False
-    return not any(strategy.pending) and any(strategy.operands[0] or ())
+    return not any(strategy.pending) and (operation.primitive.name == "fft" or any(strategy.operands[0] or ()))
 
 
 def params_of_block(operation: Operation, strategy: Strategy, blocks: Callable[[Any], int]) -> dict[str, Any]:

@@ -55,10 +55,12 @@ def in_order(array: Any, layout: Layout, schedule: Schedule, mesh: Mesh) -> Any:
     """An array of this layout, each block of which lies in memory with its first dimension outermost."""
     spec = to_spec(schedule.space.mesh, layout)  # the constraint is a call that XLA would not partition
 
-    def ordered(block: Any) -> Any:
-        return with_layout_constraint(block, Order(tuple(range(block.ndim))))
-
     return jax.shard_map(ordered, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
+
+
+def ordered(block: Any) -> Any:
+    """A block of one device, inside of a ``shard_map``, which lies in memory with its first dimension outermost."""
+    return with_layout_constraint(block, Order(tuple(range(block.ndim))))
 
 
 def _is_gathered_behind(schedule: Schedule, value: int, reader: Operation) -> bool:
