@@ -247,8 +247,12 @@ def options_from(given: dict[str, Any]) -> Options:
         raise ArgumentError(f"there is no option {unknown}; there are {known}") from None
 
 
-@uncollected()
 def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
+    with uncollected():
+        return _traced_plan(call, mesh, options)
+
+
+def _traced_plan(call: Call, mesh: GivenMesh, options: Options) -> Plan:
     started = time.perf_counter()
     traced = _trace(call)
     resolved = replace(options, static_argnums=call.static_positions, donate_argnums=call.donated_positions)
