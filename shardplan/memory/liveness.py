@@ -173,9 +173,7 @@ class Lifetimes:
                 if maker is None or maker.region not in operation.bodies or link.stacked:
                     continue
                 in_place = maker.primitive.name in UPDATES
-                if (
-                    maker.index in self.fused and not in_place
-                ):  # a kernel that reads its neighbours' old elements cannot overwrite them
+                if maker.index in self.fused and not in_place:  # kernels that read neighbours cannot overwrite these
                     in_place = link.target in read_by_element(problem, makers, self.fused, self.held, maker)
                 read = last_read.get(link.target, -1) if link.target not in operation.results else -1
                 if read < self.place[maker.index] + in_place:
