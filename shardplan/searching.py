@@ -170,6 +170,8 @@ class _Corrections:
             found = self._search_once(found)
             if found.peak_bytes <= self.search.limit_bytes or time.perf_counter() > self.deadline:
                 return
+            if self.least_bound > self.search.limit_bytes:  # nothing is within the limit
+                return
             if self.best is not None and self.spent > self.patience:
                 return
 
