@@ -134,9 +134,9 @@ CONFIGS = (Config(40, 6144, 8, {"data": 8}), Config(89, 12288, 64, {"data": 8, "
 
 def main() -> None:
     introduction = (
-        "Models planned within the memory of their devices, compiled for H100 without one, and read back. Where "
-        "several plans are compiled (`refine`), one that needs more than was predicted lowers the limit of the next; "
-        "seconds to plan include these compilations."
+        "Models planned within the memory of their devices (84.9 GB), compiled for H100 without one, and read back. "
+        "Where several plans are compiled (`refine`), one that needs more than was predicted lowers the limit of the "
+        "next; seconds to plan include these compilations."
     )
     document = Document("large", "Large models", introduction, "large")
     table = document.table(HEADER)
