@@ -1,0 +1,121 @@
+"""Predicted peaks of convolutions: copies of images and filters, and what poolings scatter into."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.memory.convolutions import (
+    copied_with_neighbours,
+    rectifiers_of_poolings,
+    reordered_inputs,
+    spread_images,
+)
+from shardplan.memory.greedy_order import greedy_order, weights_gradients
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.recomputing import kernels_of
+from shardplan.tracing import trace_program
+
+MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _peak_on_one(step, *args):
+    return shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), *args).peak_bytes - WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers", "copied"),
+    [
+        ((3, 3, 64, 64), ("NHWC", "HWIO", "NHWC"), True),
+        ((64, 3, 3, 64), ("NHWC", "OHWI", "NHWC"), False),
+        ((1, 1, 1, 64), ("NHWC", "OHWI", "NHWC"), False),
+        ((64, 64, 3, 3, 3), ("NCDHW", "OIDHW", "NCDHW"), False),
+        ((64, 3, 3, 3, 64), ("NCDHW", "ODHWI", "NCDHW"), True),
+    ],
+)
+def test_filters_in_another_order_than_cudnn_reads_are_copied_for_the_whole_step(shape, numbers, copied):
+    sizes = {"O": 64, "I": shape[numbers[1].index("I")], "N": 2, "C": shape[numbers[1].index("I")]}
+    image = jax.ShapeDtypeStruct(tuple(sizes.get(dim, 8) for dim in numbers[0]), jnp.float32)
+    filters = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def step(x, w):
+        return jax.lax.conv_general_dilated(x * 2, w, (1,) * (len(shape) - 2), "SAME", None, None, numbers)
+
+    program = trace_program(step, (image, filters), {})
+    assert (1 in reordered_inputs(program, program.operations)) == copied
+
+
+def test_filters_are_transposed_once_and_read_in_reverse_from_the_same_copy():
+    filters = jax.ShapeDtypeStruct((3, 3, 512, 512), jnp.float32)
+    image = jax.ShapeDtypeStruct((1, 2, 2, 512), jnp.float32)
+
+    def step(x, w):
+        def loss(x):
+            return jnp.sum(
+                jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC")) ** 2
+            )
+
+        return jax.grad(loss)(x)
+
+    size = 4 * 9 * 512 * 512
+    assert _peak_on_one(step, image, filters) == pytest.approx(2 * size, rel=0.5)
+
+
+@pytest.mark.parametrize("rectified", [1, 2])
+def test_a_pooling_gradient_scatters_into_the_zeros_of_a_rectifier(rectified):
+    def loss(x):
+        for _ in range(rectified):
+            x = jax.nn.relu(2 * x)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID").sum()
+
+    program = trace_program(jax.grad(loss), (jax.ShapeDtypeStruct((4, 16, 16), jnp.float32),), {})
+    ((gradient, (rectifier, *others)),) = rectifiers_of_poolings(program).items()
+    assert rectifier.primitive.name == "max" and rectifier.index < gradient
+    assert len(others) == (rectified if rectified > 1 else 0)
+
+
+def _convolved(images, filters):
+    def loss(filters):
+        x = images
+        for _ in range(3):
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, filters, (1, 1), "SAME"))
+        return x.sum()
+
+    return jax.grad(loss)(filters)
+
+
+def test_convolutions_split_along_their_windows_read_copies_with_rows_of_neighbours_and_store_no_rectified_image():
+    shapes = jax.ShapeDtypeStruct((1, 8, 512, 256), jnp.float32), jax.ShapeDtypeStruct((8, 8, 3, 3), jnp.float32)
+    plan = shardplan.plan(_convolved, jax.sharding.AbstractMesh((4,), ("x",)), *shapes)
+    problem = plan.schedule.problem
+    copied = copied_with_neighbours(problem, plan.schedule.assignment.strategies)
+    assert set(copied.values()) == {(128 + 2) / 128}
+    kernels, program = kernels_of(problem, copied), problem.program
+    held = Lifetimes(problem, range(len(program.operations)), kernels).held
+    assert "max" not in {o.primitive.name for o in program.operations for result in o.results if result in held}
+    last = weights_gradients(program)
+    order = greedy_order(program, kernels.fused, held, copied, last)
+    convolutions = [i for i in order if program.operations[i].primitive.name == "conv_general_dilated"]
+    assert sorted(order) == list(range(len(order))) and set(convolutions[-len(last) :]) == last
+
+
+def test_a_transposed_convolution_spreads_its_image_in_a_copy():
+    def grown(images, filters):
+        return jax.lax.conv_general_dilated(images * 2, filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
+    # the image, the copy with three zeros for each element, and the result: the image times two is stored nowhere
+    block, filters = 4 * 2 * 8 * 32 * 32, 4 * 8 * 8 * 2 * 2
+    assert _peak_on_one(grown, *shapes) + WORKSPACE_BYTES == pytest.approx((1 + 4 + 4) * block + filters, rel=0.05)
+
+
+def test_the_gradient_of_a_transposed_convolutions_filters_spreads_no_image():
+    def grow(images, filters):
+        grown = jax.lax.conv_general_dilated(images, filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+        return jnp.sum(grown**2)
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
+    program = trace_program(jax.grad(grow, argnums=1), shapes, {})
+    grown, gradient = (o.index for o in program.operations if o.primitive.name == "conv_general_dilated")
+    assert spread_images(program, program.operations) == {grown: 4.0}
+    assert spread_images(program, program.operations, {(gradient, 0)}) == {grown: 4.0, gradient: 4.0}
