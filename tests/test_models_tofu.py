@@ -51,6 +51,7 @@ def test_every_configuration_of_the_table_is_there():
     assert {case.values[1] for case in CASES} == {*lstm.CONFIGS, *wide_resnet.CONFIGS}
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_lstm_compute_the_same():
     config = replace(lstm.SMALL, layers=1, sequence=3)
     unrolled, scanned = lstm.training(config), lstm.training(replace(config, scanned=True))

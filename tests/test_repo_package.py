@@ -55,6 +55,7 @@ def test_wheel_holds_the_linked_folders(copy: Path):
     assert result.stdout.startswith(str(copy / "installed" / "shardplan" / "rules")), result.stderr
 
 
+@pytest.mark.slow
 def test_type_checker_finds_exactly_the_planted_errors(copy: Path):
     """A checker that reads nothing reports no errors: so plant one in each folder, and expect those and no others."""
     for folder in FOLDERS:
