@@ -99,12 +99,6 @@ def _rows(term: Term) -> set[str]:
     return {name for part in children(term) for name in _rows(part)}
 
 
-def _window_whole(rule: Any, split: Any) -> bool:
-    """What is written has several rows, and is whole where what it is written to is split."""
-    data, update = split.operands[:2]
-    return update.dim is None and rule.expression.operand_shapes[1][data.dim] > 1
-
-
 # The first name that fits decides. Custom calls and kernels are never split by XLA.
 _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("select_and_scatter_add",), _with_neighbours),
@@ -112,7 +106,6 @@ _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("ragged_dot",), _rows_or_groups),
     (("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "dynamic_slice"), _partial),
     (("triangular_solve", "tridiagonal_solve", "ormqr", "stack"), _operand_whole),
-    (("dynamic_update_slice",), _window_whole),
     (("symmetric_product", "cudnn_fusion", "pallas_call", "ffi_call"), _every),
     (("dot_product_attention_fp8",), _every),
 )
@@ -212,7 +205,7 @@ def runs(operation: Operation, strategy: Strategy) -> bool:
         if any(windows[halo.dim] > strides[halo.dim] for halo in strategy.halos):
             return False  # the windows overlap, and XLA sends several times the halo
     if splits_places(operation, strategy):
-        return runs_by_place(operation, strategy)
+        return runs_by_place(strategy)
     return not needs_island(operation, strategy) or may_be_island(operation, strategy)
 
 

@@ -57,11 +57,10 @@ def splits_places(operation: Operation, strategy: Strategy) -> bool:
     return len(data) == rank and any(data[dim] for dim in moved)  # parts of a sum have another dimension
 
 
-def runs_by_place(operation: Operation, strategy: Strategy) -> bool:
-    """Whether `update_block` gives what the strategy says: blocks are equal, and no window lies across two of them."""
-    data = strategy.operands[0] or ()
-    even = not (strategy.halos or strategy.padded or any(strategy.pending))
-    return even and all(window == 1 for dim, window in windows(operation).items() if data[dim])
+def runs_by_place(strategy: Strategy) -> bool:
+    """Whether `update_block` gives what the strategy says, of those without windows across blocks (`split_runs`): all
+    blocks are equal, and nothing is left to add up."""
+    return not (strategy.halos or strategy.padded or any(strategy.pending))
 
 
 def update_block(operation: Operation, strategy: Strategy, mesh: MeshAxes, bind: Bind) -> Callable[..., Any]:
