@@ -62,6 +62,7 @@ class Problem:
         self.prices = prices
         self.transitions = Transitions(space, prices)
         self._beside = Transitions(space, replace(prices, beside=True))
+        self.known: dict[Any, Any] = {}  # what was derived of this, see `shardplan.once`
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}

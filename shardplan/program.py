@@ -110,6 +110,8 @@ class Program:
     output_names: tuple[str, ...]
     in_tree: Any
     out_tree: Any
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What was derived of the program, see `shardplan.once`."""
 
     @property
     def effects(self) -> set[Any]:

@@ -53,6 +53,8 @@ class Schedule:
         self.assignment = assignment
         self.problem = problem
         self._routes: dict[tuple[int, Layout], Route] = {}
+        self._steps: dict[tuple[int, int], tuple[Step, ...]] = {}
+        self._sent: tuple[Sent, ...] | None = None
 
     def copy(self, value: int) -> Layout:
         """The layout in which most readers find a value."""
@@ -119,6 +121,12 @@ class Schedule:
 
     def result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
         """From the layout (and partial state) in which an operation leaves a result to the planned one."""
+        key = operation.index, position
+        if key not in self._steps:
+            self._steps[key] = self._result_steps(operation, position)
+        return self._steps[key]
+
+    def _result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
         value = operation.results[position]
         domain, moving = self.problem.domain(value), self.problem.moving(value)
         partial = self.problem.partial(operation, self.assignment.strategies[operation.index], position)
@@ -152,8 +160,13 @@ class Schedule:
             needed = needed or followed_by_slice or not alone
         return travelling if needed or travelling != dtype else None
 
-    def collectives(self) -> list[Sent]:
+    def collectives(self) -> tuple[Sent, ...]:
         """Every collective of the step, in the order of the program; of branches, those of the one that sends most."""
+        if self._sent is None:
+            self._sent = tuple(self._collectives())
+        return self._sent
+
+    def _collectives(self) -> list[Sent]:
         found: list[Sent] = []
         done: set[tuple[int, Layout, int | None]] = set()
 

@@ -90,20 +90,15 @@ def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
     limit_bytes = search.limit_bytes
-    kernels = kernels_of(problem)
-    late = Lifetimes(problem, execution_order(problem.program, kernels.fused), kernels)
-    found = _search(problem, problem.network, [late], search, search.seconds)
-    if found.solution.status == "infeasible":
+    schedule, solution = _solve(problem, problem.network, search, search.seconds)
+    if solution.status == "infeasible":
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
     # XLA schedules a program in several ways, and keeps the one with the lowest peak
-    ending = ending_at_reductions(found.schedule, kernels)
-    if ending != kernels:
-        late = Lifetimes(problem, execution_order(problem.program, ending.fused), ending)
-    lifetimes = [late, Lifetimes(problem, hiding_order(found.schedule, ending), ending)]
-    peaks = [float(memory_profile(one, found.schedule, search.donated).max()) for one in lifetimes]
-    found = replace(found, peak_bytes=min(peaks), lifetimes=lifetimes[int(np.argmin(peaks))])
+    kernels = ending_at_reductions(schedule, kernels_of(problem))
+    orders = (execution_order(problem.program, kernels.fused), hiding_order(schedule, kernels))
+    found = _held((schedule, solution), [Lifetimes(problem, order, kernels) for order in orders], search)
     found = _with_copies(problem, found, search)
     if found.peak_bytes <= limit_bytes:
         return found
@@ -124,9 +119,7 @@ def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
     held = Lifetimes(problem, range(len(program.operations)), kernels).held
     greedy = greedy_order(program, kernels.fused, held, copied, weights_gradients(program))
     orders = (execution_order(program, kernels.fused), greedy)
-    lifetimes = [Lifetimes(problem, order, kernels) for order in orders]
-    peaks = [float(memory_profile(one, found.schedule, search.donated).max()) for one in lifetimes]
-    return replace(found, peak_bytes=min(peaks), lifetimes=lifetimes[int(np.argmin(peaks))])
+    return _held((found.schedule, found.solution), [Lifetimes(problem, order, kernels) for order in orders], search)
 
 
 def _search_again(problem: Problem, search: Search, first: Found, deadline: float) -> Found:
@@ -224,7 +217,8 @@ class _Corrections:
         work = max(self.patience - self.spent, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
-            found = _search(self.problem, network, [self.first.lifetimes], self.search, left, work)
+            best = _solve(self.problem, network, self.search, left, work)
+            found = _held(best, [self.first.lifetimes], self.search)
             self.spent += found.solution.work
             if self.beyond:  # which need not be there in other schedules
                 found = replace(found, solution=replace(found.solution, least_peak_bound=0.0))
@@ -274,7 +268,7 @@ def _least(known: _Corrections) -> None:
         network = usages.network(target, places)
         network.hint = _hint(network, least, {}, places)
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
-        found = _search(known.problem, network, [usages.lifetimes], trial, left, _LEAST_WORK)
+        found = _held(_solve(known.problem, network, trial, left, _LEAST_WORK), [usages.lifetimes], trial)
         above = set(_places_above(usages, found, trial)) - places
         if found.peak_bytes > _MISSED * target and not (above and np.isfinite(found.solution.cost)):
             unreached = target
@@ -282,14 +276,16 @@ def _least(known: _Corrections) -> None:
         places |= above
 
 
-def _search(
-    problem: Problem,
-    network: Network,
-    orders: Sequence[Lifetimes],
-    search: Search,
-    seconds: float,
-    work: float = np.inf,
-) -> Found:
+def _held(best: tuple[Schedule, Solution], orders: Sequence[Lifetimes], search: Search) -> Found:
+    """What is found, with the order that holds least in memory."""
+    schedule, solution = best
+    peaks = [float(memory_profile(lifetimes, schedule, search.donated).max()) for lifetimes in orders]
+    return Found(schedule, solution, min(peaks), orders[int(np.argmin(peaks))])
+
+
+def _solve(
+    problem: Problem, network: Network, search: Search, seconds: float, work: float = np.inf
+) -> tuple[Schedule, Solution]:
     """The best schedule within so many seconds and so much work, which only what is within a limit is held to.
 
     ``network`` is the problem's, which may have further variables behind.
@@ -301,9 +297,7 @@ def _search(
     solution = replace(solution, choices=solution.choices[: len(problem.network)])
     if solution.status == "unknown" and network.usage_limit is None:
         solution = _as_it_is(problem, solution)
-    schedule = Schedule(problem, problem.decode(solution.choices))
-    peaks = [float(memory_profile(lifetimes, schedule, search.donated).max()) for lifetimes in orders]
-    return Found(schedule, solution, min(peaks), orders[int(np.argmin(peaks))])
+    return Schedule(problem, problem.decode(solution.choices)), solution
 
 
 def _as_it_is(problem: Problem, solution: Solution) -> Solution:

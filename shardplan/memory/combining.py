@@ -50,7 +50,7 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
         steps = schedule.result_steps(operation, 0) if strategy is not None and once else ()
         reducing = [step for step in steps if step.kind in REDUCTIONS]
         if strategy is not None and reducing and not operation.region:
-            dtype = str(program.values[operation.results[0]].dtype)
+            dtype = program.values[operation.results[0]].dtype
             kind = tuple((step.kind, step.axes) for step in reducing), strategy.reducers[0], dtype
             size = bytes_in(schedule, operation.results[0], reducing[-1].layout)
             number, filled = filling.get(kind, (-1, _COMBINED_BYTES))

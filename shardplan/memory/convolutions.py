@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
 from shardplan.strategy import Strategy, operand_type
@@ -146,6 +147,7 @@ def spread_copies(
         yield order[first], times, first, last
 
 
+@once
 def rectifiers_of_poolings(program: Program) -> dict[int, list[Operation]]:
     """Per pooling gradient of images that were rectified, by index: the rectifier whose kernel makes its zeros, and
     where there are several, the gradients of rectifiers after it.
@@ -161,7 +163,7 @@ def rectifiers_of_poolings(program: Program) -> dict[int, list[Operation]]:
         if not operation.results:
             continue
         value = program.values[operation.results[0]]
-        shape = *value.shape, str(value.dtype)
+        shape = *value.shape, value.dtype
         constants = [operand.value for operand in operation.operands if isinstance(operand, Constant)]
         if operation.primitive.name == "max" and constants == [0]:
             rectifiers.setdefault(shape, []).append(operation)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable
 
 from shardplan import _jax
 from shardplan.memory.products import is_outer, is_sum
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
 
@@ -116,6 +117,7 @@ def fuses_operands(problem: Problem, operation: Operation, position: int = 0) ->
     return added_up or _computes_on_the_way(problem, operation)
 
 
+@once
 def pointwise_operations(problem: Problem) -> frozenset[int]:
     """The operations, by index, that compute each element from the elements at its place."""
     return frozenset(index for index, choices in problem.choices.items() if choices.pointwise)

@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 from shardplan import _jax
+from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
 
@@ -73,13 +74,18 @@ def is_outer(program: Program, operation: Operation) -> bool:
     return prod(shape[dim] for dim in contracted) == 1
 
 
+@once
+def _multiplied(program: Program) -> frozenset[int]:
+    products = (o for o in program.operations if o.primitive.name == PRODUCT)
+    return frozenset(o.index for o in products if not is_outer(program, o) and not is_sum(program, o))
+
+
 def is_multiplied(program: Program, operation: Operation) -> bool:
     """Whether a product is left to a library."""
-    if operation.primitive.name != PRODUCT:
-        return False
-    return not is_outer(program, operation) and not is_sum(program, operation)
+    return operation.index in _multiplied(program)
 
 
+@once
 def product_operands(
     program: Program, pointwise: Collection[int] = frozenset()
 ) -> dict[tuple[int, int], ProductOperand]:

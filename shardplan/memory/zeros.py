@@ -18,7 +18,7 @@ than there are scatters, which the gradients of rectifiers read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +45,15 @@ def fillings_of(problem: Problem, order: Iterable[Operation]) -> list[Filling]:
     for operation in problem.program.operations:
         if operation.primitive.name == "broadcast_in_dim" and isinstance(operation.operands[0], Constant):
             numbers[operation.results[0]] = operation.operands[0].value
-    found: dict[tuple[object, ...], Filling] = {}
-    for operation in order:
+    values, found = problem.program.values, dict[tuple[object, ...], Filling]()
+    filled = {values[v].shape for o in problem.program.operations if (v := _filled_by(o, numbers)) is not None}
+    for operation in order if filled else ():
         scatters = operation.primitive.name in SCATTERS
+        if not operation.results or values[operation.results[0]].shape not in filled:
+            continue
         for number, value in _numbers_in(problem, operation, numbers):
-            tensor = problem.program.values[value]
-            filling = found.setdefault((str(number), tensor.shape, str(tensor.dtype), operation.region), Filling())
+            tensor = values[value]
+            filling = found.setdefault((str(number), tensor.shape, tensor.dtype, operation.region), Filling())
             (filling.scatters if scatters else filling.readers).append(operation)
     return [one for one in found.values() if one.scatters and len(one.scatters) + len(one.readers) > 1]
 
@@ -60,17 +63,23 @@ def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, An
     shape and type of what is filled with it."""
     values, choices = problem.program.values, problem.choices.get(operation.index)
     if operation.primitive.name in SCATTERS:
-        filled = operation.operands[0]
-        if isinstance(filled, int) and filled in numbers:
+        filled = _filled_by(operation, numbers)
+        if filled is not None:
             yield numbers[filled], filled
-    elif choices is not None and choices.pointwise and operation.results:
+    elif choices is not None and choices.pointwise:
         shape = values[operation.results[0]].shape
         whole = [o for o in operation.operands if isinstance(o, int) and values[o].shape == shape]
-        found = {(str(numbers[o]), str(values[o].dtype)): (numbers[o], o) for o in whole if o in numbers}
+        found = {(str(numbers[o]), values[o].dtype): (numbers[o], o) for o in whole if o in numbers}
         if whole:
             constants = (o.value for o in operation.operands if isinstance(o, Constant))
-            found |= {(str(number), str(values[whole[0]].dtype)): (number, whole[0]) for number in constants}
+            found |= {(str(number), values[whole[0]].dtype): (number, whole[0]) for number in constants}
         yield from found.values()
+
+
+def _filled_by(operation: Operation, numbers: Container[int]) -> int | None:
+    """The value into which an operation scatters, where it is filled with one of the numbers."""
+    into = operation.operands[0] if operation.primitive.name in SCATTERS else None
+    return into if isinstance(into, int) and into in numbers else None
 
 
 def filled_before(

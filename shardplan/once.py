@@ -1,0 +1,34 @@
+"""What is derived of a program or a problem, once for each.
+
+>>> from types import SimpleNamespace
+>>> @once
+... def doubled(of):
+...     print("doubling")
+...     return 2 * of.number
+>>> six = SimpleNamespace(number=3, known={})
+>>> doubled(six), doubled(six)
+doubling
+(6, 6)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Derive = TypeVar("Derive", bound=Callable[..., Any])
+
+
+def once(derive: Derive) -> Derive:
+    """Lets a function of a program or a problem, and of hashable arguments, keep what it gives in the ``known`` of the
+    first. What it gives must not be changed."""
+
+    @functools.wraps(derive)
+    def known(of: Any, *arguments: Any) -> Any:
+        key = derive, *arguments
+        if key not in of.known:
+            of.known[key] = derive(of, *arguments)
+        return of.known[key]
+
+    return known  # type: ignore[return-value]
