@@ -91,6 +91,34 @@ def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int
     return [(body.jaxpr, tuple(body.consts), trips) for body, trips in bodies]
 
 
+def with_one_predicate(equation: Equation) -> Equation:
+    """A while loop that ``vmap`` made of many, as JAX lowers it: it goes on while any of them does, and changes only
+    those that go on. Its predicate is an array, which ``jax.lax.while_loop`` does not take. Other equations stay."""
+    params = equation.params
+    if equation.primitive.name != "while" or not params["cond_jaxpr"].out_avals[0].shape:
+        return equation
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    test, step = jex_core.jaxpr_as_fun(params["cond_jaxpr"]), jex_core.jaxpr_as_fun(params["body_jaxpr"])
+
+    def any_goes_on(*operands: Any) -> Any:
+        return jax.numpy.any(test(*operands)[0])
+
+    def those_that_go_on(*operands: Any) -> list[Any]:
+        carry = operands[first + second :]
+        (going,) = test(*operands[:first], *carry)
+        after = step(*operands[first:])
+        masks = (jax.lax.broadcast_in_dim(going, a.shape, range(going.ndim)) for a in after)
+        return [jax.lax.select(mask, new, old) for mask, new, old in zip(masks, after, carry, strict=True)]
+
+    avals = [var.aval for var in equation.invars]
+    merged = {
+        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*avals[:first], *avals[first + second :]),
+        "body_jaxpr": jax.make_jaxpr(those_that_go_on)(*avals),
+        "body_nconsts": first + second,
+    }
+    return equation.replace(invars=[*equation.invars[:first], *equation.invars], params=params | merged)
+
+
 @dataclass(frozen=True, slots=True)
 class ShardMapSpecs:
     """Mesh axes with their sizes, the ``PartitionSpec``s of a ``shard_map``, and its body."""

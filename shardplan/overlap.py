@@ -146,7 +146,8 @@ def memory_traffic(problem: Problem) -> dict[int, int]:
     program = problem.program
     held = Lifetimes(problem, range(len(program.operations))).held
     fused = fused_operations(problem)
-    ends = {output for region in program.regions for output in region.outputs}  # a carry is the loop's result
+    leaving = (output for region in program.regions for output in region.outputs)  # a carry is the loop's result
+    ends = {output for output in leaving if isinstance(output, int)}
     read: dict[int, dict[int, int]] = {}
     found: dict[int, int] = {}
     for operation in program.operations:

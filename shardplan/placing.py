@@ -145,7 +145,7 @@ def _updates_of(program: Program, nodes: list[_Node], layer: list[int], makers: 
     """Per node, the only layer whose update depends on it; -1 where anything else does, too."""
     nothing, several = -1, -2
     state = {o for number, o in enumerate(program.outputs) if number in program.ties}
-    others = {o for number, o in enumerate(program.outputs) if number not in program.ties}
+    others = {o for n, o in enumerate(program.outputs) if n not in program.ties and isinstance(o, int)}
     owner = [nothing] * len(nodes)
     for number in range(len(nodes) - 1, -1, -1):
         node = nodes[number]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.control import Link, Links
@@ -21,7 +21,7 @@ from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import filled, fills, starting_inside, unfilled_params
-from shardplan.partitioner import params_of_block, runs_apart
+from shardplan.partitioner import channels_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacks import in_order, ordered, slices_gathered_behind
@@ -185,6 +185,8 @@ class Replay:
             results = self._run_apart(operation, strategy, operands)
         elif splits_places(operation, strategy):
             results = self._update_place(operation, strategy, operands)
+        elif apart := channels_apart(operation, strategy):
+            results = self._run_channels(operation, strategy, operands, apart)
         elif filling:
             params = unfilled_params(operation)
             results = _jax.bind_again(operation.equation, operation.primitive, params, operands)
@@ -192,8 +194,8 @@ class Replay:
             results = self._bind(operation, operands)
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
             steps = self._schedule.result_steps(operation, position)[done[position] :]
-            apart = travelling is not None or done[position]
-            held = result if apart else self._constrain(result, strategy.results[position])
+            reduced = travelling is not None or done[position]
+            held = result if reduced else self._constrain(result, strategy.results[position])
             for step in _ends(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._constrain(held, step.layout)
@@ -252,6 +254,25 @@ class Replay:
 
         update = update_block(operation, strategy, self._schedule.space.mesh, bind)
         return self._on_all_blocks(lambda *local: (update(*local),), operation, strategy, operands)
+
+    def _run_channels(
+        self, operation: Operation, strategy: Strategy, operands: Sequence[Any], axes: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        """Runs a convolution on its blocks over some mesh axes; over all others XLA splits it."""
+        mesh = self._schedule.space.mesh
+
+        def spec(layout: Layout | None) -> PartitionSpec:
+            return to_spec(mesh, tuple(tuple(axis for axis in group if axis in axes) for group in layout or ()))
+
+        mapped = jax.shard_map(
+            lambda *local: self._bind(operation, local),
+            mesh=self._mesh,
+            in_specs=tuple(map(spec, strategy.operands)),
+            out_specs=tuple(map(spec, strategy.results)),
+            axis_names={mesh.names[axis] for axis in axes},
+            check_vma=False,
+        )
+        return mapped(*operands)
 
     def _on_all_blocks(
         self, blocks: Callable[..., Any], operation: Operation, strategy: Strategy, operands: Sequence[Any]

@@ -99,6 +99,20 @@ def until(weights: Any, x: Any) -> Any:
     return jax.lax.while_loop(proceed, lambda s: (layer(s[0], weights[1]), s[1] + 1), (x, 0))
 
 
+def until_each(weights: Any, x: Any) -> Any:
+    """Many while loops at once, by ``vmap``: each row stops when it is small, and the others go on."""
+
+    def one(row: Any, size: Any) -> Any:
+        return jax.lax.while_loop(lambda h: jnp.abs(h).max() > size, lambda h: layer(h, weights[0]) * 0.7, row)
+
+    return jax.vmap(one)(x, jnp.abs(x[:, 0]))
+
+
+def scanned_literal(weights: Any, x: Any) -> Any:
+    """A scan that stacks a number of the program."""
+    return jax.lax.scan(lambda h, w: (layer(h, w), jnp.float32(2)), x, weights)
+
+
 def branches(weights: Any, x: Any) -> Any:
     return jax.lax.cond(x.sum() > 0, lambda a, w: a @ w, lambda a, w: (a * 2) @ w.T, x, weights[2])
 
@@ -237,6 +251,8 @@ FORMS: dict[str, Step] = {
     "fori": counted,
     "while, counted": counted_by_carry,
     "while": until,
+    "while, many": until_each,
+    "scan of a literal": scanned_literal,
     "cond": branches,
     "switch": switching,
     "map": mapped,

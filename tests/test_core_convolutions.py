@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -48,6 +48,30 @@ def test_gradients_are_those_of_the_unplanned_step(name: str, pin: P, tmp_path: 
     planned = shardplan.auto(step, jax.make_mesh((2, 4), ("x", "y")), hardware=profile, pins={"1": pin})
     for one, other in zip(*map(jax.tree.leaves, (planned(*arrays), jax.jit(step)(*arrays))), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 4), pytest.param((2, 2, 2), marks=pytest.mark.slow), pytest.param((4, 2), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_space_and_channels_split_at_once(sizes: tuple[int, ...]):
+    """XLA alone adds the parts of devices that have the same channels as well: images are larger than the kernel."""
+    space, channels = ("x", "y") if len(sizes) == 2 else (("x", "z"), "y")
+    mesh = jax.make_mesh(sizes, ("x", "y", "z")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
+
+    def convolve(images, kernel):
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def constrained(images, kernel):
+        wanted = NamedSharding(mesh, P(None, space, None, channels))
+        return jax.lax.with_sharding_constraint(convolve(images, kernel), wanted)
+
+    draw = np.random.default_rng(0)
+    images, kernel = (draw.normal(size=shape).astype(np.float32) for shape in [(2, 16, 8, 4), (3, 3, 4, 4)])
+    pins = {"0": P(None, space), "1": P(None, None, None, channels)}
+    found = shardplan.auto(constrained, mesh, pins=pins)(images, kernel)
+    np.testing.assert_allclose(found, convolve(images, kernel), rtol=1e-4, atol=1e-4)
 
 
 def test_a_search_whose_merging_decides_all_is_proven():

@@ -33,7 +33,16 @@ def assert_planned(name: str, sizes: tuple[int, ...]) -> shardplan.Plan:
     return plan
 
 
-QUICK = ("scan", "nested", "checkpoint, dots", "while", "cond", "accumulation, scanned", "custom rules")
+QUICK = (
+    "scan",
+    "nested",
+    "checkpoint, dots",
+    "while, many",
+    "scan of a literal",
+    "cond",
+    "accumulation, scanned",
+    "custom rules",
+)
 
 
 @pytest.mark.parametrize("name", QUICK)
