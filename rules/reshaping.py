@@ -8,6 +8,7 @@ from shardplan.rules.expression import (
     ZERO,
     Affine,
     Apply,
+    Compare,
     Constant,
     Expression,
     Opaque,
@@ -17,6 +18,7 @@ from shardplan.rules.expression import (
     Shape,
     index,
 )
+from shardplan.rules.indexing import lookup
 
 
 def regroup(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]]]:
@@ -99,11 +101,18 @@ def _rev(equation: Equation) -> Expression:
 
 
 def _slice(equation: Equation) -> Expression:
+    """A part that fits into one of two blocks is looked up: the block that has it gives it, and the other zeros."""
     shape, starts = equation.outputs[0].shape, equation.params["start_indices"]
     at = letters("i", len(shape))
     strides = equation.params["strides"] or (1,) * len(shape)
-    read = tuple(p * int(stride) + int(start) for p, stride, start in zip(at, strides, starts, strict=True))
-    return expression(equation, sizes_of((at, shape)), [Result(at, Read(0, read))])
+    read = [p * int(stride) + int(start) for p, stride, start in zip(at, strides, starts, strict=True)]
+    conditions, sums = [], {}
+    for dim, (size, part) in enumerate(zip(equation.inputs[0].shape, shape, strict=True)):
+        if part and 2 * part <= size and strides[dim] == 1:
+            conditions.append(Compare("==", Position(read[dim]), Position(index(f"v{dim}"))))
+            sums[f"v{dim}"], read[dim] = size, index(f"v{dim}")
+    body = lookup(equation.inputs[0].dtype, tuple(sums), conditions, Read(0, tuple(read)))
+    return expression(equation, sizes_of((at, shape)) | sums, [Result(at, body)])
 
 
 def _pad(equation: Equation) -> Expression:

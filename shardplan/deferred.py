@@ -21,6 +21,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Links
 from shardplan.program import Constant, Operation, Program
+from shardplan.reads import SLICES
 from shardplan.strategy import Choices
 
 
@@ -122,7 +123,8 @@ class DeferredSums:
             if choices is None or not operation.results or not all(map(self._may, operation.results)):
                 continue
             sums = self._sums(operation)
-            moves = choices.follows_result or len(operation.results) > 1  # parts of what is cut are sums as it is
+            cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums as it is
+            moves = choices.follows_result or cuts
             passes = (through or moves) and self._linear(operation, able) is not None
             if sums or passes:
                 able |= self._with_stacks(operation.results)

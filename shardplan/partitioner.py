@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.groups import RAGGED, splits_rows_or_groups
 from shardplan.lookups import fills_elements
 from shardplan.program import Operation
+from shardplan.reads import SLICES, gives_whole_windows, reads_place, reads_poorly
 from shardplan.rules.expression import Apply, Position, Term, children
 from shardplan.updates import runs_by_place, splits_places, windows
 
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
 
 ISLANDS = frozenset({"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated"})
 
-PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum", "split"})
+PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum", "split", *SLICES})
 """Operations that have strategies of their own and that XLA runs on all devices' parts of a sum, each on its own."""
 
 
 def usable_splits(rule: Any, n: int) -> list[Any]:
     """The splits of a rule over n blocks that XLA runs as the rule says."""
+    if rule.primitive in SLICES:
+        return [split for split in rule.splits(n) if not reads_poorly(rule, split, n)]
     gathered = next((gathers for names, gathers in _GATHERED if rule.primitive.startswith(names)), None)
     return [split for split in rule.splits(n) if gathered is None or not gathered(rule, split)]
 
@@ -47,7 +50,7 @@ def usable_padded_splits(rule: Any) -> list[Any]:
     """
     if rule.primitive.startswith(("ragged_dot", "fft")):
         return []
-    if rule.primitive.startswith("scatter"):
+    if rule.primitive.startswith("scatter") or rule.primitive in SLICES:
         return [split for split in rule.padded_splits if not _partial(rule, split)]
     gathered = next((gathers for names, gathers in _GATHERED if rule.primitive.startswith(names)), None)
     return [split for split in rule.padded_splits if gathered is None or not gathered(rule, split)]
@@ -104,7 +107,7 @@ _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("select_and_scatter_add",), _with_neighbours),
     (("scatter-sub", "scatter_sub"), _partial),
     (("ragged_dot",), _rows_or_groups),
-    (("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "dynamic_slice"), _partial),
+    (("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _partial),
     (("triangular_solve", "tridiagonal_solve", "ormqr", "stack"), _operand_whole),
     (("symmetric_product", "cudnn_fusion", "pallas_call", "ffi_call"), _every),
     (("dot_product_attention_fp8",), _every),
@@ -116,10 +119,11 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
 
     That is so where its parameters name no sizes but the groups of a convolution, of which a block may have fewer, and
     where no block needs rows of its neighbours: contractions, sums and convolutions, which are those that XLA reduces
-    worse. Blocks in a ``shard_map`` are equal. Products of rows in groups and convolutions in groups may have a whole
-    result.
+    worse, and reads of one window (see `reads`). Blocks in a ``shard_map`` are equal. Products of rows in groups and
+    convolutions in groups may have a whole result.
     """
-    if operation.primitive.name not in ISLANDS or strategy.halos or strategy.padded:
+    places = reads_place(operation, strategy)
+    if (operation.primitive.name not in ISLANDS and not places) or strategy.halos or strategy.padded:
         return False
     if set(strategy.reducers) == {None}:
         return splits_rows_or_groups(operation, strategy) or _by_groups(operation)
@@ -129,12 +133,15 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
 def needs_island(operation: Operation, strategy: Strategy) -> bool:
     """Whether XLA, left alone, would gather what an operation reads.
 
-    That is what a product of rows in groups reads, and a convolution in groups, unless each channel is a group of its
+    That is what a product of rows in groups reads, a tensor of which one window is read along a dimension that is
+    split, and a convolution in groups, unless each channel is a group of its
     own; and space that the gradient of a convolution's weights sums over, where the data are dilated (of a transposed
     convolution) and where the weights' channels are split besides.
     """
     if operation.primitive.name == RAGGED:
         return splits_rows_or_groups(operation, strategy)
+    if reads_place(operation, strategy):
+        return True
     if _by_groups(operation):
         return any(layout and any(layout) for layout in (*strategy.operands, *strategy.results))
     if operation.primitive.name != "conv_general_dilated" or not any(strategy.pending):
@@ -224,6 +231,8 @@ def runs(operation: Operation, strategy: Strategy) -> bool:
         return runs_by_place(strategy)
     if strategy.padded and channels_apart(operation, strategy):
         return False  # blocks in a `shard_map` are equal
+    if reads_place(operation, strategy) and not gives_whole_windows(operation, strategy):
+        return False
     return not needs_island(operation, strategy) or may_be_island(operation, strategy)
 
 

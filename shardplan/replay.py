@@ -23,6 +23,7 @@ from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import filled, fills, starting_inside, unfilled_params
 from shardplan.partitioner import channels_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
+from shardplan.reads import read_block, reads_place
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacks import in_order, ordered, slices_gathered_behind
 from shardplan.strategy import Strategy
@@ -175,7 +176,7 @@ class Replay:
         operands = starting_inside(operation, self._read_operands(operation, strategy))
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation, strategy)
-        filling = fills(operation) and self._scatters(operation)
+        filling = travelling is None and fills(operation) and self._scatters(operation)
         done = [0] * len(operation.results)
         if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
@@ -293,6 +294,8 @@ class Replay:
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
         if splits_rows_or_groups(operation, strategy):
             return on_blocks(operation, strategy, self._schedule.space.mesh, run)
+        if reads_place(operation, strategy):
+            return read_block(operation, strategy, self._schedule.space.mesh)
         return lambda *local: run(local)
 
     def _island(self, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any) -> Island:
