@@ -314,6 +314,28 @@ def test_a_scatter_computes_its_updates_on_the_way():
     assert 2 * nodes <= peak < 2.2 * nodes  # not the eight times as many rows of the edges
 
 
+def test_what_a_loop_stacks_twice_is_stacked_and_read_once():
+    def step(x):
+        stacks = jax.lax.scan(lambda carry, _: (jnp.sin(carry), (jnp.cos(carry), jnp.cos(carry))), x, length=4)[1]
+        return jax.lax.scan(lambda carry, slices: (carry + slices[0] * slices[1], None), x, stacks)[0]
+
+    program = trace_program(step, (_square(8),), {})
+    first, second = (operation for operation in program.operations if operation.bodies)
+    same = repeated_results(program, program.operations)
+    assert same[first.results[2]] == first.results[1]
+    _, one, other = program.regions[second.bodies[0]].inputs
+    assert same[other] == one
+
+
+def test_what_a_loop_reads_is_stored_where_the_program_makes_it_from_nothing():
+    def step(x):
+        table = jax.lax.broadcasted_iota(jnp.float32, (512, 512), 0)
+        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry + table), None), x, length=4)[0]
+
+    peak, x = _peak_of(step, _square(512))
+    assert peak == 3 * x  # the argument, the carry that becomes the result, the table
+
+
 def test_what_is_computed_twice_from_the_same_values_is_held_once():
     def step(x):
         first, second = x @ x, x @ x

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from shardplan import _jax
 from shardplan.control import Link
-from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import added_in_place
 from shardplan.memory.convolutions import (
@@ -33,7 +31,7 @@ from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.slicing import sliced_on_the_way
-from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
+from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
 from shardplan.memory.zeros import filled_before, fillings_of
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
@@ -76,16 +74,17 @@ class Lifetimes:
                 outputs |= leaving
                 last_read |= dict.fromkeys(leaving, place)
         same = repeated_results(program, self.order)
+        apart = problem.generated | same.keys()
         for operation in reversed(self.order):
-            if any(result in same for result in operation.results):
-                for result in operation.results:
-                    last_read[same[result]] = max(last_read.get(same[result], 0), last_read.get(result, 0))
+            for result in (result for result in operation.results if result in same):
+                last_read[same[result]] = max(last_read.get(same[result], 0), last_read.get(result, 0))
+            if operation.results and same.keys() >= {*operation.results}:
                 continue
             start, place = self.start(operation), self.place[operation.index]
             for result in operation.results:
                 passed = operation.primitive is _jax.optimization_barrier
                 needed = result in outputs or result in kernels.stored or (result in kernels.read and not passed)
-                if (needed or operation.index not in self.fused) and result not in problem.generated:
+                if (needed or operation.index not in self.fused) and result not in apart:
                     self.held[result] = Lifetime(start, last_read.get(result, place))
             for operand, until in self._needed_until(operation, last_read):
                 last_read[operand] = max(last_read.get(operand, 0), until)
@@ -93,8 +92,10 @@ class Lifetimes:
                     last_copy[operand] = max(last_copy.get(operand, 0), until)
         for link in (link for links in problem.links.values() for link in links.enter if link.stacked):
             if link.target in readers:  # one slice of a stack; other operands are the outer ones, or a carry's result
-                first = self.place[readers[link.target][0].index]
-                self.held[link.target] = Lifetime(first, last_read[link.target])
+                first, sliced = self.place[readers[link.target][0].index], same.get(link.target, link.target)
+                before = self.held.get(sliced, Lifetime(first, 0))
+                last_read[sliced] = max(last_read[link.target], before.end)
+                self.held[sliced] = Lifetime(min(first, before.start), last_read[sliced])
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
         spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
@@ -181,14 +182,13 @@ class Lifetimes:
 
     def kept_around(self, operation: Operation) -> Iterator[tuple[Link, int]]:
         """The links through which a loop or a branch reads values, without carries (which are its results), each with
-        the value that it reads."""
+        the value that it reads: one that the program makes from nothing is stored for them too."""
         links = self._problem.links.get(operation.index)
         if links is not None:
             carried = {link.target for link in links.inside}
             for link in links.enter:
                 source = link.source
-                needed = link.target in self.reads and link.target not in carried  # a branch may do without it
-                if isinstance(source, int) and source not in self._problem.generated and needed:
+                if isinstance(source, int) and link.target in self.reads and link.target not in carried:
                     yield link, source
 
     def zeros(self) -> Iterator[tuple[Operation, int, int]]:
@@ -263,7 +263,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
         if place in lifetimes.in_libraries:
             yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
         for value, layout, first, last in _brought_for(lifetimes, schedule, operation):
-            if schedule.gathered_anew(value, layout) and not operation.bodies:
+            if not operation.bodies and schedule.gathered_anew(value, layout):
                 yield hold(value, layout, place, place)
             else:
                 known = shared.get((value, layout), (first, last))
@@ -279,7 +279,8 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
                 yield hold(result, own, place, place)
     for (operand, wanted), (first, last) in shared.items():
         yield hold(operand, wanted, first, last)
-    yield from _masked_rows(lifetimes, schedule)
+    for size, first, last in masked_rows(lifetimes.order, schedule):
+        yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes.fillings, lifetimes.place, lifetimes.fused):
@@ -359,22 +360,6 @@ def _stays(schedule: Schedule, operation: Operation) -> bool:
     return (as_stored or operation.primitive.name == PRODUCT) and not schedule.result_steps(operation, 0)
 
 
-def _masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """The copies of rows that belong to groups, see `masked_bytes`."""
-    kept: dict[Any, tuple[float, int, int]] = {}
-    for place, operation in enumerate(lifetimes.order):
-        strategy = schedule.assignment.strategies.get(operation.index)
-        if operation.primitive.name != RAGGED or strategy is None:
-            continue
-        size = masked_bytes(operation, schedule.problem, strategy)
-        yield Held(None, (), size, Lifetime(place, place))
-        rows, _, sizes = (o if isinstance(o, int) else id(o) for o in operation.operands)
-        key = rows, sizes, strategy.operands[0]
-        kept[key] = size, kept.get(key, (size, place, place))[1], place
-    for size, first, last in kept.values():
-        yield Held(None, (), size, Lifetime(first, last))
-
-
 def _brought_for(
     lifetimes: Lifetimes, schedule: Schedule, operation: Operation
 ) -> Iterator[tuple[int, Layout, int, int]]:
@@ -392,7 +377,11 @@ def _brought_for(
         pairs = zip(operation.operands, operation.results, strict=True)
         ends = {operand: lifetimes.reads[result][1] for operand, result in pairs if result in lifetimes.reads}
     for operand, layout, first in wanted:
-        if not isinstance(operand, int) or layout is None or operand not in values:
+        if not isinstance(operand, int) or layout is None:
+            continue
+        if operand not in values:  # made from nothing, which kernels do on the way
+            if operation.bodies:
+                yield operand, layout, first, place
             continue
         copied = layout == schedule.copy(operand) and place <= lifetimes.copied[operand][1]
         if layout != values[operand] and not copied:

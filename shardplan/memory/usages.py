@@ -93,7 +93,7 @@ class Usages:
         """
         moments = np.array(sorted(places))
         counted = self._counted_values(limit)
-        used = [*self._held_values(counted), *self._working(), *self._product_copies()]
+        used = [*self._held_values(counted), *self._working(), *self._product_copies(), *self._generated()]
         pairs = [*self._of_copies(counted), *self._reordered(), *self._brought(moments)]
         network = with_pairs(
             self.problem.network,
@@ -183,6 +183,15 @@ class Usages:
                 equal = np.arange(len(sizes))[:, None] == wanted[None, :]
                 last = lifetimes.reads[value][1]
                 yield PairUsage(source, own, sizes[:, None] * equal, lifetimes.place[reader.index], last + 1)
+
+    def _generated(self) -> Iterator[Usage]:
+        """What the program makes from nothing, while loops read it."""
+        for place, operation in enumerate(self.lifetimes.order):
+            for link, value in self.lifetimes.kept_around(operation):
+                if value in self.problem.generated:
+                    slices = self.program.values[value].total_bytes / self.program.values[link.target].total_bytes
+                    start, variable = self.lifetimes.start(operation), self.problem.variables.values[link.target]
+                    yield Usage(variable, slices * self._sizes(link.target), start, place + 1)
 
     def _brought(self, moments: Array) -> Iterator[PairUsage]:
         """Operands and results on their way, at these moments."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 from shardplan.groups import RAGGED, axes_of_groups
 from shardplan.memory.convolutions import POOLING_GRADIENT
 from shardplan.problem import Problem
 from shardplan.program import Operation
+from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy, bytes_of, operand_type
 
 WORKSPACE_BYTES = 4 * 2**20
@@ -27,6 +30,22 @@ def masked_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> 
     axes = {axis for axes in strategy.operands[0] or () for axis in axes} | {*axes_of_groups(operation, strategy)}
     split = problem.space.mesh.degree(tuple(axes))
     return sizes.shape[-1] * bytes_of(rows) / split
+
+
+def masked_rows(order: Sequence[Operation], schedule: Schedule) -> Iterator[tuple[float, int, int]]:
+    """The bytes of the copies of rows that belong to groups, each with the places of the order from which to which they
+    are in memory, see `masked_bytes`."""
+    kept: dict[Any, tuple[float, int, int]] = {}
+    for place, operation in enumerate(order):
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if operation.primitive.name != RAGGED or strategy is None:
+            continue
+        size = masked_bytes(operation, schedule.problem, strategy)
+        yield size, place, place
+        rows, _, sizes = (o if isinstance(o, int) else id(o) for o in operation.operands)
+        key = rows, sizes, strategy.operands[0]
+        kept[key] = size, kept.get(key, (size, place, place))[1], place
+    yield from kept.values()
 
 
 def window_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> float:
