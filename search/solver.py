@@ -27,6 +27,7 @@ __all__ = ["Effort", "GraphSolver", "Watch"]
 Index = NDArray[np.intp]
 _SWEEPS = 20
 _FIRST_SWEEPS = 2
+_WORTH_SWEEPING_ON = 0.75
 _WORTH_PRUNING = 0.2
 _FEW_CHOICES = 4000
 _SWEEPS_AFTER_MERGING = 4
@@ -222,9 +223,13 @@ class GraphSolver:
         self.relaxation = relaxation
         bounds: list[float] = []
         trial, wait = 0, 1
+        if self.messages and self.upper < math.inf:  # the start has an assignment that is as good as its messages
+            trial = 1
         while self.may_sweep():
-            # Messages that are good already may close the gap at once.
-            self._sweep(relaxation, _FIRST_SWEEPS if self.messages and not bounds else _SWEEPS)
+            if self.messages and not bounds:
+                self._sweep_while_closing(relaxation)
+            else:
+                self._sweep(relaxation, _SWEEPS)
             if self.closed:
                 break
             bounds.append(self.lower)
@@ -245,6 +250,16 @@ class GraphSolver:
 
     def _hardly_risen(self, bounds: list[float]) -> bool:
         return bounds[-1] - bounds[-1 - self.patience] < 0.05 * (self.upper - self.lower)
+
+    def _sweep_while_closing(self, relaxation: Relaxation) -> None:
+        """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may
+        close all of it."""
+        left = math.inf
+        while self.may_sweep() and not self.closed:
+            self._sweep(relaxation, _FIRST_SWEEPS)
+            before, left = left, self.upper - self.lower
+            if not left < _WORTH_SWEEPING_ON * before:
+                return
 
     def _sweep(self, relaxation: Relaxation, sweeps: int) -> None:
         for _ in range(sweeps):
