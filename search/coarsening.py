@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,14 +97,16 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
         if start is not None:
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
+            solver.effort = replace(effort, sweeps=start.sweeps + _SWEEPS)
         solver.sweep_until_prunable()
     relaxation = solver.relaxation
     if relaxation is None:
         return None
     parts = _Parts(_kept(small, places), _near(small, relaxation, places), replace(effort, sweeps=_SWEEPS), gap, quiet)
     choices = parts.assignment(graph, solver.lower)
+    estimate = solver.estimate + sum(parts.estimates)
     if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
-        return Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
+        return Start({}, choices, solver.sweeps, estimate, solver.lower)
     keep = None if choices is None else _fitting(graph, relaxation, places, choices)
     lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
     if choices is not None and keep is not None:
@@ -113,7 +115,7 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
         graph.make_consistent()
         choices, graph.hint = graph.hint, None
         lifted = _restricted(lifted, graph.undo[mark:])
-    return Start(lifted, choices, solver.sweeps, solver.estimate, solver.lower)
+    return Start(lifted, choices, solver.sweeps, estimate, solver.lower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class _Parts:
     effort: Effort
     gap: float
     watch: Watch
+    estimates: list[float] = field(default_factory=list)
+    """Seconds that each search among them should have taken, the same on every machine."""
 
     def assignment(self, graph: Graph, lower: float) -> dict[int, int] | None:
         """The best assignment that is found, or the first one that is within the gap of a lower bound.
@@ -152,14 +156,51 @@ class _Parts:
         narrow = replace(self.effort, closing=0.0, dives=False, merging=0)
         kept = {v: self.kept[v] for v in live} if self.kept else {}
         with contextlib.suppress(Stop, Infeasible):
-            choices = _among_twins(graph, kept, narrow, _CLOSER * self.gap, self.watch)
+            choices = self._among_twins(graph, kept, narrow)
         if choices is None:
             return
         yield choices
         near = {v: self.near[v] for v in live}
         with contextlib.suppress(Stop, Infeasible):
-            choices = _among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR), self.watch)
+            choices = self._among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR))
         yield choices
+
+    def _among_twins(self, graph: Graph, keep: Masks, effort: Effort) -> dict[int, int] | None:
+        """The best assignment of a graph that is found among some choices of each variable."""
+        if not keep:
+            return None
+        part = graph.copy()
+        part.twins = {}
+        part.restrict_all(keep)
+        part.make_consistent()
+        solver = GraphSolver(part, math.inf, effort, _CLOSER * self.gap, self.watch)
+        solver.solve()
+        self.estimates.append(solver.estimate)
+        return _expanded(graph, part)
+
+    def _among_near(self, graph: Graph, keep: Masks, choices: dict[int, int], effort: Effort) -> dict[int, int]:
+        """A better assignment than `choices` among some choices of each variable, or the same.
+
+        What is best with twins taken together may have no twins that go together round a cycle, where something that is
+        hardly dearer has. Messages among few choices are quick, and decode well long before they prove anything.
+        """
+        part = graph.copy()
+        part.twins, part.hint = {}, dict(choices)
+        part.restrict_all(keep)
+        part.make_consistent()
+        if _entries(part) > _MOST_NEAR:
+            return choices
+        solver = GraphSolver(part, math.inf, effort, 0.0, self.watch)
+        solver.reduce(dominance=False)
+        solver.prunes, solver.patience = False, effort.sweeps
+        if part.hint is not None:
+            solver.upper = part.cost(part.hint)
+        with contextlib.suppress(Stop):
+            if part.live():
+                solver.sweep_until_prunable()
+        self.estimates.append(solver.estimate)
+        found = _expanded(graph, part)
+        return choices if found is None or graph.cost(found) >= graph.cost(choices) else found
 
 
 def _fitting(
@@ -228,52 +269,11 @@ def _kept(small: Graph, places: dict[int, Index]) -> dict[int, NDArray[np.bool_]
     return {v: place == small.hint[v] for v, place in places.items()}
 
 
-def _among_twins(
-    graph: Graph, keep: dict[int, NDArray[np.bool_]], effort: Effort, gap: float, watch: Watch
-) -> dict[int, int] | None:
-    """The best assignment of a graph that is found among some choices of each variable."""
-    if not keep:
-        return None
-    part = graph.copy()
-    part.twins = {}
-    part.restrict_all(keep)
-    part.make_consistent()
-    solver = GraphSolver(part, math.inf, effort, gap, watch)
-    solver.solve()
-    return _expanded(graph, part)
-
-
 def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index]) -> dict[int, NDArray[np.bool_]]:
     """Per variable, the choices that became one of the best few, or the one that the best assignment takes."""
     hint = small.hint or {}
     best = relaxation.promising(_NEAR)
     return {v: np.isin(place, [*best[v], hint.get(v, best[v][0])]) for v, place in places.items()}
-
-
-def _among_near(
-    graph: Graph, keep: dict[int, NDArray[np.bool_]], choices: dict[int, int], effort: Effort, watch: Watch
-) -> dict[int, int]:
-    """A better assignment than `choices` among some choices of each variable, or the same.
-
-    What is best with twins taken together may have no twins that go together round a cycle, where something that is
-    hardly dearer has. Messages among few choices are quick, and decode well long before they prove anything.
-    """
-    part = graph.copy()
-    part.twins, part.hint = {}, dict(choices)
-    part.restrict_all(keep)
-    part.make_consistent()
-    if _entries(part) > _MOST_NEAR:
-        return choices
-    solver = GraphSolver(part, math.inf, effort, 0.0, watch)
-    solver.reduce(dominance=False)
-    solver.prunes, solver.patience = False, effort.sweeps
-    if part.hint is not None:
-        solver.upper = part.cost(part.hint)
-    with contextlib.suppress(Stop):
-        if part.live():
-            solver.sweep_until_prunable()
-    found = _expanded(graph, part)
-    return choices if found is None or graph.cost(found) >= graph.cost(choices) else found
 
 
 def _expanded(graph: Graph, part: Graph) -> dict[int, int] | None:

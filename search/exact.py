@@ -44,7 +44,7 @@ __all__ = ["auto", "exact", "lowest_peak", "take_answers"]
 
 def exact(run: Run) -> None:
     """Reductions, bounds, closing and branching, for as long as it takes (within the time limit)."""
-    solver = _minimise(run, sweeping=1.0, closing=0.5)
+    solver = _minimise(run, sweeping=1.0, closing=0.1)
     with run.stage("branch"):
         branching = Branching(solver, _BRANCH)
         before = run.work
@@ -139,7 +139,10 @@ def take_answers(run: Run, solver: GraphSolver) -> bool:
     effort = replace(effort, seconds=_ANSWERING * effort.seconds, closing=_ANSWERING * effort.closing)
     with run.stage("restrict"):
         for kept in run.network.restrictions:
-            answer = restricted(run.network, kept, effort, run.gap, Watch(run.check, run.seconds_left))
+            if relative_gap(solver.upper, solver.lower) < _WORTH_IMPROVING:
+                break
+            watch = Watch(run.check, run.seconds_left)
+            answer = restricted(run.network, kept, effort, run.gap, watch, solver.upper)
             if answer is None:
                 continue
             solver.estimate += answer.estimate

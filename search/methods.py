@@ -34,9 +34,10 @@ class Method:
 
 METHODS: dict[str, Method] = {}
 
-_COUNTED = 0.6
-"""The share of the time limit that work, by estimate, may take where no usage is limited. So it is counted work that
-ends a search on every machine that is not much slower than estimated, and not the clock."""
+_COUNTED = 0.35
+"""The share of the time limit that work, by estimate, may take where no usage is limited. What is not counted
+(reducing, pruning, what is built for messages) takes about half as long besides. So it is counted work that ends a
+search, also on a machine of half the speed, and not the clock."""
 
 
 def register(name: str, method: Method) -> None:

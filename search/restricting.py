@@ -59,16 +59,21 @@ def begin(solver: GraphSolver) -> float:
 
 
 def restricted(
-    network: Network, kept: Mapping[int, NDArray[np.bool_]], effort: Effort, gap: float, watch: Watch
+    network: Network,
+    kept: Mapping[int, NDArray[np.bool_]],
+    effort: Effort,
+    gap: float,
+    watch: Watch,
+    upper: float = math.inf,
 ) -> Answer | None:
-    """The best assignment that is found among some choices of each variable; None where none goes together."""
+    """The best assignment below `upper` that is found among some choices of each variable; None where there is none."""
     try:
         graph = Graph.of(network)
         graph.tick = watch.report
         chosen = _originals(graph)
         graph.restrict_all({v: kept[v][chosen[v]] for v in graph.live() if v in kept})
         graph.make_consistent()
-        solver = GraphSolver(graph, math.inf, effort, gap, watch)
+        solver = GraphSolver(graph, upper, effort, gap, watch)
         solver.reduce()
         begin(solver)
         solver.solve()

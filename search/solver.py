@@ -35,7 +35,7 @@ _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
 _SECONDS_PER_ENTRY = 2e-5
 _LAST_DIVE = 0.1
-"""Of the work of sweeps that were cut off, what a dive may take after them."""
+"""Of the work of sweeps, what a dive may take at least, and after sweeps that were cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,8 @@ class GraphSolver:
         rng = np.random.default_rng(self.sweeps)
         for v in small.live():
             small.costs[v] = small.costs[v] + rng.random(small.size(v)) * 0.2 * room  # type: ignore[operator]
-        seconds = self.effort.seconds * (1.0 if self.stalled else _LAST_DIVE)
+        left = self.effort.seconds - self.estimate if self.stalled else 0.0
+        seconds = max(left, _LAST_DIVE * self.effort.seconds)
         effort = replace(self.effort, sweeps=200, closing=0.05 * self.effort.closing, dives=False, merging=0)
         effort = replace(effort, seconds=seconds)
         solver = GraphSolver(small, math.inf, effort, 1e-4, Watch(small.tick, self.watch.seconds_left))
@@ -321,6 +322,8 @@ class GraphSolver:
             solver.solve()
         except Infeasible:
             return
+        finally:
+            self.estimate += solver.estimate
         if small.hint is not None:
             full = small.expand(small.hint)
             found = {v: int(full[v]) for v in relaxation.order}
@@ -342,6 +345,7 @@ class GraphSolver:
             effort = replace(self.effort, sweeps=200, closing=0.0, dives=False, merging=0)
             solver = GraphSolver(part, math.inf, effort, self.gap, Watch(part.tick, self.watch.seconds_left))
             solver.solve()
+            self.estimate += solver.estimate
         except Infeasible:
             return
         if part.hint is not None:

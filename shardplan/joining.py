@@ -1,8 +1,8 @@
 """Joining: the layouts and strategies that a coarser mesh would have, whose axes are several of this one's each.
 
-A mesh (2, 2, 2) can do what (2, 4) does: two of its axes always split the same dimension. Of the layouts on three axes
-these are few, so that the best of them is soon found and proven. Where a search of all layouts does not close, it has
-that as an answer to begin with (`shardplan.search.restricting`).
+A mesh (2, 2, 2) can do what (2, 4) does: two of its axes always split the same dimension; and what (8,) does, where all
+three do. Of the layouts on three axes these are few, so that the best of them is soon found and proven. Where a search
+of all layouts does not close, it has that as an answer to begin with (`shardplan.search.restricting`).
 
 >>> mesh = MeshAxes(("a", "b", "c"), (2, 2, 2))
 >>> list(pairs_of_groups(mesh))
@@ -41,7 +41,9 @@ def pairs_of_groups(mesh: MeshAxes) -> Iterator[Groups]:
 
 
 def together(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bool:
-    """Whether each dimension of the layouts has all axes of a group, or none."""
+    """Whether each dimension of the layouts has all axes of a group, or none. One group of all is always in order."""
+    if len(groups) == 1:
+        return all(axes in ((), *groups) for layout in layouts for axes in layout)
     sizes = [(set(group), len(group)) for group in groups]
     return all(
         len(group.intersection(axes)) in (0, size) for layout in layouts for axes in layout for group, size in sizes
@@ -51,8 +53,9 @@ def together(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bo
 def joined(
     mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
 ) -> list[dict[int, NDArray[np.bool_]]]:
-    """Per coarser mesh, and variable of a problem's network, the choices that it has as well."""
-    return [dict(_of_groups(groups, variables, domain, choices)) for groups in pairs_of_groups(mesh)]
+    """Per coarser mesh, and variable of a problem's network, the choices that it has as well: fewest first."""
+    every = [(mesh.splitting,)] if len(mesh.splitting) > 1 else []
+    return [dict(_of_groups(groups, variables, domain, choices)) for groups in (*every, *pairs_of_groups(mesh))]
 
 
 def _of_groups(

@@ -86,13 +86,13 @@ def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch
     """A chain of forty that must agree on one of two twins: a few of its ends say which, and the bound closes it."""
     monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
     searched: list[int] = []
-    among = coarsening._among_twins
+    among = coarsening._Parts._among_twins
 
-    def counted(graph: Graph, *rest: Any) -> dict[int, int] | None:
+    def counted(parts: Any, graph: Graph, *rest: Any) -> dict[int, int] | None:
         searched.append(len(graph.live()))
-        return among(graph, *rest)
+        return among(parts, graph, *rest)
 
-    monkeypatch.setattr(coarsening, "_among_twins", counted)
+    monkeypatch.setattr(coarsening._Parts, "_among_twins", counted)
     net = Network()
     for v in range(40):
         net.add_variable([5.0, 1.0, 1.0])
