@@ -62,6 +62,13 @@ class Call:
         """
         return jax.tree_util.tree_map_with_path(_shape_of, (self.args, self.kwargs))
 
+    def types(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes of the arguments by their paths."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.shapes())
+        return {
+            jax.tree_util.keystr(path[1:], simple=True, separator="/"): (s.shape, str(s.dtype)) for path, s in leaves
+        }
+
     def check_alive(self, leaves: Sequence[Any]) -> None:
         """Raises CallError where an array was donated before; over several CPU devices XLA would end the process."""
         gone = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]

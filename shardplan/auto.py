@@ -17,7 +17,7 @@ from shardplan import _jax, arguments, program
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
-from shardplan.errors import ArgumentError, warn
+from shardplan.errors import ArgumentError, PlanMismatchError, warn
 from shardplan.hardware import HardwareProfile
 from shardplan.mesh import GivenMesh, check_mesh
 from shardplan.options import Options
@@ -160,20 +160,25 @@ class PlannedFunction:
         key = call.key()
         if key not in self._bound:
             self._calls.check(args, kwargs)
-            self._bound[key] = _Runner(rebuild(self._plan, _trace(call)), self._plan.mesh)
+            self._bound[key] = _Runner(rebuild(self._plan, _trace_for(self._plan, call)), self._plan.mesh)
         return self._bound[key]
 
 
 def bind_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
     """A plan over ``fn``, traced anew; raises PlanMismatchError where that is another program."""
-    return rebuild(plan, trace_call(fn, args, kwargs, plan.recipe.options))
+    options = plan.recipe.options
+    return rebuild(plan, _trace_for(plan, checked_call(fn, args, kwargs, options)))
 
 
 def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Program:
     """The program of a call whose arguments have been checked."""
+    return _trace(checked_call(fn, args, kwargs, options))
+
+
+def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
     calls = Calls(fn, options.static_argnums, options.donate_argnums)
     calls.check(args, kwargs)
-    return _trace(calls.take(args, kwargs))
+    return calls.take(args, kwargs)
 
 
 class _Runner:
@@ -262,6 +267,19 @@ def _traced_plan(call: Call, mesh: GivenMesh, options: Options) -> Plan:
         return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
 
     return refined(make, resolved) if resolved.refine > 1 else make(resolved)
+
+
+def _trace_for(plan: Plan, call: Call) -> Program:
+    """The program of a call that is to run by a plan; where it cannot be traced, what differs from the planned call."""
+    try:
+        return _trace(call)
+    except Exception as error:
+        different = plan.other_arguments(call.types())
+        if different:
+            raise PlanMismatchError(
+                f"the plan was made for {different}\nWith these the function fails: {error}"
+            ) from error
+        raise
 
 
 def _trace(call: Call) -> Program:

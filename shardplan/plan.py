@@ -229,7 +229,13 @@ class Plan:
         """Raises PlanMismatchError where ``program`` is not the one that was planned."""
         if program.fingerprint() == self.fingerprint:
             return
-        found = {v.name or "": (v.shape, str(v.dtype)) for v in (program.values[i] for i in program.inputs)}
+        inputs = (program.values[index] for index in program.inputs)
+        different = self.other_arguments({value.name or "": (value.shape, str(value.dtype)) for value in inputs})
+        what = different or "another function or version of JAX"
+        raise PlanMismatchError(f"the plan was made for another program ({self.fingerprint[:12]}), {what}")
+
+    def other_arguments(self, found: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
+        """How arguments (shapes and dtypes by path) differ from the planned ones; nothing where they do not."""
         planned = {argument.path: (argument.shape, argument.dtype) for argument in self.arguments}
         different = [
             f"\n  `{path}` was planned as {_typed(planned.get(path))} and is {_typed(found.get(path))}"
@@ -237,8 +243,7 @@ class Plan:
             if planned.get(path) != found.get(path)
         ]
         more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
-        what = f"other arguments:{''.join(different[:8])}{more}" if different else "another function or version of JAX"
-        raise PlanMismatchError(f"the plan was made for another program ({self.fingerprint[:12]}), {what}")
+        return f"other arguments:{''.join(different[:8])}{more}" if different else ""
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """This plan over ``fn``, traced anew for arguments (arrays or ``jax.ShapeDtypeStruct``s).

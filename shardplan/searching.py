@@ -24,6 +24,7 @@ from shardplan.memory.usages import Usages
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
 from shardplan.search import Hint, Network, Solution, extended, solve
+from shardplan.tables import megabytes
 
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5
@@ -324,7 +325,7 @@ def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) 
             where = tensor.name or (makers[value].source if value in makers else "captured array")
             alive.append((tensor.total_bytes / degree, f"{tensor.dtype}{list(tensor.shape)} of `{where}`"))
     largest = sorted(alive, key=lambda entry: -entry[0])[:5]
-    lines = "\n".join(f"  {size / 1e6:10.1f} MB  {what}" for size, what in largest)
+    lines = "\n".join(f"  {megabytes(size):>10} MB  {what}" for size, what in largest)
     proven = f"; by the planner's count none is below {_size(bound)}" if bound else ""
     helps = "more devices, a smaller batch, jax.checkpoint around layers"
     return (
@@ -335,4 +336,4 @@ def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) 
 
 
 def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{megabytes(count)} MB"

@@ -138,6 +138,13 @@ def test_other_shapes_are_refused_and_named(file: Path):
         Plan.load(file).apply(STEP)(make_state(), make_batch(16))
 
 
+def test_arguments_of_another_structure_are_refused_and_named(file: Path):
+    """The function itself fails on them, before there is a program to compare."""
+    state = {"parameters": make_state()["w"]}
+    with pytest.raises(PlanMismatchError, match=r"`0/w/down` was planned as float32.* and is (?s:.*)fails: "):
+        Plan.load(file).apply(STEP)(state, make_batch())
+
+
 def test_another_function_is_refused(file: Path):
     with pytest.raises(PlanMismatchError, match="another function"):
         Plan.load(file).bind(make_step(scale=2.0), make_state(), make_batch())
