@@ -91,7 +91,22 @@ def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int
     return [(body.jaxpr, tuple(body.consts), trips) for body, trips in bodies]
 
 
-def with_one_predicate(equation: Equation) -> Equation:
+_REDUCTIONS = {"psum": jax.lax.reduce_sum_p, "pmax": jax.lax.reduce_max_p, "pmin": jax.lax.reduce_min_p}
+
+
+def unbatched(equation: Equation) -> Equation:
+    """An equation that ``vmap`` left in a form of its own, in the usual one; others as they are.
+
+    A collective over a named axis that ``vmap`` made a dimension (a batch norm's mean) is a reduction.
+    """
+    name, params = equation.primitive.name, equation.params
+    axes = params.get("axes", ())
+    if name not in _REDUCTIONS or params.get("axis_index_groups") or not all(isinstance(axis, int) for axis in axes):
+        return _with_one_predicate(equation)
+    return equation.replace(primitive=_REDUCTIONS[name], params={"axes": tuple(axes), "out_sharding": None})
+
+
+def _with_one_predicate(equation: Equation) -> Equation:
     """A while loop that ``vmap`` made of many, as JAX lowers it: it goes on while any of them does, and changes only
     those that go on. Its predicate is an array, which ``jax.lax.while_loop`` does not take. Other equations stay."""
     params = equation.params

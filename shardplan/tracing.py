@@ -106,7 +106,7 @@ class _Builder:
         def read(atom: Any) -> int | Constant:
             return Constant(atom.val, atom.aval) if isinstance(atom, _jax.Literal) else environment[atom]
 
-        for equation in map(_jax.with_one_predicate, jaxpr.eqns):
+        for equation in map(_jax.unbatched, jaxpr.eqns):
             operands = [read(atom) for atom in equation.invars]
             body = _jax.call_body(equation)
             results: Sequence[int | Constant]

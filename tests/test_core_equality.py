@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.layout import LayoutSpace, MeshAxes, to_spec
+from tests import core_operations, core_programs
 from tests.core_programs import assert_equal_trees, inputs_of, mesh_of, random_step, random_values, run, scrambled
 
 MESHES = ((8,), (2, 4), (2, 2, 2), (4, 1), (1,))
@@ -85,6 +86,17 @@ def rolled(w: Any, x: Any) -> Any:
     return jnp.sum(jnp.roll(x @ w, 0, axis=0) ** 2 + jnp.roll(x @ w, 0, axis=1))
 
 
+def normalised(w: Any, x: Any) -> Any:
+    """A batch norm as Equinox has it: its mean over an axis that `vmap` names; no warning of collectives."""
+
+    def one(row: Any) -> Any:
+        row = row @ w
+        centred = row - jax.lax.pmean(row, "batch")
+        return jnp.sin(centred * jax.lax.rsqrt(jax.lax.pmean(centred**2, "batch") + 1e-5))
+
+    return jnp.mean(jax.vmap(one, axis_name="batch")(x) ** 2)
+
+
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, 32, (8, 16)))
 
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -100,6 +112,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fft": (lambda x: jnp.abs(jnp.fft.rfft(x, axis=1)), (values(8, 16),)),
     "segment sum": (lambda x: jax.ops.segment_sum(x, jnp.arange(16) % 4, 4), (values(16, 8),)),
     "rolled by nothing": (lambda w, x: w - jax.grad(rolled)(w, x), (values(16, 16), values(8, 16, seed=1))),
+    "named batch": (jax.value_and_grad(normalised), (values(16, 16), values(8, 16, seed=1))),
     "histogram": (lambda x: jnp.zeros(8, jnp.int32).at[(x * 3).astype(jnp.int32) % 8].add(1), (values(64),)),
 }
 
@@ -170,6 +183,16 @@ def check_random_program(seed: int, sizes: tuple[int, ...], explicit: bool, scra
 @given(seed=st.integers(0, 10**6), sizes=st.sampled_from(MESHES), explicit=st.booleans(), scramble=st.booleans())
 def test_random_programs(seed: int, sizes: tuple[int, ...], explicit: bool, scramble: bool) -> None:
     check_random_program(seed, sizes, explicit, scramble)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@given(seed=st.integers(0, 10**6), sizes=st.sampled_from(MESHES), explicit=st.booleans(), scramble=st.booleans())
+def test_random_programs_of_more_operations(seed: int, sizes: tuple[int, ...], explicit: bool, scramble: bool) -> None:
+    operations = core_programs.OPERATIONS + core_operations.OPERATIONS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_programs, "OPERATIONS", operations)
+        check_random_program(seed, sizes, explicit, scramble)
 
 
 @pytest.mark.parametrize("scramble", [False, True])
