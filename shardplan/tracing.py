@@ -14,6 +14,7 @@ from shardplan import _jax
 from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
+from shardplan.shifting import shift_reads
 
 
 def trace_program(
@@ -57,7 +58,7 @@ def trace_program(
             out_tree=out_tree,
         )
     )
-    return _prune(hoist_conversions(program))
+    return _prune(hoist_conversions(_prune(shift_reads(program))))
 
 
 class _Builder:
