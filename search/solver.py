@@ -222,14 +222,10 @@ class GraphSolver:
         relaxation.load(self.messages)
         self.relaxation = relaxation
         bounds: list[float] = []
-        trial, wait = 0, 1
-        if self.messages and self.upper < math.inf:  # the start has an assignment that is as good as its messages
-            trial = 1
+        # A start has an assignment that is as good as its messages.
+        trial, wait = int(bool(self.messages) and self.upper < math.inf), 1
         while self.may_sweep():
-            if self.messages and not bounds:
-                self._sweep_while_closing(relaxation)
-            else:
-                self._sweep(relaxation, _SWEEPS)
+            self._sweep_while_closing(relaxation) if self.messages and not bounds else self._sweep(relaxation, _SWEEPS)
             if self.closed:
                 break
             bounds.append(self.lower)
@@ -254,12 +250,10 @@ class GraphSolver:
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
         """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may
         close all of it."""
-        left = math.inf
-        while self.may_sweep() and not self.closed:
+        before, left = math.inf, math.inf
+        while self.may_sweep() and not self.closed and (left == math.inf or left < _WORTH_SWEEPING_ON * before):
             self._sweep(relaxation, _FIRST_SWEEPS)
             before, left = left, self.upper - self.lower
-            if not left < _WORTH_SWEEPING_ON * before:
-                return
 
     def _sweep(self, relaxation: Relaxation, sweeps: int) -> None:
         for _ in range(sweeps):

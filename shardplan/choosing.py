@@ -17,14 +17,20 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.cache import default_cache, key_of
 from shardplan.errors import InfeasibleError, warn
-from shardplan.hard import hard_layouts
 from shardplan.hardware import load
 from shardplan.kept import kept_entry, restored
 from shardplan.mesh import GivenMesh, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
 from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.plan_report import axes_of
-from shardplan.planning import DEFAULT_HARDWARE, build_problem, plan_problem, plan_program, remarks
+from shardplan.planning import (
+    DEFAULT_HARDWARE,
+    build_problem,
+    plan_problem,
+    plan_program,
+    remarks_on_layouts,
+    remarks_on_operations,
+)
 from shardplan.problem import Problem
 from shardplan.program import Program
 from shardplan.reported import with_reports
@@ -45,24 +51,23 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
     kept = cache.read(key) if cache else None
     if kept:
         chosen = next(one for one in meshes if _sizes(one) == kept["mesh"])
-        plan, remarked = restored(program, chosen, options, kept), kept["remarks"]
+        plan, (on_operations, on_layouts) = restored(program, chosen, options, kept), kept["remarks"]
         spent = {"build": time.perf_counter() - started, "search": 0.0}
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
     else:
         plan = plan_program(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
         plan = with_reports(plan, program, options)
-        remarked = True
-    said = _remarks(plan, options) if remarked else []
+        on_operations = on_layouts = True
+    said = (
+        remarks_on_operations(plan.schedule) if on_operations else [],
+        remarks_on_layouts(program, plan.mesh, options.pins) if on_layouts else [],
+    )
     if cache and not kept and plan.statistics["status"] != "interrupted":
-        cache.write(key, kept_entry(plan, remarks=bool(said)))
-    for remark in said:
+        cache.write(key, kept_entry(plan, [bool(remarks) for remarks in said]))
+    for remark in (*said[0], *said[1]):
         warn(remark)
     seconds = {"trace": traced_seconds, **plan.statistics["seconds"]}
     return replace(plan, statistics={**plan.statistics, "seconds": seconds})
-
-
-def _remarks(plan: Plan, options: Options) -> list[str]:
-    return remarks(plan.schedule, hard_layouts(plan.program, plan.schedule.space, options.pins).ignored)
 
 
 def _meshes(mesh: GivenMesh, options: Options) -> list[Mesh | AbstractMesh]:

@@ -7,7 +7,7 @@ kept choices when it is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -25,8 +25,9 @@ from shardplan.program import Program
 from shardplan.schedule import Schedule
 
 
-def kept_entry(plan: Plan, remarks: bool) -> dict[str, Any]:
-    """A plan as plain data; ``remarks`` tells whether there is something to say of it each time."""
+def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
+    """A plan as plain data; ``remarks`` tells whether there is something to say each time of its operations, for which
+    the schedule is needed, and of its layouts."""
     operations = (sent.operation and sent.operation.index for sent in plan.schedule.collectives())
     return {
         "mesh": plan.mesh_axes,
@@ -38,7 +39,7 @@ def kept_entry(plan: Plan, remarks: bool) -> dict[str, Any]:
         "arguments": [argument_entry(argument) for argument in plan.arguments],
         "collectives": [(asdict(sent), at) for sent, at in zip(plan.collectives, operations, strict=True)],
         "statistics": plain(plan.statistics),
-        "remarks": remarks,
+        "remarks": list(remarks),
     }
 
 

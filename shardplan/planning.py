@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan import _jax
 from shardplan.balancing import LEAST_SHARE, search_balanced
@@ -197,8 +197,8 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
     return tuple(found)
 
 
-def remarks(schedule: Schedule, ignored: Sequence[str]) -> list[str]:
-    """What runs, but not as well as it could, a sentence or two each."""
+def remarks_on_operations(schedule: Schedule) -> list[str]:
+    """Which operations run, but not as well as they could, a sentence or two each."""
     found = []
     for name, operations in schedule.problem.unknown.items():
         if name not in _jax.HOST_CALLS:
@@ -214,4 +214,13 @@ def remarks(schedule: Schedule, ignored: Sequence[str]) -> list[str]:
                 f"the loop at {operation.source} runs as often as its data say: what it sends is counted once. State "
                 "how often it runs, about, by `with shardplan.trip_count(n):` around it."
             )
-    return [*found, *undivided(schedule.program, schedule.space), *ignored]
+    return found
+
+
+def remarks_on_layouts(
+    program: Program, mesh: Mesh | AbstractMesh, pins: Mapping[str, PartitionSpec] | None
+) -> list[str]:
+    """What the mesh does not divide, and which of the user's constraints are ignored, a sentence or two each."""
+    axes = mesh_axes(mesh)
+    space = LayoutSpace(axes, padded_sizes(program, axes))
+    return [*undivided(program, space), *hard_layouts(program, space, pins).ignored]

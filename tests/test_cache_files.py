@@ -165,6 +165,14 @@ def test_what_is_to_be_said_is_said_each_time(folder: Path) -> None:
             assert make(endless, args=ARGS[1:], pins=None).statistics["cached"] is cached
 
 
+def test_what_is_to_be_said_of_layouts_is_said_without_rules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with pytest.warns(ShardplanWarning, match="divides dimension 0"):
+            plan = make(jnp.sum, args=(S((7, 9), jnp.float32),), pins=None)
+        monkeypatch.setattr("shardplan.planning.build_problem", None)
+    assert plan.statistics["cached"]
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "\x00" * 100, "half", "changed", "bytes"])
 def test_garbage_is_said_once_and_planned_anew(folder: Path, damage: str) -> None:
     first = make()
