@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardplan.search import tofu
 from shardplan.search.exact import auto, exact, lowest_peak
@@ -79,6 +80,7 @@ def solve(
         )
     if network.usage_limit is None:
         work_limit = min(work_limit, _COUNTED * time_limit)
+    before = time.process_time()
     run = Run(network, time_limit, gap, progress, work_limit)
     try:
         _search(run, METHODS[method])
@@ -90,7 +92,7 @@ def solve(
         # The time was over before anything was found: a poor assignment serves better than none.
         with contextlib.suppress(Infeasible, KeyboardInterrupt):
             run.offer(tofu.greedy(network))
-    return run.solution(method)
+    return replace(run.solution(method), processor_seconds=time.process_time() - before)
 
 
 def _search(run: Run, method: Method) -> None:

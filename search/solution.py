@@ -38,7 +38,7 @@ class Solution:
     lower_bound: no valid assignment costs less; `-inf` from methods that give none.
     status: a key of `STATUSES`.
     iterations: sweeps of message passing, over all stages.
-    seconds: by stage.
+    seconds: by stage, by the clock. processor_seconds: of the whole search, of all cores, whatever else ran beside it.
     work: the estimated seconds of sweeps, local search and branching: the same on every machine.
     peak_usage, peak_time: the highest usage of `choices`, and the first time that has it.
     least_peak_bound: no assignment has a lower peak than this (0 where nothing was proven).
@@ -52,6 +52,7 @@ class Solution:
     method: str
     iterations: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    processor_seconds: float = 0.0
     work: float = 0.0
     peak_usage: float = 0.0
     peak_time: int = 0

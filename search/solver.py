@@ -132,6 +132,9 @@ class GraphSolver:
             shrink(graph, dominance=before < _FEW_CHOICES)
             self.watch.report()
             if merges:
+                # What messages left is often few enough for dynamic programming, which merging would hide.
+                if self._settled_by_elimination(effort.entries, effort.entries):
+                    return
                 self._merge()
             elif self.stalled and self._choices() > 0.95 * before:
                 break

@@ -102,6 +102,7 @@ def plan_problem(
         "status": solution.status,
         "cached": False,
         "traffic": bool(found.schedule.problem.traffic),
+        "search_processor_seconds": solution.processor_seconds,
         "seconds": {"build": spent_seconds + built - started, "search": solved - built},
     }
     return Plan(

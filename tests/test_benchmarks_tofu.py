@@ -23,6 +23,7 @@ def test_exact_is_at_or_below_every_rival(found: tofu.Found):
     best = min(found.ways[method].bytes_sent for method in tofu.RIVALS)
     assert found.ways[tofu.OVER_FACTORS].bytes_sent <= best
     assert set(found.ways) == {*tofu.SEARCHES, *tofu.PLACEMENT_METHODS}
+    assert 0 < found.ways["exact"].search_seconds < found.planning_seconds
 
 
 def test_throughputs_are_below_the_ideal(found: tofu.Found):

@@ -55,6 +55,26 @@ def test_equals_brute_force(block: int) -> None:
         assert_optimal(net, solve(net), optimum)
 
 
+def test_dynamic_programming_comes_before_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages leave this graph open, and before the first of them it is too large for dynamic programming."""
+
+    def merged(solver: GraphSolver) -> None:
+        raise AssertionError("what is left is few enough for dynamic programming")
+
+    monkeypatch.setattr(GraphSolver, "_merge", merged)
+    rng = np.random.default_rng(2)
+    net = Network()
+    for _ in range(9):
+        net.add_variable(rng.random(4))
+    for u in range(9):
+        for v in range(u + 1, 9):
+            net.add_edge(u, v, rng.random((4, 4)))
+    solver = GraphSolver(Graph.of(net), math.inf, Effort(promising=2), 0.0, Watch(lambda: None, lambda: 60.0))
+    solver.solve()
+    assert solver.stalled and solver.closed
+    assert solver.upper == pytest.approx(testing.brute_force(net)[1])
+
+
 def test_what_merging_leaves_open_is_closed_on_the_graph_before() -> None:
     """Merged tables are too large for CP-SAT where those before were not."""
     for seed in range(8):
