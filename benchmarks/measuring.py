@@ -4,17 +4,19 @@
     found = measured(job)               # in a process of its own; kept, until the code that it depends on changes
     found.planned.bytes_sent, found.compiled.bytes_sent
 
-Every compilation runs in a process of its own, so that it is timed cold. Results are kept in `build/benchmarks`, so
-that an interrupted run goes on where it was.
+Every job runs in a process of its own, so that it is timed cold. Results are kept in `build/benchmarks`, so that an
+interrupted run goes on where it was. Of what is compiled for its bytes and not for its seconds, no program is compiled
+twice (most plans within a limit are those without one), and kernels are shared between the programs of a model.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import jax
@@ -37,25 +39,24 @@ TARGET = "h100"
 MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2, "model": 2, "more": 2}}
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "benchmarks"
-PLAN, PLAIN, LEAST = "plan", "plain jit", "least peak"
+COMPILER = ("shardplan/hlo", "shardplan/compiled.py", "shardplan/target.py", "shardplan/gpu_targets")
+"""What says how a program is compiled and read."""
+PLAN, PLAIN, TIGHT = "plan", "plain jit", "tight plan"
+ALLOWED = 1.2
+"""Times the least peak that the planner finds: the limit of a tight plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One measurement: a model, a mesh (of `MESHES`), and a way to split.
 
-    The way is `PLAN` (within `limit` bytes, where given), `PLAIN` (the plan's shardings without its constraints),
-    `LEAST` (only the least peak, nothing is compiled), or the title of a baseline of the model (on its own mesh).
+    The way is `PLAN`, `TIGHT` (a plan within `ALLOWED` times the least peak), `PLAIN` (the plan's shardings without its
+    constraints), or the title of a baseline of the model (on its own mesh).
     """
 
     model: str
     mesh: str
     way: str
-    limit: float | None = None
-
-    def __str__(self) -> str:
-        within = f" within {self.limit / 1e9:.2f} GB" if self.limit else ""
-        return f"{self.model} {self.mesh} {self.way}{within}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,44 +88,48 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a job gave; `least_peak` in bytes for `LEAST`; `error` where it failed."""
+    """What a job gave; the `limit` in bytes of a tight plan; `error` where it failed."""
 
     planned: Planned | None = None
     compiled: Compiled | None = None
-    least_peak: float | None = None
+    limit: float | None = None
     error: str = ""
 
 
-def measured(job: Job) -> Measured:
-    """The measurement of a job: the kept one, or a new one in a fresh process. A failure is said, and not kept."""
+def measured(job: Job, kernels: str | None = None) -> Measured:
+    """The measurement of a job: the kept one, or a new one in a fresh process. A failure is said, and not kept.
+
+    `kernels` is a file that jobs whose seconds do not matter share their compiled kernels in.
+    """
     path = KEPT / f"{_key(job)}.json"
     if path.exists():
         return _from_json(json.loads(path.read_text(encoding="utf-8"))["found"])
     try:
-        found = in_own_process(run, job)
+        found = in_own_process(run, job, kernels)
     except Exception as error:
         lines = str(error).splitlines() or [""]
         return Measured(error=f"{type(error).__name__}: {lines[0]}")
-    KEPT.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps({"job": asdict(job), "found": asdict(found)}, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    _keep(path, {"job": asdict(job), "found": asdict(found)})
     return found
 
 
-def run(job: Job) -> Measured:
+def run(job: Job, kernels: str | None = None) -> Measured:
     """Measures a job in this process."""
     module = load(job.model)
     training = module.training(module.BENCHMARK)
-    if job.way not in (PLAN, PLAIN, LEAST):
-        baseline = next(b for b in baselines_of(job.model) if b.title == job.way)
-        return Measured(compiled=compile_baseline(baseline, training, module.BENCHMARK.compute_dtype))
+    if job.way not in (PLAN, PLAIN, TIGHT):
+        recipe = baselines_of(job.model)
+        baseline = next(b for b in recipe if b.title == job.way)
+        shared = None if baseline is recipe[0] else kernels
+        return Measured(compiled=compile_baseline(baseline, training, module.BENCHMARK.compute_dtype, shared))
     sizes = MESHES[job.mesh]
     mesh = gpu_mesh(TARGET, tuple(sizes.values()), tuple(sizes))
     planning = partial(shardplan.plan, training.train_step, mesh, training.state, training.batch, donate_argnums=(0,))
-    if job.way == LEAST:
-        return Measured(least_peak=_least_peak(planning))
-    plan, seconds, work = timed(partial(planning, memory_limit=job.limit))
+    limit = ALLOWED * _least_peak(planning) if job.way == TIGHT else None
+    plan, seconds, work = timed(partial(planning, memory_limit=limit))
+    planned = Planned(plan.communication_bytes, float(plan.peak_bytes), plan.gap, seconds, work)
+    if job.way == TIGHT:
+        return Measured(planned, compile_once(lambda: plan.lower(mesh), kernels), limit)
     start_compiler(mesh)
     if job.way == PLAIN:
         shardings = {"in_shardings": plan.in_shardings, "out_shardings": plan.out_shardings}
@@ -132,17 +137,43 @@ def run(job: Job) -> Measured:
         read, *spent = timed(lambda: measure(plain.lower(training.state, training.batch)))
         return Measured(compiled=_compiled(read, *spent))
     found, *spent = timed(lambda: audit(plan, mesh=mesh))
-    planned = Planned(
-        plan.communication_bytes, float(plan.peak_bytes), plan.gap, seconds, work, found.unexplained_bytes
-    )
-    return Measured(planned, _compiled(found.compiled, *spent))
+    compiled = _compiled(found.compiled, *spent)
+    _keep(_program_path(plan.lower(mesh)), asdict(compiled))
+    return Measured(replace(planned, unexplained=found.unexplained_bytes), compiled)
 
 
-def compile_baseline(baseline: Baseline, training: Training, compute_dtype: DTypeLike) -> Compiled:
+def compile_baseline(
+    baseline: Baseline, training: Training, compute_dtype: DTypeLike, kernels: str | None = None
+) -> Compiled:
     """A layout by hand, compiled."""
     mesh = gpu_mesh(TARGET, (baseline.data, baseline.tensor), AXES)
     start_compiler(mesh)
-    return _compiled(*timed(lambda: measure(lower(baseline, training, mesh, compute_dtype))))
+    return compile_once(lambda: lower(baseline, training, mesh, compute_dtype), kernels)
+
+
+def compile_once(lower_it: Callable[[], jax.stages.Lowered], kernels: str | None) -> Compiled:
+    """What a program compiles to: as it was kept, where the very same one was compiled before."""
+    lowered, *lowering = timed(lower_it)
+    path = _program_path(lowered)
+    if path.exists():
+        return Compiled(**json.loads(path.read_text(encoding="utf-8")))
+    read, *compiling = timed(lambda: measure(lowered, kernels=kernels))
+    found = _compiled(read, *map(sum, zip(lowering, compiling, strict=True)))
+    _keep(path, asdict(found))
+    return found
+
+
+def _program_path(lowered: jax.stages.Lowered) -> Path:
+    """Where the result of a program is kept: by its text, which says its mesh, shardings and donation too."""
+    facts = (lowered.as_text(), code(COMPILER))
+    return KEPT / f"program-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+
+
+def _keep(path: Path, facts: dict[str, Any]) -> None:
+    KEPT.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}-{get_ident()}")
+    temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    temporary.replace(path)
 
 
 def _compiled(read: CompiledReport, seconds: float, work: float) -> Compiled:
@@ -168,13 +199,12 @@ def _key(job: Job) -> str:
     """A name for the results of a job by the code that they depend on, as it is now."""
     model = (f"models/{job.model}.py", "models/training.py", "models/logical.py")
     facts: tuple[Any, ...]
-    if job.way in (PLAN, PLAIN, LEAST):
+    if job.way in (PLAN, PLAIN, TIGHT):
         folders = ("shardplan", "rules", "search")
-        facts = (job.mesh, job.way, job.limit, code((*model, "benchmarks/measuring.py", *folders)))
+        facts = (job.mesh, job.way, code((*model, "benchmarks/measuring.py", *folders)))
     else:
         baseline = next(b for b in baselines_of(job.model) if b.title == job.way)
-        compiler = ("shardplan/hlo/collectives.py", "shardplan/target.py", "shardplan/gpu_targets")
-        facts = (repr(baseline), code((*model, "benchmarks/baselines.py", *compiler)))
+        facts = (repr(baseline), code((*model, "benchmarks/baselines.py", *COMPILER)))
     return f"{job.model}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
 
 
@@ -195,6 +225,6 @@ def _from_json(found: dict[str, Any]) -> Measured:
     return Measured(
         Planned(**planned) if planned else None,
         Compiled(**compiled) if compiled else None,
-        found["least_peak"],
+        found["limit"],
         found["error"],
     )

@@ -154,17 +154,20 @@ def origins(found: CompiledCollective) -> list[tuple[tuple[str, ...], float]]:
     return shares
 
 
-def measure(lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int] | None = None) -> CompiledReport:
+def measure(
+    lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int] | None = None, kernels: str | None = None
+) -> CompiledReport:
     """Compiles a lowered program for the devices of its shardings and reads back what one device sends and holds.
 
     Args:
         lowered: any jitted function, lowered for a mesh of real, emulated or compile-only devices.
         mesh_axes: name and size of each axis of that mesh; by default those of the program's input shardings.
+        kernels: a file of compiled kernels, see `shardplan.target.compile_for`.
 
     Raises:
         ArgumentError: no input of the program has a `NamedSharding`, and `mesh_axes` is not given.
     """
-    compiled, seconds = compile_for(lowered)
+    compiled, seconds = compile_for(lowered, kernels)
     axes = dict(_mesh_axes_of(compiled) if mesh_axes is None else mesh_axes)
     text = compiled.as_text() or ""
     return CompiledReport(axes, collectives(text), _memory_of(compiled), seconds, text)

@@ -11,15 +11,19 @@ same process, whether or not JAX has been used before; nothing has to be set in 
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import math
 import os
 import pkgutil
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -35,6 +39,9 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_rad
 """Without a device there is nothing to tune kernels on, and some matrix products then find no Triton tiling at all.
 The collectives are the same without Triton. CUB's radix sort, which long sorts become, asks a CUDA device for the size
 of its buffers; XLA's own sort needs none. Other backends ignore the options."""
+
+_MOST_KERNEL_BYTES = 64_000_000
+"""A file of kernels is begun anew beyond this size: all of it is read whenever something is compiled."""
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
@@ -105,15 +112,43 @@ def only_described() -> Iterator[None]:
         raise ShardplanError(f"the program cannot be compiled for a GPU that is not there: {reason}.") from error
 
 
-def compile_for(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
+def compile_for(lowered: jax.stages.Lowered, kernels: str | None = None) -> tuple[jax.stages.Compiled, float]:
     """Compiles a lowered program for the devices of its shardings, with the options that a GPU target needs.
+
+    Programs that are made of one step have many kernels in common, and making kernels is about half of the work of
+    compiling; what a program sends and holds is decided before. So they are kept in a file, and taken from there.
+
+    Args:
+        lowered: the program.
+        kernels: the path of that file, in a folder that exists; by default one that goes with the process.
 
     Returns:
         The compiled program, and the seconds that compiling took.
     """
     started = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(COMPILER_OPTIONS))
+    options: dict[str, bool | str] = {**COMPILER_OPTIONS}
+    if not getattr(
+        jax.config, "jax_compilation_cache_dir", None
+    ):  # where JAX keeps whole programs, it knows them by their options
+        options["xla_gpu_kernel_cache_file"] = kernels or _kernels_of(os.getpid())
+    compiled = lowered.compile(compiler_options=options)
     return compiled, time.perf_counter() - started
+
+
+def _kernels_of(process: int) -> str:
+    """The file of kernels of this process, not too large."""
+    path = Path(_folder(process), "kernels")
+    if path.exists() and path.stat().st_size > _MOST_KERNEL_BYTES:
+        path.unlink(missing_ok=True)
+    return str(path)
+
+
+@lru_cache(maxsize=1)
+def _folder(process: int) -> str:
+    """A folder that goes with the process, and not with one that is forked off."""
+    folder = tempfile.mkdtemp(prefix="shardplan-kernels-")
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
+    return folder
 
 
 @lru_cache(maxsize=64)

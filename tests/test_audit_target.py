@@ -15,9 +15,28 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.audit import measure
 from shardplan.errors import ArgumentError
-from shardplan.target import TargetNotInstalledError, gpu_mesh, targets
+from shardplan.target import TargetNotInstalledError, compile_for, gpu_mesh, targets
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the extra `audit`")
+
+
+def test_kept_kernels_leave_the_program_as_it_is(tmp_path):
+    mesh = gpu_mesh("h100", (2,), ("a",))
+    rows = NamedSharding(mesh, P("a"))
+
+    def lowered(factor):
+        step = jax.jit(lambda x: (jnp.sin(x) * factor).sum(), in_shardings=rows)
+        return step.lower(jax.ShapeDtypeStruct((64, 8), jnp.float32))
+
+    def compiled(program, kernels):
+        found, _ = compile_for(program, str(tmp_path / kernels))
+        return found.as_text(), found.memory_analysis().peak_memory_in_bytes
+
+    program = lowered(2.0)
+    compiled(lowered(1.0), "shared")
+    assert os.path.getsize(tmp_path / "shared")
+    assert compiled(program, "shared") == compiled(program, "alone")
+
 
 MESH_SHAPE = {"a": 2, "b": 2, "c": 4}
 
