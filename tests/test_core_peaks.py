@@ -9,7 +9,7 @@ import pytest
 
 import shardplan
 from shardplan.memory.fusion import pointwise_operations
-from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, merged_lifetimes
 from shardplan.memory.products import is_sum, merged_products, product_operands
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.repeated import repeated_results
@@ -151,6 +151,18 @@ def test_products_of_half_precision_pad_their_operands(size, dtype, times):
     assert all(operand.copied == (times > 1) for operand in operands)
 
 
+def test_a_batched_product_that_joins_dimensions_reads_them_in_one_order():
+    def copied(spec, left, right):
+        shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in (left, right)]
+        return [
+            o.copied for o in product_operands(trace_program(lambda a, b: jnp.einsum(spec, a, b), shapes, {})).values()
+        ]
+
+    assert copied("bsg,bsd->bgd", (2, 8, 4), (2, 8, 3)) == [False, False]
+    assert sorted(copied("bsqg,bsd->bqgd", (2, 8, 5, 4), (2, 8, 3))) == [False, True]  # queries of a group
+    assert copied("bqgs,bsd->bqgd", (2, 5, 4, 8), (2, 8, 3)) == [False, False]
+
+
 def test_products_of_one_operand_are_merged_where_neither_needs_the_other():
     def step(x, w, v):
         first, second = x @ w, x @ v
@@ -161,6 +173,21 @@ def test_products_of_one_operand_are_merged_where_neither_needs_the_other():
     sizes = {o.index: 1.0 for o in products}
     assert merged_products(program, products, sizes) == [[o.index for o in products[:2]]]
     assert merged_products(program, products, dict.fromkeys(sizes, 2.0**30)) == []
+
+
+def test_a_part_of_a_merged_product_that_leaves_keeps_all_of_it():
+    def step(x, queries, values):
+        left = jax.nn.softmax(x @ queries) @ x
+        return left @ x, jnp.tanh(x @ values)
+
+    def keeping(x, queries, values):
+        return step(x, queries, values)[0], (x @ values).reshape(64, 32, 2)
+
+    for function, kept in ((step, False), (keeping, True)):
+        schedule = shardplan.plan(function, 1, *[_square(64)] * 3).schedule
+        lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+        product = next(o for o in lifetimes.order if o.primitive.name == "dot_general")
+        assert (merged_lifetimes(lifetimes, schedule)[product.results[0]].end == lifetimes.end) == kept
 
 
 def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is_made_first():
@@ -222,14 +249,15 @@ def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
 
 def test_what_is_computed_from_a_transposed_product_lies_as_the_product_does():
     def step(q, k, v):  # one head of keys and values for all: scores are made with the heads innermost
-        return jnp.einsum("bhqk,bkd->bqhd", jax.nn.sigmoid(jnp.einsum("bqhd,bkd->bhqk", q, k)), v)
+        weights = jax.nn.sigmoid(jnp.einsum("bqhd,bkd->bhqk", q, k))
+        return jax.lax.dot_general(weights, v, (((3,), (1,)), ((0,), (0,))))
 
     heads, one = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.float32), jax.ShapeDtypeStruct((2, 6, 16), jnp.float32)
     problem = shardplan.plan(step, 1, heads, one, one).schedule.problem
     program, pointwise = problem.program, pointwise_operations(problem)
     second = [operation for operation in program.operations if operation.primitive.name == "dot_general"][-1]
     for known, copied in ((frozenset(), False), (pointwise, True)):
-        assert product_operands(program, known)[second.index, 1].copied == copied
+        assert product_operands(program, known)[second.index, 0].copied == copied
 
 
 def test_a_loop_that_reads_neighbours_of_its_carry_writes_the_new_one_elsewhere():

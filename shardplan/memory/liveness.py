@@ -25,7 +25,14 @@ from shardplan.memory.convolutions import (
     spread_copies,
 )
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
-from shardplan.memory.products import PRODUCT, ProductOperand, is_multiplied, merged_products, product_operands
+from shardplan.memory.products import (
+    PRODUCT,
+    ProductOperand,
+    is_multiplied,
+    leaving_products,
+    merged_products,
+    product_operands,
+)
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element
@@ -337,10 +344,12 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
                 if isinstance(value, int) and layout is not None
             )
     found: dict[int, Lifetime] = {}
+    leaving = leaving_products(schedule.program)
     for group in merged_products(schedule.program, lifetimes.order, sizes):
         results = [schedule.program.operations[index].results[0] for index in group]
         spans = [lifetimes.held[result] for result in results]
-        whole = Lifetime(min(span.start for span in spans), max(span.end for span in spans))
+        last = lifetimes.end if leaving.intersection(results) else max(span.end for span in spans)
+        whole = Lifetime(min(span.start for span in spans), last)
         found |= dict.fromkeys(results, whole)
     own = lifetimes.held.keys() - found.keys() - {*schedule.program.inputs, *schedule.program.captured}
     for result in added_in_place(schedule.program, lifetimes.order, own, lambda o: _stays(schedule, o)):

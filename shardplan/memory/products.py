@@ -27,6 +27,8 @@ from shardplan.strategy import operand_type
 
 PRODUCT = "dot_general"
 
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+
 _SUMMED = 1e7
 """A product of a vector and a matrix is a multiplication and a sum where the matrix has fewer elements than this."""
 
@@ -152,6 +154,8 @@ def _product_operand(
     half = _jax.item_bytes(value.dtype) == 2
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if half and size > 1)
     orders = [tuple(d for d in order if value.shape[d] > 1) for order in orders]
+    if batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted)):
+        orders = [orders[position]] * 2  # dimensions are joined in this order, behind which no transposition is seen
     as_it_is = tuple(d for d in lying.get(operand, range(len(dimensions))) if value.shape[d] > 1)
     order = as_it_is if as_it_is in orders else orders[position]
     return ProductOperand(operand, order, padding, copied=padding > 1 or order != as_it_is)
@@ -190,6 +194,19 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
             merged.append(remaining)
             taken.update(remaining)
     return merged
+
+
+def leaving_products(program: Program) -> frozenset[int]:
+    """Results of products that leave the program as they are, but for their shape. A part of a merged product is copied
+    to where it leaves by a kernel that nothing waits for, and that runs last."""
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    found = set()
+    for output in program.outputs:
+        while isinstance(output, int) and output in makers and makers[output].primitive.name in _VIEWS:
+            output = makers[output].operands[0]
+        if isinstance(output, int) and output in makers and makers[output].primitive.name == PRODUCT:
+            found.add(output)
+    return frozenset(found)
 
 
 def _made_between(makers: Mapping[int, Operation], value: int, among: set[int], most: int) -> set[int]:
