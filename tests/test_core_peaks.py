@@ -55,7 +55,7 @@ def test_a_scatter_into_zeros_is_one_buffer_with_all_that_is_added_to_it():
 
 def _stored_by(function):
     """The primitives of the values that are held while a function of two bfloat16 matrices runs."""
-    half = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+    half = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     problem = shardplan.plan(function, jax.sharding.AbstractMesh((1,), ("x",)), half, half).schedule.problem
     makers = {o.results[0]: o.primitive.name for o in problem.program.operations}
     return {makers.get(value) for value in Lifetimes(problem, range(len(problem.program.operations))).held}
@@ -72,7 +72,7 @@ def test_what_many_kernels_read_is_stored_where_computing_it_anew_reads_more():
 
 def test_what_takes_longer_to_compute_than_to_read_is_stored_for_the_backward_pass():
     def stored(function, dtype=jnp.bfloat16):
-        square = jax.ShapeDtypeStruct((512, 512), dtype)
+        square = jax.ShapeDtypeStruct((4096, 4096), dtype)
         mesh = jax.sharding.AbstractMesh((1,), ("x",))
         problem = shardplan.plan(jax.grad(function), mesh, square, square).schedule.problem
         makers = {result: o.primitive.name for o in problem.program.operations for result in o.results}
@@ -95,6 +95,21 @@ def test_a_softmax_is_one_kernel_and_stores_nothing_in_between():
     step = jax.grad(lambda w, x: jnp.sum(jax.nn.softmax((x @ w).astype(jnp.float32)).astype(jnp.bfloat16) @ w))
     problem = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), rows, rows).schedule.problem
     assert not {v for v in kernels_of(problem).stored if problem.program.values[v].shape == (512, 512)}
+
+
+def test_an_associative_scan_stores_what_its_levels_read_and_not_what_these_are_taken_from():
+    def loss(x):
+        both = jax.lax.associative_scan(
+            lambda old, new: (old[0] * new[0], new[0] * old[1] + new[1]), (jnp.exp(x), x), axis=1
+        )
+        return jnp.sum(both[1] ** 2)
+
+    rows = jax.ShapeDtypeStruct((4096, 16, 64), jnp.float32)
+    problem = shardplan.plan(jax.grad(loss), jax.sharding.AbstractMesh((1,), ("x",)), rows).schedule.problem
+    makers = {result: o.primitive.name for o in problem.program.operations for result in o.results}
+    whole = {makers[value] for value in kernels_of(problem).stored if problem.program.values[value].shape == rows.shape}
+    assert "exp" not in whole
+    assert {"concatenate", "slice"} <= {makers[value] for value in kernels_of(problem).stored}
 
 
 def _heads(size, dtype=jnp.float32):

@@ -1,0 +1,268 @@
+"""Which values XLA:GPU stores though each kernel that reads them could compute them anew: its fusion, by priorities.
+
+A value is *fused* where all kernels that read it compute it, or *stored* by a kernel of its own. XLA starts with a
+kernel for each operation, and knows how long each takes, from what it computes and what it reads and writes. What it
+fuses next is the value that saves most: the time of its own kernel, and what its readers then take less. They become
+larger, so that others save less by being fused into them, until nothing is saved any more.
+
+What is fused first so decides what is stored: of an associative scan, say, the slices, not what they are taken from.
+What is put together from parts that no warp divides is dear to compute, and stored where two kernels read it.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> from shardplan.memory.recomputing import kernels_of
+>>> def stored(parts):
+...     def read_twice(*parts):
+...         whole = jnp.concatenate([2 * part for part in parts], axis=1)
+...         return jnp.sum(whole), jnp.sum(whole, axis=0)
+...     plan = shardplan.plan(read_twice, 1, *(jax.ShapeDtypeStruct((8192, n), "float32") for n in parts))
+...     makers = {value: o.primitive.name for o in plan.program.operations for value in o.results}
+...     return [makers[value] for value in kernels_of(plan.schedule.problem).stored]
+>>> stored((512, 512)), stored((1, 1023))
+([], ['concatenate'])
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf, prod
+
+from shardplan.memory.fusion import REDUCTIONS
+from shardplan.memory.products import PRODUCT, is_outer, is_sum
+from shardplan.problem import Problem
+from shardplan.program import Operation
+
+_CYCLES = {
+    "sin": 970, "cos": 970, "tan": 970, "pow": 510, "tanh": 400, "atan2": 431, "erf": 300, "erfc": 400, "erf_inv": 400,
+    "random_bits": 360, "log1p": 229, "expm1": 190, "cbrt": 178, "log": 166, "logistic": 105, "exp": 79, "exp2": 79,
+    "rsqrt": 75, "sqrt": 75, "div": 19, "concatenate": 6,
+}  # fmt: skip
+"""Clock cycles that an H100 takes for one element in float32, as XLA's performance model counts them. What XLA puts
+together from other operations (an error function, random bits) counts as these do together. A hyperbolic tangent,
+467 there, was compiled stored in bfloat16 and computed anew in float32: 400 is chosen between what these two say."""
+
+_OTHER_CYCLES = 5
+_CYCLES_PER_BYTE = 20.0
+"""What an H100 computes in the time in which it reads or writes one byte."""
+
+_BESIDE = 0.95
+"""How much of the shorter one of computing and of reading and writing runs beside the longer one."""
+
+_LAUNCH = 3.35e6
+"""Bytes that an H100 reads in the microsecond in which a kernel starts."""
+
+_CACHES = ((33e6, 20.0), (50e6, 2.5))
+"""What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more."""
+
+_WARP = 32
+_APART = 400
+"""Elements that a warp computes together, and cycles, by XLA's count, for an element of what is put together from
+parts that warps do not divide."""
+
+_PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
+_SPREADING = frozenset({"broadcast_in_dim", PRODUCT})
+_RENAMING = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
+_MOVING = frozenset({"broadcast_in_dim", "transpose", "rev", "pad"} | _PARTS | _RENAMING)
+_BRANCHING = frozenset({"concatenate", "pad", "dynamic_update_slice", "reduce_window"} | REDUCTIONS)
+
+_MOST_READ, _MOST_BRANCHES, _MOST_CODE = 96, 10, 10_000
+"""What XLA lets one kernel read, how often it lets it branch, and how many operations it lets it have on all ways."""
+
+_OWN = -1
+
+
+@dataclass(slots=True)
+class _Kernel:
+    """A kernel as it grows, by the value that it makes.
+
+    ``reads`` has the values that it reads, and how often it goes through each of them: once for its own elements
+    (`_OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at other
+    places, as a slice, a broadcast or a sum does.
+    """
+
+    reads: dict[int, dict[int, float]]
+    cycles: float
+    branches: int
+    operations: int = 1
+    moved: float = 0.0
+
+
+def stored_values(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> frozenset[int]:
+    """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
+    memory anyway."""
+    fusion = _Fusion(problem)
+    fusion.fuse(
+        result
+        for operation in problem.program.operations
+        if operation.index in fused and not operation.bodies
+        for result in operation.results
+        if result not in needed
+    )
+    return frozenset(fusion.apart)
+
+
+class _Fusion:
+    """The kernels of a program while values are fused into their readers."""
+
+    def __init__(self, problem: Problem) -> None:
+        values, devices = problem.program.values, problem.space.mesh.device_count
+        self._problem = problem
+        self._bytes = [value.total_bytes / devices for value in values]
+        self._elements = [prod(value.shape) / devices for value in values]
+        self._kernels: dict[int, _Kernel] = {}
+        self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
+        self._gains: dict[int, float] = {}
+        self._queue: list[tuple[float, int]] = []
+        self._renamed: set[int] = set()
+        self.apart: dict[int, None] = {}
+        for operation in problem.program.operations:
+            for result in operation.results if not operation.bodies else ():
+                kernel = self._kernels[result] = self._kernel(operation, result)
+                kernel.moved = self._moved(result)
+                for value in kernel.reads:
+                    self._saved.setdefault(value, {})[result] = 0.0
+
+    def fuse(self, values: Iterable[int]) -> None:
+        """Fuses values as long as that saves time; those that stay apart are left in `apart`."""
+        self.apart = dict.fromkeys(values)
+        for value in self.apart:
+            self._weigh(value)
+        while self._queue:
+            gain, number = heapq.heappop(self._queue)
+            if -number in self.apart and self._gains[-number] == -gain and self._fits(-number):
+                self._fuse(-number)
+
+    def _kernel(self, operation: Operation, result: int) -> _Kernel:
+        """The kernel of one operation."""
+        name, choices = operation.primitive.name, self._problem.choices.get(operation.index)
+        read = [o for o in operation.operands if isinstance(o, int) and o not in self._problem.generated]
+        elements = max([self._elements[value] for value in (*read, result)])
+        fused = is_outer(self._problem.program, operation) or is_sum(self._problem.program, operation)
+        library = name == PRODUCT and not fused  # what reads its operand is a kernel that copies it
+        cycles = 0 if library or name in _MOVING else _CYCLES.get(name, _OTHER_CYCLES)
+        if name in _RENAMING:
+            self._renamed.add(result)
+        if choices is not None and choices.pointwise:
+            reads = {value: {_OWN: 1.0} for value in read}
+        else:
+            reads = {value: {value: 0.0} for value in read}
+            for position, value in enumerate(read):
+                computed = elements if name == PRODUCT else self._elements[result]
+                reads[value][value] += 1.0 if library else self._times(operation, position, computed, value)
+        if name == "concatenate" and any(times.get(value, 1.0) % 1.0 for value, times in reads.items()):
+            cycles = _APART
+        return _Kernel(reads, elements * cycles, int(name in _BRANCHING))
+
+    def _times(self, operation: Operation, position: int, computed: float, value: int) -> float:
+        """How often an operation that does not go element by element reads an operand's elements to compute so many."""
+        name, own = operation.primitive.name, max(self._elements[value], 1e-9)
+        if name in _SPREADING or (name in _PARTS and not position):
+            return computed / own
+        if name == "concatenate":
+            dimension, shape = operation.params["dimension"], self._problem.program.values[value].shape
+            if prod(shape[:dimension]) > 1 and shape[dimension]:  # in front, parts lie one after another
+                return -(-shape[dimension] // _WARP) * _WARP / shape[dimension]
+        return 1.0
+
+    def _moved(self, value: int) -> float:
+        """The bytes that a kernel reads and writes."""
+        reads = self._kernels[value].reads
+        return self._bytes[value] + sum([self._reading(v, sum(times.values())) for v, times in reads.items()])
+
+    def _reading(self, value: int, times: float) -> float:
+        """The bytes that could be read in the time in which a kernel goes through a value so often."""
+        size = self._bytes[value]
+        if times <= 1.0:
+            return times * size
+        return size + (times - 1.0) * size / next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
+
+    def _fits(self, value: int) -> bool:
+        """Whether XLA can generate the code of all kernels that read a value where they compute it."""
+        own = self._kernels[value]
+        for reader in self._saved[value]:
+            kernel = self._kernels[reader]
+            copies = len(kernel.reads[value])
+            branches = copies * own.branches + kernel.branches
+            if len(kernel.reads.keys() | own.reads.keys()) > _MOST_READ or branches > _MOST_BRANCHES:
+                return False
+            if (copies * own.operations + kernel.operations) * 2**branches > _MOST_CODE:
+                return False
+        return True
+
+    def _weigh(self, value: int) -> None:
+        """Counts what all readers of a value save where it is fused into them."""
+        saved = self._saved.setdefault(value, {})
+        for reader in saved:
+            saved[reader] = self._saving(value, reader)
+        own = self._kernels[value]
+        gain = inf if value in self._renamed else _LAUNCH + _time(own.cycles, own.moved) + sum(saved.values())
+        self._offer(value, gain)
+
+    def _offer(self, value: int, gain: float) -> None:
+        self._gains[value] = gain
+        if gain >= 0:  # of equal ones the last comes first
+            heapq.heappush(self._queue, (-gain, -value))
+
+    def _saving(self, value: int, reader: int) -> float:
+        """The time that a kernel takes less where it computes a value instead of reading it."""
+        own, kernel = self._kernels[value], self._kernels[reader]
+        places = kernel.reads[value]
+        times = sum(places.values())
+        moved = kernel.moved - self._reading(value, times)
+        for source, shares in own.reads.items():
+            known = kernel.reads.get(source, {})
+            before = sum(known.values())
+            now = before + times * sum(shares.values())
+            if _OWN in shares:  # what it reads for these elements already is not read again
+                now -= sum([share for place, share in known.items() if place in places])
+            moved += self._reading(source, now) - self._reading(source, before)
+        return _time(kernel.cycles, kernel.moved) - _time(kernel.cycles + times * own.cycles, moved)
+
+    def _fuse(self, value: int) -> None:
+        """Lets all kernels that read a value compute it, and weighs anew what that changes."""
+        del self.apart[value]
+        readers = self._saved.pop(value)
+        for source in self._kernels[value].reads:
+            saved = self._saved[source].pop(value)
+            if source in self.apart:
+                self._gains[source] -= saved
+        for reader in readers:
+            self._take_in(value, reader)
+        changed: dict[int, None] = {}
+        for reader in readers:
+            for source in self._kernels[reader].reads:
+                if source in self.apart:
+                    saved = self._saving(source, reader)
+                    self._gains[source] += saved - self._saved[source][reader]
+                    self._saved[source][reader] = saved
+                    changed[source] = None
+        for source in changed:
+            self._offer(source, self._gains[source])
+        for reader in readers:
+            if reader in self.apart:
+                self._weigh(reader)
+
+    def _take_in(self, value: int, reader: int) -> None:
+        """Lets one kernel compute a value that it has read."""
+        own, kernel = self._kernels[value], self._kernels[reader]
+        places = kernel.reads.pop(value)
+        times = sum(places.values())
+        for source, shares in own.reads.items():
+            merged = kernel.reads.setdefault(source, {})
+            for place, share in shares.items():
+                if place == _OWN:
+                    merged |= places
+                else:
+                    merged[place] = merged.get(place, 0.0) + share * times
+            self._saved[source].setdefault(reader, 0.0)
+        kernel.cycles += times * own.cycles
+        kernel.operations += len(places) * own.operations
+        kernel.branches += len(places) * own.branches
+        kernel.moved = self._moved(reader)
+
+
+def _time(cycles: float, moved: float) -> float:
+    """How long a kernel takes, in the time in which one byte is read."""
+    computing = cycles / _CYCLES_PER_BYTE
+    return computing + moved - _BESIDE * min(computing, moved)
