@@ -2,24 +2,38 @@
 
 Prices relax the usage limit, so where a few large tensors have to share what is left of the memory, the bound stays
 below the optimum however long messages are passed. Each branch here allows only the choices of one variable that use
-much at the priced times, or only those that use little; each is pruned, reduced and bounded by the same solver that
-works on whole graphs, and the branch of the least bound is split next.
+much at the priced times, or only those that use little; each is pruned, reduced and bounded by prices of its own
+(`shardplan.search.pricing`), or by the same solver that works on whole graphs, and the branch of the least bound is
+split next. What was best at some prices before says which variable decides between too much and too dear, and is a
+plane of the branch that has it: so a branch begins with prices that were not tried.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.pricing import Pricing
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
 __all__ = ["Branching"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """What is left to split, its prices, and what was best at some, when the graph's `undo` had `mark` steps."""
+
+    graph: Graph
+    prices: dict[int, float]
+    lower: float
+    pricing: Pricing | None
+    mark: int = 0
 
 
 class Branching:
@@ -28,7 +42,8 @@ class Branching:
     effort: what each branch gets.
     """
 
-    def __init__(self, solver: GraphSolver, effort: Effort) -> None:
+    def __init__(self, solver: GraphSolver, effort: Effort, pricing: Pricing | None = None) -> None:
+        """pricing: of the solver's graph, or of the graph before more was dropped from it."""
         self.solver = solver
         self.effort = replace(effort, dives=False, merging=0)
         self.nodes = 0
@@ -37,53 +52,86 @@ class Branching:
         self.settled = math.inf
         """The least bound of the branches that need no further look."""
         # Ties in the bound go to the branch that was made last, which is the deepest.
-        self.open: list[tuple[float, int, Graph, dict[int, float]]] = []
-        self._push(solver.lower, solver.graph.copy(), solver.prices)
+        self.open: list[tuple[float, int, _Branch]] = []
+        if pricing is not None:
+            later = Pricing(solver)
+            later.inherit(pricing, pricing.mark)
+            pricing = later
+        self._push(_Branch(solver.graph.copy(), solver.prices, solver.lower, pricing))
 
-    def step(self) -> bool:
-        """Splits the branch of the least bound; False when none is left, which proves the best assignment."""
+    def step(self, seconds: float = math.inf) -> bool:
+        """Splits the branch of the least bound; False when none is left, which proves the best assignment.
+
+        seconds: of work, after which no more prices of a part are tried.
+        """
         solver = self.solver
         if not self.open:
             return False
-        _, _, graph, prices = heapq.heappop(self.open)
-        split = _split(graph, prices)
+        _, _, branch = heapq.heappop(self.open)
+        graph, pricing = branch.graph, self._priced(branch)
+        split = (pricing.split() if pricing is not None else None) or _split(graph, branch.prices)
         if split is None:
             # Nothing to tell apart by usage: this branch cannot be bounded any better here.
-            self._push(solver.lower, graph, prices)
+            self._push(branch)
             return False
         v, low = split
         for keep in (low, ~low):
-            self._bound(graph.copy(sibling=True) if keep is low else graph, v, keep, prices)
+            part = _Branch(graph.copy(sibling=True), branch.prices, branch.lower, pricing, len(graph.undo))
+            try:
+                part.graph.restrict(v, keep)
+                part.graph.make_consistent()
+                self._bound(part, seconds)
+            except Infeasible:
+                continue
         least = min([entry[0] for entry in self.open], default=math.inf)
         solver.raise_lower(min(least, self.settled, solver.upper))
         return True
 
-    def _push(self, lower: float, graph: Graph, prices: dict[int, float]) -> None:
+    def _push(self, branch: _Branch) -> None:
         self.nodes += 1
-        heapq.heappush(self.open, (lower, -self.nodes, graph, prices))
+        heapq.heappush(self.open, (branch.lower, -self.nodes, branch))
 
-    def _bound(self, graph: Graph, v: int, keep: NDArray[np.bool_], prices: dict[int, float]) -> None:
-        """Bounds one branch, and keeps it where it may hold something better."""
-        parent = self.solver
+    def _solver(self, branch: _Branch) -> GraphSolver:
+        parent, graph = self.solver, branch.graph
         graph.hint = None
-        branch = GraphSolver(graph, parent.upper, self.effort, parent.gap, Watch(graph.tick, parent.watch.seconds_left))
-        branch.prices = prices
+        solver = GraphSolver(graph, parent.upper, self.effort, parent.gap, Watch(graph.tick, parent.watch.seconds_left))
+        solver.prices = branch.prices
+        solver.raise_lower(branch.lower)
+        return solver
+
+    def _priced(self, branch: _Branch, solver: GraphSolver | None = None) -> Pricing | None:
+        """Prices of a branch, with what is known of them; None where there are none, or too many."""
+        if branch.pricing is None:
+            return None
+        pricing = Pricing(solver or self._solver(branch))
+        if not pricing.able:
+            return None
+        pricing.inherit(branch.pricing, branch.mark)
+        return pricing
+
+    def _bound(self, branch: _Branch, seconds: float) -> None:
+        """Bounds one branch, and keeps it where it may hold something better."""
+        parent, graph, solver = self.solver, branch.graph, self._solver(branch)
+        solver.reduce()
+        pricing = self._priced(branch, solver)
         try:
-            graph.restrict(v, keep)
-            graph.make_consistent()
-            branch.solve()
-        except Infeasible:
-            return
+            if pricing is None:
+                solver.solve()
+            else:
+                pricing.raise_bound(seconds)
         finally:
-            self.estimate += branch.estimate
-        if branch.upper < parent.upper and graph.hint is not None:
+            self.estimate += solver.estimate if pricing is None else pricing.estimate
+        if solver.upper < parent.upper and graph.hint is not None:
             full = graph.expand(graph.hint)
             found = {w: int(full[w]) for w in parent.graph.live()}
             parent.accept(found, parent.graph.cost(found))
-        if relative_gap(parent.upper, branch.lower) > parent.gap:
-            self._push(max(branch.lower, parent.lower), graph, branch.prices)
+        if relative_gap(parent.upper, solver.lower) > parent.gap:
+            mark = len(graph.undo)
+            if pricing is not None:
+                pricing.prune()
+            self._push(_Branch(graph, solver.prices, solver.lower, pricing, mark))
         else:
-            self.settled = min(self.settled, branch.lower)
+            self.settled = min(self.settled, solver.lower)
 
 
 def _split(graph: Graph, prices: dict[int, float]) -> tuple[int, NDArray[np.bool_]] | None:

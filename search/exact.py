@@ -39,6 +39,9 @@ _PRICING = 1.0
 _CROSSING = 0.4
 """The share that mixing what was best at all prices may take besides."""
 
+_BRANCHING = 0.5
+"""The share of the time limit that branches with prices of their own may take, where work is not limited."""
+
 __all__ = ["auto", "exact", "lowest_peak", "take_answers"]
 
 
@@ -60,7 +63,7 @@ def auto(run: Run) -> None:
     | usage limit | after reductions | then |
     |---|---|---|
     | none, or never reached | rounds of messages, until dynamic programming fits | proven |
-    | at few times | prices of these, a mixture of what is best at some, what cannot be in it is dropped | as below |
+    | at few times | prices of these, a mixture of what is best at some, branches with prices of their own | as below |
     | at many times | rounds of messages | as below |
     | none | the gap stays open: what is best of restricted networks (`shardplan.search.restricting`) | as above |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
@@ -163,6 +166,7 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
     known = run.network.hint
     if known is not None:
         solver.prices = dict(known.prices)
+        solver.raise_lower(known.lower_bound)
     pricing = Pricing(solver)
     if not pricing.able:
         return False
@@ -176,6 +180,11 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.cross(_CROSSING * limit)
     if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
         pricing.prune()
+        branching = Branching(solver, _BRANCH, pricing)
+        left = min(_BRANCHING * run.time_limit, run.work_limit) - pricing.estimate
+        while not solver.closed and branching.estimate < left and branching.step(left - branching.estimate):
+            solver.watch.report()
+        pricing.estimate += branching.estimate
         if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:
             solver.finish()
     run.work += pricing.estimate

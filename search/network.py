@@ -26,6 +26,7 @@ Structure that a method may use but that has no cost is attached with `annotate`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -73,10 +74,12 @@ class Hint:
     """What a search within a usage limit may begin with.
 
     choices: an assignment, which may exceed the limit. prices: per time, what a unit of usage costs about.
+    lower_bound: what no assignment within the limit costs less than.
     """
 
     choices: NDArray[np.int64]
     prices: Mapping[int, float] = field(default_factory=dict)
+    lower_bound: float = -math.inf
 
 
 class Network:

@@ -16,13 +16,15 @@ within the limit is left out at all later prices (`narrow`), so that these are q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph import Best, Follow, Graph, Keep
 from shardplan.search.memory import Profile
 
-__all__ = ["PricedGraph"]
+__all__ = ["PricedGraph", "left_by"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -64,19 +66,19 @@ class PricedGraph:
         """Leaves out, from now on, the choices that were dropped from a graph that `at` gave before its `undo` had so
         many steps: because nothing better has them."""
         masks = {v: np.ones(self.graph.size(v), dtype=bool) for v in self.kept}
-        for v, left in _left(priced.undo[:until]).items():
+        for v, left in left_by(priced.undo[:until]).items():
             masks[v][:] = False
             masks[v][left] = True
         before = len(self.graph.undo)
         self.graph.restrict_all(masks)
         self.graph.make_consistent()
-        for v, left in _left(self.graph.undo[before:]).items():
+        for v, left in left_by(self.graph.undo[before:]).items():
             self.kept[v] = self.kept[v][left]
             if v in self.amounts:
                 self.amounts[v] = self.amounts[v][:, left]
 
 
-def _left(steps: list[Best | Follow | Keep]) -> dict[int, Index]:
+def left_by(steps: Sequence[Best | Follow | Keep]) -> dict[int, Index]:
     """Per variable that lost choices by these steps, which of those before are left."""
     left: dict[int, Index] = {}
     for step in steps:

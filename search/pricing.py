@@ -27,7 +27,7 @@ from shardplan.search.closing import close
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.memory import Profile
-from shardplan.search.priced import PricedGraph
+from shardplan.search.priced import PricedGraph, left_by
 from shardplan.search.reductions import shrink
 from shardplan.search.solver import Effort, GraphSolver, Watch
 
@@ -41,10 +41,16 @@ _SWEEPS_WHERE_LOOSE = 300
 _LOOSE = 0.3
 """Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, which
 stall, so that neighbours are merged: messages alone are not tight where mesh axes are alike."""
+_WORTHWHILE = 0.15
+"""The share of what is open that 20 sweeps have to close, once some prices were high enough: neighbours are merged
+sooner then."""
+_SWEEPS_WHERE_LOW = 40
+"""After these, prices are left that cannot raise the bound: an assignment that is nearly the best there is found."""
 _FIRST_SHARE = 0.15
 """What the excess that is known costs at the first prices, as a share of all the rest."""
 _MOST_TIMES = 24
-_SHARE_OF_GAP = 0.2
+_SHARE_OF_GAP, _SHARE_OF_OPEN = 0.2, 0.2
+"""How much the planes may leave above the bound: of the gap that is asked for, and of what no prices close."""
 _INWARDS = 0.3
 """Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
 _WORTH_BETWEEN, _POINTS_BETWEEN = 0.5, 65
@@ -52,6 +58,12 @@ _WORTH_BETWEEN, _POINTS_BETWEEN = 0.5, 65
 times: where these leave L such a share of the room that all prices do, they are tried first."""
 _FLATTEST, _STEEPEST = 1.5, 4.0
 """How much higher than all before the next prices may be: the more, the less the last ones have changed the excess."""
+_BEYOND = 0.1
+"""By what share of the gap the planes may leave L more than the best assignment costs."""
+_LOW = 1e-4
+"""What the prices weigh beside what the planes leave to L."""
+_WIDE = 0.01
+"""Where the planes leave L so far below the best assignment, the last work goes into more of them, not into L."""
 _ROUGHLY = 2e-3
 """The gap at which prices are evaluated that are too low to keep within the limit."""
 _SHARE_OF_CUT = 0.1
@@ -87,6 +99,8 @@ class Pricing:
         self.offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
         self.profile = Profile(graph, self.live, self.offsets[:-1])
         self.instants = self.profile.candidates()
+        self.mark = len(graph.undo)
+        """When this began."""
         self.planes: list[Plane] = []
         self.begun: Plane | None = None
         """What the first prices are taken from."""
@@ -94,8 +108,10 @@ class Pricing:
         self.bound = -math.inf
         self._loose = False
         """Whether the last evaluation left much open."""
-        self._crossed = False
-        """Whether a mixture was looked for."""
+        self._brief = False
+        """Whether what is nearly the best at some prices has to do."""
+        self._crossed, self._mixed = False, 0
+        """Whether a mixture was looked for, and of how many planes the best one is known."""
         self.enough: Array | None = None
         """The last prices of several times at which all usages kept within the limit."""
         self.most = 0.0
@@ -117,10 +133,14 @@ class Pricing:
     def raise_bound(self, seconds: float) -> None:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
         self.priced = PricedGraph(self.solver.graph, self.profile, self.instants)
-        prices = self._first()
+        prices = self._highest()[1] if self.most > 0 and self.planes else self._first()
+        ceiling, longest = math.inf, 0.0
         for _ in range(_EVALUATIONS):
+            before = self.estimate
+            wide = self.solver.upper - ceiling > _WIDE * abs(ceiling)
+            self._brief = wide and before + longest > seconds
             self._evaluate(prices)
-            last = prices
+            last, longest = prices, max(longest, self.estimate - before)
             if self.solver.closed or self.estimate > seconds:
                 break
             if self._turned and not self._crossed:
@@ -128,7 +148,7 @@ class Pricing:
                 if self.solver.closed:
                     break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
-            if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
+            if self._turned and ceiling - self.bound <= self._negligible(ceiling):
                 break
             if np.count_nonzero(prices) > 1 and self._turned:
                 prices = prices + _INWARDS * (self.best - prices)
@@ -140,16 +160,25 @@ class Pricing:
                 break  # a plane that was not found exactly is in the way
         self.solver.prices = self._by_time()
 
+    def _negligible(self, ceiling: float) -> float:
+        """By how much a bound may stay below what the planes leave: a share of the gap, or of what no prices close."""
+        closes = self.solver.gap * abs(self.bound)
+        return max(_SHARE_OF_GAP * closes, min(closes, _SHARE_OF_OPEN * (self.solver.upper - closes - ceiling)))
+
     def _first(self) -> Array:
         """The prices to begin with: those that are known, or such that a known excess costs a share of the rest."""
-        times = self.profile.instants[self.instants].tolist()
-        known = np.array([self.solver.prices.get(time, 0.0) for time in times])
+        known = self.known_prices()
         if known.any() or self.begun is None or not (self.begun.excess > 0).any():
             return known
         over = np.maximum(self.begun.excess, 0.0)
         mean = float(over @ over / over.sum())
         room = max(mean, math.sqrt(mean * self.profile.limit))  # a small excess need not be a cheap one
         return _FIRST_SHARE * abs(self.begun.cost) / room * (over / over.sum())
+
+    def known_prices(self) -> Array:
+        """The prices that the solver knows."""
+        times = self.profile.instants[self.instants].tolist()
+        return np.array([self.solver.prices.get(time, 0.0) for time in times])
 
     def _by_time(self) -> dict[int, float]:
         times = self.profile.instants[self.instants].tolist()
@@ -166,9 +195,14 @@ class Pricing:
             priced.tick()
             cut = ceiling - inner.upper if inner.upper < math.inf else 0.0
             inner.gap = max(precision, _SHARE_OF_CUT * cut / max(abs(inner.upper), 1e-30))
+            low = inner.upper <= self.solver.lower or (inner.upper < math.inf and self._brief)
+            if low and inner.sweeps >= _SWEEPS_WHERE_LOW and ceiling < math.inf:
+                inner.gap = math.inf  # what these prices give is a plane, not a bound: it is low enough
 
         effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else _EFFORT
         inner = GraphSolver(priced, math.inf, effort, precision, Watch(report, self.solver.watch.seconds_left))
+        if self._turned:
+            inner.patience, inner.worthwhile = 1, _WORTHWHILE
         inner.reduce(dominance=False)  # what others beat at these prices is found by messages sooner
         start = folded_start(priced, _EFFORT, precision, inner.watch)
         if start is not None:
@@ -185,6 +219,7 @@ class Pricing:
         if not inner.messages and priced.live() and solver.upper < math.inf:
             self._narrow(inner)
         narrowed = len(priced.undo)
+        inner.merge_where_stalled()
         inner.solve()
         self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
         solver.sweeps += inner.sweeps
@@ -226,18 +261,21 @@ class Pricing:
         return any(plane.excess.max() <= 0 for plane in self.planes)
 
     def _highest(self) -> tuple[float, Array]:
-        """The highest value that the planes leave to L, and prices where they do."""
+        """The highest value that the planes leave to L, and prices where they do: the lowest where that is more than
+        the best assignment needs to be proven."""
         program = pywraplp.Solver.CreateSolver("GLOP")
-        value = program.NumVar(-program.infinity(), program.infinity(), "")
         scale, unit = self._scale(), max(abs(self.planes[0].cost), 1e-30)
+        upper = self.solver.upper
+        enough = (upper + _BEYOND * (upper - self.solver.lower)) / unit if upper < math.inf else program.infinity()
+        value = program.NumVar(-program.infinity(), enough, "")
         prices = [program.NumVar(0.0, 1.0, "") for _ in self.instants]
         for plane in self.planes:
             terms = [float(e) * (scale / unit) * p for e, p in zip(plane.excess, prices, strict=True) if e]
             program.Add(value <= plane.cost / unit + sum(terms))
-        program.Maximize(value)
+        program.Maximize(value - _LOW * sum(prices))
         if program.Solve() != pywraplp.Solver.OPTIMAL:
             return self.bound, self.best
-        return unit * program.Objective().Value(), scale * np.array([p.solution_value() for p in prices])
+        return unit * value.solution_value(), scale * np.array([p.solution_value() for p in prices])
 
     def _scale(self) -> float:
         """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
@@ -249,11 +287,43 @@ class Pricing:
         first = self.planes[0]
         return max(abs(first.cost), 1e-30) / max(float(first.excess.max()), 1e-3 * self.profile.limit)
 
+    def inherit(self, known: Pricing, mark: int) -> None:
+        """Takes over what was best at some prices of the graph when its `undo` had `mark` steps, where it still has
+        it."""
+        left = left_by(self.solver.graph.undo[mark:])
+        places = {v: place for place, v in enumerate(known.live)}
+        for plane in known.planes:
+            choices = {v: int(k) for v, k in zip(known.live, plane.choices, strict=True)}
+            now = {v: int(np.searchsorted(kept, choices[v])) for v, kept in left.items() if v in places}
+            if all(k < len(left[v]) and left[v][k] == choices[v] for v, k in now.items()):
+                choices.update(now)
+                self.take({v: choices[v] for v in self.live})
+        self.most, self._crossed = known.most, known._crossed
+
+    def split(self) -> tuple[int, NDArray[np.bool_]] | None:
+        """What branches should differ in: the variable that decides most between what is best at the known prices and
+        uses too much, and what is best there within the limit; and which of its choices use no more than half-way."""
+        prices = self.known_prices()
+        known = sorted((plane.at(prices), n) for n, plane in enumerate(self.planes) if plane.cost < math.inf)
+        over = [self.planes[n] for _, n in known if self.planes[n].excess.max() > 0]
+        within = [self.planes[n] for _, n in known if self.planes[n].excess.max() <= 0]
+        if not over or not within:
+            return None
+        priced = prices @ np.stack([self.profile.at(instant) for instant in self.instants])
+        first, second = (priced[self.offsets[:-1] + plane.choices] for plane in (over[0], within[0]))
+        place = int(np.abs(first - second).argmax())
+        if first[place] == second[place]:
+            return None
+        own = priced[self.offsets[place] : self.offsets[place + 1]]
+        return self.live[place], own <= 0.5 * (first[place] + second[place])
+
     def cross(self, work: float = 0.0) -> None:
         """Mixes what was found at all prices; a mixture within the limit goes to the solver.
 
         work: of CP-SAT, where that is neither little nor much.
         """
+        if len(self.planes) == self._mixed:
+            return
         self._crossed = True
         graph = self.solver.graph.copy()
         graph.tables = self.solver.graph.tables
@@ -273,18 +343,15 @@ class Pricing:
         work = min(max(work, _LEAST_CROSSING), _MOST_CROSSING)
         result = close(graph, work, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
         self.estimate += result.work
+        if result.proven:
+            self._mixed = len(self.planes)
         if result.choices is not None:
             full = graph.expand(result.choices)
             self.take({v: int(full[v]) for v in self.live})
 
     def prune(self) -> None:
-        """Drops from the solver's graph what cannot be in anything better, at the best prices."""
-        solver, inner = self.solver, self._inner(self.best)
-        while inner.graph.live() and inner.may_sweep() and self._narrow(inner):
-            pass
-        self.priced.narrow(inner.graph, len(inner.graph.undo))
-        self.estimate += inner.estimate
-        graph = solver.graph
+        """Drops from the solver's graph what cannot be in anything better."""
+        graph = self.solver.graph
         masks = {v: np.zeros(graph.size(v), dtype=bool) for v in self.live}
         for v, kept in self.priced.kept.items():
             masks[v][kept] = True

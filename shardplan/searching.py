@@ -214,7 +214,7 @@ class _Corrections:
 
     def _search_once(self, found: Found) -> Found:
         network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
-        network.hint = _hint(network, found, self.prices, self.places)
+        network.hint = replace(_hint(network, found, self.prices, self.places), lower_bound=self.lower)
         work = max(self.patience - self.spent, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from shardplan.search import Hint, Network, PairUsage, extended, solve, testing, with_pairs
-from shardplan.search.pricing import Plane, highest_between
+from shardplan.search.branching import Branching
+from shardplan.search.graph import Graph
+from shardplan.search.pricing import Plane, Pricing, highest_between
+from shardplan.search.solver import Effort, GraphSolver, Watch
 
 
 def usage_over_time(net: Network, pairs: list[PairUsage], choices: tuple[int, ...]) -> np.ndarray:
@@ -85,3 +88,37 @@ def test_prices_between_too_low_and_high_enough_are_where_planes_cross() -> None
     planes = [Plane(10.0, np.array([4.0, 4.0]), none), Plane(30.0, np.array([-1.0, -1.0]), none)]
     highest, prices = highest_between(planes, np.zeros(2), np.array([8.0, 8.0]))
     assert highest == 26.0 and prices.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_branches_with_prices_of_their_own_close_what_prices_leave_open(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes, costs = rng.integers(1, 9, 8), rng.integers(1, 30, 8)
+    limit = float(sizes.sum() // 2)
+    net = Network(limit)
+    for size, cost in zip(sizes.tolist(), costs.tolist(), strict=True):
+        net.add_usage(net.add_variable([0.0, float(cost)]), [size, 0], 0, 1)
+    for v in range(7):
+        net.add_edge(v, v + 1, rng.integers(0, 6, (2, 2)).astype(np.float64))
+    every = [c for c in itertools.product(range(2), repeat=8) if net.peak(np.array(c))[0] <= limit]
+    best = min(net.cost(np.array(c)) for c in every)
+    solver = GraphSolver(Graph.of(net), np.inf, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    solver.reduce()
+    pricing = Pricing(solver)
+    if pricing.able:
+        pricing.raise_bound(60.0)
+        assert solver.lower <= best + 1e-6
+        pricing.prune()
+        branching = Branching(solver, Effort(sweeps=60, closing=0.0), pricing)
+        while not solver.closed and branching.step():
+            pass
+    else:
+        solver.solve()
+    assert solver.upper == pytest.approx(best) == pytest.approx(solver.lower)
+
+
+def test_a_bound_that_is_known_before_is_taken() -> None:
+    net = Network(usage_limit=5)
+    net.add_usage(net.add_variable([0.0, 7.0]), [9, 1], 0, 1)
+    net.hint = Hint(np.array([1]), {0: 0.1}, lower_bound=7.0)
+    assert solve(net).status == "optimal"
