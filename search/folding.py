@@ -4,7 +4,8 @@
 it gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest
 one that stayed. Lifted choices are an assignment like any other, whose cost is counted on the whole graph. Lifted
 messages are a start like any other: whatever the messages are, the bound of a sweep is true. So nothing rests on the
-layers being equal; where they are, two sweeps of the whole graph reach the bound that took a hundred of the small one.
+layers being equal; where they are, a few sweeps of the whole graph reach the bound that took a hundred of the small
+one.
 """
 
 from __future__ import annotations
