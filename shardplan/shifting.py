@@ -4,7 +4,8 @@ A stencil written with ``jnp.pad`` and slices makes a tensor of 258 rows of one 
 share, and reads 256 of them at a time. Each of these slices is the tensor itself, moved by a row: a pad by one row in
 front and minus one behind, for which every device needs one row of its neighbour. So slices are pushed through pads,
 concatenations and cheap elementwise operations, and what is left of a concatenation of slices (``jnp.roll``, a pad that
-repeats the edge) is a choice, row by row, of shifted tensors. Nothing of another size is made.
+repeats the edge) is a choice, row by row, of shifted tensors. An update of all but the edges (``x.at[1:-1].set(...)``)
+is computed from shifted tensors, and chosen where it belongs. Nothing of another size is made.
 
 >>> from shardplan.tracing import trace_program
 >>> def difference(x):
@@ -31,7 +32,10 @@ from shardplan.program import Constant, Operation, Program, Value
 Window = tuple[tuple[int, int], ...]
 """Per dimension, where a part of a tensor begins and ends."""
 
-_CHEAP = frozenset({"add", "add_any", "sub", "mul", "neg", "convert_element_type", "select_n", "copy", "copy_p"})
+_CHEAP = frozenset(
+    {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow"}
+    | {"convert_element_type", "select_n", "copy", "copy_p"}
+)
 _MOST_OPERATIONS = 64
 """How many operations one slice is pushed through, at most: what several slices read is computed for each of them."""
 
@@ -60,6 +64,7 @@ class _Shifting:
         self.operations: list[Operation] = []
         self._makers: dict[int, Operation] = {}
         self._same: dict[int, int] = {}
+        self._moves: dict[Any, int] = {}
         self._pushed = 0
         self._taken: Operation = program.operations[0]
         outputs = (*program.outputs, *(o for region in program.regions for o in region.outputs))
@@ -83,6 +88,8 @@ class _Shifting:
         elif operation.primitive.name == "concatenate":
             parts = [(o, _whole(self._shape(o))) for o in operation.operands]
             found = self._joined(parts, operation.params["dimension"])
+        elif operation.primitive.name in ("scatter", "scatter-add"):
+            found = self._inside_updated(operation)
         if found is None:
             self._add(operation)
         else:
@@ -162,9 +169,13 @@ class _Shifting:
         return self._moved(source, config, pad.operands[1])
 
     def _moved(self, value: int, config: list[tuple[int, int, int]], filling: int | Constant) -> int:
+        """A padded or shifted value, the same one for all that read the same rows: XLA would merge what is sent."""
         if not any(low or high for low, high, _ in config):
             return value
-        return self._emit(lambda x, v: jax.lax.pad(x, v, config), value, filling)
+        key = (value, tuple(config), str(filling), self._taken.region)
+        if key not in self._moves:
+            self._moves[key] = self._emit(lambda x, v: jax.lax.pad(x, v, config), value, filling)
+        return self._moves[key]
 
     def _part(self, concatenation: Operation, window: Window) -> int | None:
         """A window of a concatenation: of one part alone, or of several."""
@@ -246,6 +257,69 @@ class _Shifting:
                 return self._source(same, window)
         return value, window
 
+    # ---- updates of all but the edges
+
+    def _inside_updated(self, scatter: Operation) -> int | None:
+        """The result of an update of all but the edges (``x.at[1:-1].set(...)``), computed for the edges as well."""
+        data, indices, updates = scatter.operands
+        window, shape, numbers = self._shape(updates), self._shape(data), scatter.params["dimension_numbers"]
+        starts = self._constants(indices) if len(window) == len(shape) else None
+        if (
+            starts is None
+            or len(self._shape(indices)) != 1
+            or (scatter.primitive.name == "scatter" and scatter.params["update_jaxpr"] is not None)
+        ):
+            return None
+        at = [0] * len(shape)
+        for dim, start in zip(numbers.scatter_dims_to_operand_dims, starts, strict=True):
+            at[dim] = start
+        places = list(zip(at, window, shape, strict=True))
+        if window == shape or any(start < 0 or start + part > size or 2 * part <= size for start, part, size in places):
+            return None
+        gains: list[int] = []
+        whole = self._extended(updates, at, shape, gains)
+        if whole is None or not gains:
+            return None
+        bounds = [(dim, start, start + part) for dim, (start, part, size) in enumerate(places) if part < size]
+        adds = scatter.primitive.name == "scatter-add"
+        return self._emit(lambda x, y: _inside(bounds, x, y, adds), data, whole)
+
+    def _extended(self, value: int | Constant, at: list[int], shape: tuple[int, ...], gains: list[int]) -> int | None:
+        """A tensor of a larger shape with a value at a place, anything around it; ``gains`` are its shifted reads."""
+        maker = self._makers.get(value) if isinstance(value, int) else None
+        self._pushed += 1
+        if maker is None or maker.region != self._taken.region or self._pushed > _MOST_OPERATIONS:
+            return None
+        window, source = _window(maker, self.values), maker.operands[0] if maker.operands else None
+        zero = np.zeros((), self.values[maker.results[0]].dtype)
+        filling = Constant(zero, jax.ShapeDtypeStruct((), zero.dtype))
+        if window is not None and isinstance(source, int) and self._shape(source) == shape:
+            gains.append(source)
+            return self._moved(source, [(o - a, a - o, 0) for o, (a, _) in zip(at, window, strict=True)], filling)
+        if maker.primitive.name == "broadcast_in_dim" and self._shape(source or 0) == ():
+            return self._emit(lambda x: jax.lax.broadcast(x, shape), maker.operands[0])
+        if maker.primitive.name not in _CHEAP:
+            return None
+        own, parts = self._shape(maker.results[0]), []
+        for operand in maker.operands:
+            part = self._extended(operand, at, shape, gains) if self._shape(operand) == own else operand
+            if part is None or (part is operand and self._shape(operand)):
+                return None
+            parts.append(part)
+        bind = lambda *read: _jax.bind_again(maker.equation, maker.primitive, maker.params, read)[0]  # noqa: E731
+        return self._emit(bind, *parts)
+
+    def _constants(self, indices: int | Constant) -> list[int] | None:
+        """The elements of a vector that is put together of literals."""
+        if isinstance(indices, Constant):
+            return [int(indices.value)] if np.ndim(indices.value) == 0 else None
+        maker = self._makers.get(indices)
+        if maker is None or maker.primitive.name not in ("broadcast_in_dim", "concatenate"):
+            return None
+        found = [self._constants(operand) for operand in maker.operands]
+        flat = [place for places in found if places is not None for place in places]
+        return flat if None not in found and self._shape(indices) == (len(flat),) else None
+
 
 def _window(operation: Operation, values: Sequence[Value]) -> Window | None:
     """What a slice reads, or a pad that takes rows away alone; None for all else."""
@@ -279,3 +353,13 @@ def _before(after: int, dim: int, one: Any, other: Any) -> Any:
     """One tensor's rows up to `after`, then another one's."""
     rows = jax.lax.broadcasted_iota(jnp.int32, one.shape, dim)
     return jax.lax.select(rows < after, one, other)
+
+
+def _inside(bounds: Sequence[tuple[int, int, int]], old: Any, new: Any, adds: bool) -> Any:
+    """A tensor with new elements, or these added, between the bounds of some dimensions."""
+    inside: Any = None
+    for dim, start, limit in bounds:
+        rows = jax.lax.broadcasted_iota(jnp.int32, old.shape, dim)
+        here = (rows >= start) & (rows < limit)
+        inside = here if inside is None else inside & here
+    return jax.lax.select(inside, old + new if adds else new, old)
