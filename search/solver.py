@@ -323,6 +323,7 @@ class GraphSolver:
         solver = GraphSolver(small, math.inf, effort, 1e-4, Watch(small.tick, self.watch.seconds_left))
         solver.prices = self.prices
         try:
+            solver.reduce(dominance=solver._choices() < _FEW_CHOICES)
             solver.solve()
         except Infeasible:
             return
