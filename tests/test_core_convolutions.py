@@ -37,7 +37,10 @@ def gradients(module: nn.Module, shape: tuple[int, ...]):
     return step, weights, images
 
 
-@pytest.mark.parametrize("pin", [P(None, ("x", "y")), P(("x", "y"))], ids=["space", "batch"])
+PINS = [P(None, ("x", "y")), P(("x", "y")), pytest.param(P(None, "x", None, "y"), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("pin", PINS, ids=["space", "batch", "space and channels"])
 @pytest.mark.parametrize("name", [n if n[:2] == "tr" else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
 def test_gradients_are_those_of_the_unplanned_step(name: str, pin: P, tmp_path: Path):
     step, weights, images = gradients(STEPS[name], (8, 32, 16, 16))
