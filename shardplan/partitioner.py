@@ -14,7 +14,7 @@ the bytes against the rule's: 175 of 203 agreed, and the others are here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardplan.groups import RAGGED, splits_rows_or_groups
@@ -189,20 +189,41 @@ def runs_apart(operation: Operation, strategy: Strategy) -> bool:
     return not any(strategy.pending) and (operation.primitive.name == "fft" or any(strategy.operands[0] or ()))
 
 
-def channels_apart(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
-    """The mesh axes over which a convolution runs in a ``shard_map``, while XLA splits what is in it along the others.
+def axes_apart(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> tuple[int, ...]:
+    """Those of the mesh axes over which a convolution runs in a ``shard_map``, while XLA splits what is in it along the
+    others: the axes that split nothing, where its data and its kernel are split, and those of `channels_apart`.
 
-    They split the channels that it gives, where others split its data along its windows. Of data that are larger than
-    the kernel XLA 0.10.2 splits the windows instead, and adds up the parts of the devices that have the same channels
-    besides: the result is wrong by a factor.
+    What XLA 0.10.2 adds up of such ones (over space, or over batches of a depthwise kernel's gradient) it adds up over
+    all devices, also those that have the same: wrong by a factor.
     """
-    if operation.primitive.name != "conv_general_dilated" or _has_groups(operation):
+    if operation.primitive.name != "conv_general_dilated" or not all(any(layout or ()) for layout in strategy.operands):
         return ()
-    numbers, (data, kernel) = operation.params["dimension_numbers"], strategy.operands
-    (channels, _, *windows), (_, _, *space) = numbers.rhs_spec, numbers.lhs_spec
+    layouts = [layout for layout in (*strategy.operands, *strategy.results) if layout]
+    used = {axis for layout in layouts for group in layout for axis in group}.union(*strategy.pending)
+    channels = channels_apart(operation, strategy)
+    return tuple(axis for axis in axes if axis in channels or axis not in used)
+
+
+def channels_apart(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
+    """The mesh axes that split the channels which a convolution gives, where others split its data along its windows.
+
+    Of data that are larger than the kernel XLA 0.10.2 splits the windows instead, and adds up the parts of the devices
+    that have the same channels besides.
+    """
+    if not _splits_windows(operation, strategy) or _has_groups(operation):
+        return ()
+    kernel = strategy.operands[1]
+    return kernel[operation.params["dimension_numbers"].rhs_spec[0]] if kernel else ()
+
+
+def _splits_windows(operation: Operation, strategy: Strategy) -> bool:
+    """Whether an operation is a convolution whose data are split along dimensions that its windows move over."""
+    if operation.primitive.name != "conv_general_dilated" or not strategy.operands[0]:
+        return False
+    numbers, data = operation.params["dimension_numbers"], strategy.operands[0]
     sizes = operation.equation.invars[1].aval.shape  # type: ignore[attr-defined]
-    moved = [dim for dim, window in zip(space, windows, strict=True) if sizes[window] > 1]
-    return kernel[channels] if data and kernel and any(data[dim] for dim in moved) else ()
+    moved = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
+    return any(data[dim] and sizes[window] > 1 for dim, window in moved)
 
 
 def params_of_block(operation: Operation, strategy: Strategy, blocks: Callable[[Any], int]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import filled, fills, starting_inside, unfilled_params
-from shardplan.partitioner import channels_apart, params_of_block, runs_apart
+from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.schedule import REDUCTIONS, Schedule
@@ -186,8 +186,8 @@ class Replay:
             results = self._run_apart(operation, strategy, operands)
         elif splits_places(operation, strategy):
             results = self._update_place(operation, strategy, operands)
-        elif apart := channels_apart(operation, strategy):
-            results = self._run_channels(operation, strategy, operands, apart)
+        elif apart := axes_apart(operation, strategy, self._schedule.space.mesh.splitting):
+            results = self._run_over_axes(operation, strategy, operands, apart)
         elif filling:
             params = unfilled_params(operation)
             results = _jax.bind_again(operation.equation, operation.primitive, params, operands)
@@ -256,7 +256,7 @@ class Replay:
         update = update_block(operation, strategy, self._schedule.space.mesh, bind)
         return self._on_all_blocks(lambda *local: (update(*local),), operation, strategy, operands)
 
-    def _run_channels(
+    def _run_over_axes(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], axes: tuple[int, ...]
     ) -> tuple[Any, ...]:
         """Runs a convolution on its blocks over some mesh axes; over all others XLA splits it."""

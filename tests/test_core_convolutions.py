@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.target import gpu_mesh
+from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 from tests.models_devices import SLOW_DEVICES
 
 STEPS = {
@@ -75,6 +76,19 @@ def test_space_and_channels_split_at_once(sizes: tuple[int, ...]):
     pins = {"0": P(None, space), "1": P(None, None, None, channels)}
     found = shardplan.auto(constrained, mesh, pins=pins)(images, kernel)
     np.testing.assert_allclose(found, convolve(images, kernel), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["depthwise", "convolution"])
+def test_gradients_in_layouts_that_nobody_would_choose(name: str, sizes: tuple[int, ...], seed: int):
+    """Where an axis splits nothing of a convolution, XLA alone adds up what its devices have in common."""
+    step, weights, images = gradients(STEPS[name], (4, 16, 8, 16))
+    arrays = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(seed), leaf.shape), (weights, images))
+    mesh = mesh_of(sizes)
+    plan = scrambled(shardplan.plan(step, mesh, *arrays), seed)
+    assert_equal_trees(run(plan, mesh, *arrays), jax.jit(step)(*arrays))
 
 
 def test_a_search_whose_merging_decides_all_is_proven():
