@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.pricing import Pricing
 from shardplan.search.solution import relative_gap
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 __all__ = ["Branching"]
 

@@ -32,13 +32,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import Start, folded_start
 from shardplan.search.graph import Best, Follow, Graph, Infeasible, Keep
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.repetition import fold
 from shardplan.search.run import Stop
 from shardplan.search.solution import relative_gap
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 __all__ = ["coarse", "coarse_start"]
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from shardplan.search.closing import close
+from shardplan.search.effort import Watch
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.solver import GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 __all__ = ["Crossing"]
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from shardplan.search.branching import Branching
 from shardplan.search.crossing import Crossing
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
@@ -18,7 +19,7 @@ from shardplan.search.relaxation import Relaxation
 from shardplan.search.restricting import begin, lifted, restricted
 from shardplan.search.run import Run
 from shardplan.search.solution import relative_gap
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 _BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
 _BRANCHABLE = 10_000

@@ -14,11 +14,12 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Messages
 from shardplan.search.repetition import Folded, fold
 from shardplan.search.run import Stop
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 __all__ = ["Start", "folded_start"]
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 __all__ = ["LocalSearch"]
 

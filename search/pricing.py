@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
 from shardplan.search.closing import close
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.memory import Profile
 from shardplan.search.priced import PricedGraph, left_by
 from shardplan.search.reductions import shrink
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 __all__ = ["Plane", "Pricing", "highest_between"]
 

@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.coarsening import coarse_start
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible, Keep
 from shardplan.search.network import Network
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 __all__ = ["Answer", "begin", "lifted", "restricted"]
 

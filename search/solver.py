@@ -8,13 +8,13 @@ dynamic programming, or CP-SAT where usage binds, settles it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.closing import close
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.merging import merge_neighbours
@@ -22,7 +22,7 @@ from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.solution import relative_gap
 
-__all__ = ["Effort", "GraphSolver", "Watch"]
+__all__ = ["GraphSolver"]
 
 Index = NDArray[np.intp]
 _SWEEPS = 20
@@ -36,40 +36,6 @@ _ROOM, _LEAST_ROOM = 0.5, 200_000
 _SECONDS_PER_ENTRY = 2e-5
 _LAST_DIVE = 0.1
 """Of the work of sweeps, what a dive may take at least, and after sweeps that were cut off."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How much is tried; counts of work, not of seconds, so that results repeat.
-
-    sweeps: of messages, at most. seconds: that they may take, by estimate from the sizes of tables.
-    promising: choices per variable that are tried together. table, entries: of dynamic programming, in one table and
-    in all. closing: CP-SAT's deterministic time; closable: table entries up to which it is tried.
-    dives: whether to try the choices near the relaxation's best alone.
-    merging: table entries up to which neighbours are merged where messages stall.
-    """
-
-    sweeps: int = 3000
-    seconds: float = 60.0
-    promising: int = 4
-    table: float = 2e5
-    entries: float = 3e7
-    closing: float = 30.0
-    closable: int = 60_000
-    dives: bool = True
-    merging: int = 4_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """Whom a solver answers to.
-
-    report: called after each step that may have changed a bound; it may raise, to end the search.
-    seconds_left: until the search has to end.
-    """
-
-    report: Callable[[], None]
-    seconds_left: Callable[[], float]
 
 
 class GraphSolver:

@@ -286,7 +286,6 @@ def stored_dtype(dtype: Any) -> Any:
 
 
 @functools.cache
-@functools.lru_cache
 def item_bytes(dtype: Any) -> int:
     """Bytes of one element; for PRNG keys, of the whole key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):

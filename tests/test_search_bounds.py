@@ -8,12 +8,13 @@ import pytest
 from shardplan.search import Network, solve, testing
 from shardplan.search.branching import Branching
 from shardplan.search.crossing import Crossing
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.merging import merge_neighbours
 from shardplan.search.programs import gpt
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 
 def graphs(memory: bool, count: int) -> list[tuple[Network, Graph, float]]:

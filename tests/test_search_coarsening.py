@@ -8,9 +8,10 @@ import pytest
 
 from shardplan.search import Network, coarsening, solve, testing
 from shardplan.search.coarsening import coarse, coarse_start
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 
 def renamed_axes(count: int) -> Network:

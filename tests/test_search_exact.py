@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from shardplan.search import Network, Solution, solve, testing
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 KINDS = ("chain", "tree", "grid", "dense", "memory")
 

@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shardplan.search import Network, solve, testing
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.extrapolation import Extrapolation
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph
@@ -19,7 +20,7 @@ from shardplan.search.programs import gpt
 from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.repetition import fold
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 WIDTH, CHOICES = 4, 3
 Table = NDArray[np.float64]

@@ -86,9 +86,9 @@ def test_memory_limit_binds_and_is_kept() -> None:
 
 
 def test_local_search_improves_and_keeps_the_limit() -> None:
+    from shardplan.search.effort import Watch
     from shardplan.search.graph import Graph
     from shardplan.search.neighbourhoods import LocalSearch
-    from shardplan.search.solver import Watch
 
     rng = np.random.default_rng(3)
     net = testing.random_memory_bound(rng, 60, 0.6)

@@ -7,9 +7,10 @@ import pytest
 
 from shardplan.search import Hint, Network, PairUsage, extended, solve, testing, with_pairs
 from shardplan.search.branching import Branching
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.pricing import Plane, Pricing, highest_between
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 
 
 def usage_over_time(net: Network, pairs: list[PairUsage], choices: tuple[int, ...]) -> np.ndarray:

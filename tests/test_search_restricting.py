@@ -13,11 +13,12 @@ import shardplan
 from shardplan.options import Options
 from shardplan.planning import build_problem
 from shardplan.search import Network, Solution, solve, testing
+from shardplan.search.effort import Effort, Watch
 from shardplan.search.exact import take_answers
 from shardplan.search.graph import Graph
 from shardplan.search.restricting import lifted, restricted
 from shardplan.search.run import Run
-from shardplan.search.solver import Effort, GraphSolver, Watch
+from shardplan.search.solver import GraphSolver
 from shardplan.tracing import trace_program
 
 MESHES = AbstractMesh((2, 2, 2), ("a", "b", "c")), AbstractMesh((2, 4), ("a", "b"))
