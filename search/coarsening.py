@@ -65,6 +65,9 @@ _CLOSER = 0.3
 _SHARE_OF_GAP = 0.5
 """The gap asked of the small graph, as a share of that of the whole one: its bound may then do for the whole one."""
 
+_SHARE_OF_LAYERS = 0.2
+"""Of the work of sweeps, what repeated layers may take: without a sweep of the whole small graph there is no bound."""
+
 _SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
 
@@ -94,7 +97,7 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     solver.prunes, solver.patience = False, 1
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
-        start = folded_start(small, effort, _CLOSER * gap, quiet)
+        start = folded_start(small, replace(effort, seconds=_SHARE_OF_LAYERS * effort.seconds), _CLOSER * gap, quiet)
         if start is not None:
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
