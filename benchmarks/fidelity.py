@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.documents import Document, progress
 from benchmarks.measuring import MESHES, PLAIN, PLAN, Compiled, Job, Planned, measured
@@ -9,6 +10,8 @@ from benchmarks.recipes import baselines_of
 from shardplan.models import NAMES
 from shardplan.tables import megabytes
 
+AT_ONCE = 2
+"""Rows that are measured at the same time: work is compared, in seconds of all cores."""
 INTRODUCTION = (
     "Predicted beside compiled bytes sent per device and step, those compiled bytes that no planned collective "
     "explains, peak memory, the gap to the lower bound, and seconds: to plan (tracing included), and to lower and "
@@ -66,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     document = Document("fidelity", "Fidelity", INTRODUCTION, "fidelity", writes=not (options.only or options.mesh))
     table = document.table(HEADER)
     jobs = [(model, mesh) for model in options.only or NAMES for mesh in options.mesh or MESHES]
-    with progress() as shown:
-        for model, mesh in shown.track(jobs, description="fidelity"):
-            table.add(row(model, mesh))
+    with progress() as shown, ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        for cells in shown.track(pool.map(lambda job: row(*job), jobs), len(jobs), description="fidelity"):
+            table.add(cells)
     document.print()
 
 
