@@ -8,7 +8,7 @@ value read what it is computed from instead, so these live longer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout
-from shardplan.memory.accumulation import added_in_place
 from shardplan.memory.convolutions import (
     POOLING_GRADIENT,
     neighbour_bytes,
@@ -25,14 +24,8 @@ from shardplan.memory.convolutions import (
     spread_copies,
 )
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
-from shardplan.memory.products import (
-    PRODUCT,
-    ProductOperand,
-    is_multiplied,
-    leaving_products,
-    merged_products,
-    product_operands,
-)
+from shardplan.memory.merging import merged_lifetimes
+from shardplan.memory.products import ProductOperand, is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element
@@ -43,6 +36,8 @@ from shardplan.memory.zeros import filled_before, fillings_of
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
+
+_Readers = Mapping[int, Sequence[Operation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +92,7 @@ class Lifetimes:
                 last_read[operand] = max(last_read.get(operand, 0), until)
                 if operation.index not in self.updating:
                     last_copy[operand] = max(last_copy.get(operand, 0), until)
-        for link in (link for links in problem.links.values() for link in links.enter if link.stacked):
-            if link.target in readers:  # one slice of a stack; other operands are the outer ones, or a carry's result
-                first, sliced = self.place[readers[link.target][0].index], same.get(link.target, link.target)
-                before = self.held.get(sliced, Lifetime(first, 0))
-                last_read[sliced] = max(last_read[link.target], before.end)
-                self.held[sliced] = Lifetime(min(first, before.start), last_read[sliced])
+        self._hold_slices(readers, same, last_read)
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
         spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
@@ -117,6 +107,15 @@ class Lifetimes:
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
         self.fillings = fillings_of(problem, self.order)
+
+    def _hold_slices(self, readers: _Readers, same: Mapping[int, int], last_read: dict[int, int]) -> None:
+        """Slices of stacks are held from their first reader on; other operands of bodies are outer ones, or carries."""
+        for link in (link for links in self._problem.links.values() for link in links.enter if link.stacked):
+            if link.target in readers:
+                first, sliced = self.place[readers[link.target][0].index], same.get(link.target, link.target)
+                before = self.held.get(sliced, Lifetime(first, 0))
+                last_read[sliced] = max(last_read[link.target], before.end)
+                self.held[sliced] = Lifetime(min(first, before.start), last_read[sliced])
 
     def _copies(self) -> dict[ProductOperand, tuple[int, int, int]]:
         """Copies of products' operands: the position in the first reader, and the first and last places reading it."""
@@ -327,46 +326,6 @@ def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
         if isinstance(operand, int) and layout is not None:
             size = copy.padding * bytes_in(schedule, operand, layout)
             yield Held(copy.value, layout, size, Lifetime(first, last))
-
-
-def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
-    """The results of products that XLA merges: one buffer, which lives until nothing reads any of them. Those of
-    products that it adds up in place live no longer than their operation, in another one's memory."""
-    sizes = {}
-    for operation in lifetimes.order:
-        strategy = schedule.assignment.strategies.get(operation.index)
-        place = lifetimes.place[operation.index]
-        if place in lifetimes.in_libraries and strategy is not None and operation.results[0] in lifetimes.held:
-            pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
-            sizes[operation.index] = sum(
-                bytes_in(schedule, value, layout)
-                for value, layout in pairs
-                if isinstance(value, int) and layout is not None
-            )
-    found: dict[int, Lifetime] = {}
-    leaving = leaving_products(schedule.program)
-    for group in merged_products(schedule.program, lifetimes.order, sizes):
-        results = [schedule.program.operations[index].results[0] for index in group]
-        spans = [lifetimes.held[result] for result in results]
-        last = lifetimes.end if leaving.intersection(results) else max(span.end for span in spans)
-        whole = Lifetime(min(span.start for span in spans), last)
-        found |= dict.fromkeys(results, whole)
-    own = lifetimes.held.keys() - found.keys() - {*schedule.program.inputs, *schedule.program.captured}
-    for result in added_in_place(schedule.program, lifetimes.order, own, lambda o: _stays(schedule, o)):
-        start = lifetimes.held[result].start
-        found[result] = Lifetime(start, start - 1)
-    return found
-
-
-def _stays(schedule: Schedule, operation: Operation) -> bool:
-    """Whether an operation leaves its result in the layout that it is stored in, and, where it is no product, reads
-    its operands so."""
-    strategy, values = schedule.assignment.strategies.get(operation.index), schedule.assignment.values
-    if strategy is None:
-        return False
-    operands = zip(operation.operands, strategy.operands, strict=True)
-    as_stored = all(layout == values[o] for o, layout in operands if isinstance(o, int) and o in values)
-    return (as_stored or operation.primitive.name == PRODUCT) and not schedule.result_steps(operation, 0)
 
 
 def _brought_for(

@@ -30,11 +30,8 @@ from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
-from shardplan.memory.liveness import (
-    Lifetime,
-    Lifetimes,
-    merged_lifetimes,
-)
+from shardplan.memory.liveness import Lifetime, Lifetimes
+from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.sizes import layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem

@@ -1,0 +1,114 @@
+"""Predicted peaks of loops and branches: carries updated in place, stacks, what is held while they run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.repeated import repeated_results
+from shardplan.tracing import trace_program
+
+MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _square(size):
+    return jax.ShapeDtypeStruct((size, size), jnp.float32)
+
+
+def _peak_of(step, *arguments):
+    """The predicted peak on one device, and the bytes of the first argument."""
+    plan = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), *arguments)
+    return plan.peak_bytes, plan.program.values[plan.program.inputs[0]].total_bytes
+
+
+def test_a_copy_for_a_loop_is_held_while_the_loop_runs():
+    n, mesh = 512, MESH
+    rows = jax.ShapeDtypeStruct((8, 64 * n, n), jnp.float32)
+
+    def step(w, xs):
+        def body(total, x):
+            return total + jnp.sum(jnp.tanh(x @ w) @ w), None
+
+        return jax.lax.scan(body, 0.0, xs)[0]
+
+    pins = {"0": jax.P("x", None), "1": jax.P(None, "x", None)}
+    plan = shardplan.plan(step, mesh, _square(n), rows, pins=pins)
+    assert [c.times for c in plan.collectives if c.kind == "all-gather"] == [1]
+    size = 4 * n * n
+    block = 64 * size // 8
+    # w, its whole copy, the rows; a product with its operand
+    assert plan.peak_bytes == pytest.approx(size / 8 + size + 8 * block + 2 * block + WORKSPACE_BYTES, rel=0.01)
+
+
+def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
+    def step(cache, rows):
+        def body(place, cache):
+            return jax.lax.dynamic_update_slice(cache, rows * cache[:1, :1], (place, 0))
+
+        return jax.lax.fori_loop(0, 8, body, cache)
+
+    peak, cache = _peak_of(step, _square(512), jax.ShapeDtypeStruct((1, 512), jnp.float32))
+    assert 2 * cache <= peak < 2.1 * cache  # the argument, which stays, and the result
+
+
+def test_a_loop_that_reads_neighbours_of_its_carry_writes_the_new_one_elsewhere():
+    def step(around, x):
+        return jax.lax.fori_loop(0, 8, lambda _, carry: 0.5 * carry + (jnp.roll(carry, 1) if around else carry), x)
+
+    for around, times in ((False, 2), (True, 3)):
+        peak, x = _peak_of(functools.partial(step, around), _square(512))
+        assert times * x <= peak < (times + 0.1) * x  # the argument, which stays, the carry, and the next one
+
+
+def test_a_branch_brings_no_value_that_it_does_not_read():
+    def step(which, x):
+        return jax.lax.cond(which, lambda x: x @ x, lambda x: jnp.ones_like(x), x)
+
+    plan = shardplan.plan(step, 1, jax.ShapeDtypeStruct((), jnp.bool_), _square(64))
+    lifetimes = Lifetimes(plan.schedule.problem, range(len(plan.program.operations)))
+    [branches] = [operation for operation in lifetimes.order if operation.bodies]
+    assert [source for _, source in lifetimes.kept_around(branches)] == [plan.program.inputs[1]]
+
+
+def test_what_a_loop_multiplies_lies_beside_its_carry_and_what_it_starts_from_becomes_the_carry():
+    def step(x):
+        return jnp.sum(
+            jax.lax.while_loop(lambda c: c[1] < 8, lambda c: (c[0] @ c[0], c[1] + 1), (x @ x, np.int32(0)))[0]
+        )
+
+    peak, x = _peak_of(step, _square(2048))
+    assert 3 * x <= peak < 3.1 * x + WORKSPACE_BYTES  # the argument, a carry, and the next one
+
+
+def test_the_results_of_all_branches_lie_in_one_memory():
+    def step(x, which):
+        return jax.lax.switch(which, [lambda x: x @ x, lambda x: x @ (x + 1), lambda x: (2 * x) @ x], x).sum()
+
+    peak, x = _peak_of(step, _square(2048), jax.ShapeDtypeStruct((), jnp.int32))
+    assert 3 * x <= peak < 3.1 * x + WORKSPACE_BYTES  # the argument, an operand made for a product, the result
+
+
+def test_what_a_loop_stacks_twice_is_stacked_and_read_once():
+    def step(x):
+        stacks = jax.lax.scan(lambda carry, _: (jnp.sin(carry), (jnp.cos(carry), jnp.cos(carry))), x, length=4)[1]
+        return jax.lax.scan(lambda carry, slices: (carry + slices[0] * slices[1], None), x, stacks)[0]
+
+    program = trace_program(step, (_square(8),), {})
+    first, second = (operation for operation in program.operations if operation.bodies)
+    same = repeated_results(program, program.operations)
+    assert same[first.results[2]] == first.results[1]
+    _, one, other = program.regions[second.bodies[0]].inputs
+    assert same[other] == one
+
+
+def test_what_a_loop_reads_is_stored_where_the_program_makes_it_from_nothing():
+    def step(x):
+        table = jax.lax.broadcasted_iota(jnp.float32, (512, 512), 0)
+        return jax.lax.scan(lambda carry, _: (jnp.tanh(carry + table), None), x, length=4)[0]
+
+    peak, x = _peak_of(step, _square(512))
+    assert peak == 3 * x  # the argument, the carry that becomes the result, the table
