@@ -50,8 +50,8 @@ _SWEEPS_WHERE_LOW = 40
 _FIRST_SHARE = 0.15
 """What the excess that is known costs at the first prices, as a share of all the rest."""
 _MOST_TIMES = 24
-_SHARE_OF_GAP, _SHARE_OF_OPEN = 0.2, 0.2
-"""How much the planes may leave above the bound: of the gap that is asked for, and of what no prices close."""
+_SHARE_OF_GAP = 0.2
+"""How much the planes may leave above the bound, of the gap that is asked for."""
 _INWARDS = 0.3
 """Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
 _WORTH_BETWEEN, _POINTS_BETWEEN = 0.5, 65
@@ -149,7 +149,7 @@ class Pricing:
                 if self.solver.closed:
                     break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
-            if self._turned and ceiling - self.bound <= self._negligible(ceiling):
+            if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
                 break
             if np.count_nonzero(prices) > 1 and self._turned:
                 prices = prices + _INWARDS * (self.best - prices)
@@ -160,11 +160,6 @@ class Pricing:
             if np.allclose(prices, last, rtol=1e-6, atol=0.0):
                 break  # a plane that was not found exactly is in the way
         self.solver.prices = self._by_time()
-
-    def _negligible(self, ceiling: float) -> float:
-        """By how much a bound may stay below what the planes leave: a share of the gap, or of what no prices close."""
-        closes = self.solver.gap * abs(self.bound)
-        return max(_SHARE_OF_GAP * closes, min(closes, _SHARE_OF_OPEN * (self.solver.upper - closes - ceiling)))
 
     def _first(self) -> Array:
         """The prices to begin with: those that are known, or such that a known excess costs a share of the rest."""
