@@ -42,9 +42,6 @@ _SWEEPS_WHERE_LOOSE = 300
 _LOOSE = 0.3
 """Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, which
 stall, so that neighbours are merged: messages alone are not tight where mesh axes are alike."""
-_WORTHWHILE = 0.15
-"""The share of what is open that 20 sweeps have to close, once some prices were high enough: neighbours are merged
-sooner then."""
 _SWEEPS_WHERE_LOW = 40
 """After these, prices are left that cannot raise the bound: an assignment that is nearly the best there is found."""
 _FIRST_SHARE = 0.15
@@ -197,8 +194,6 @@ class Pricing:
 
         effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else _EFFORT
         inner = GraphSolver(priced, math.inf, effort, precision, Watch(report, self.solver.watch.seconds_left))
-        if self._turned:
-            inner.patience, inner.worthwhile = 1, _WORTHWHILE
         inner.reduce(dominance=False)  # what others beat at these prices is found by messages sooner
         start = folded_start(priced, _EFFORT, precision, inner.watch)
         if start is not None:
@@ -215,7 +210,6 @@ class Pricing:
         if not inner.messages and priced.live() and solver.upper < math.inf:
             self._narrow(inner)
         narrowed = len(priced.undo)
-        inner.merge_where_stalled()
         inner.solve()
         self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
         solver.sweeps += inner.sweeps

@@ -55,8 +55,6 @@ class GraphSolver:
         """Whether `sweep_until_prunable` ends where much can be pruned."""
         self.patience = 3
         """After so many turns that hardly raise the bound, messages count as stalled."""
-        self.worthwhile = 0.05
-        """The share of the gap that these turns have to close."""
         self.stalled = False
         """Whether the messages have stopped to help."""
         self.estimate = 0.0
@@ -118,11 +116,6 @@ class GraphSolver:
         entries = self.effort.entries
         if not self.closed and not self._settled_by_elimination(40 * entries, entries):
             self._close()
-
-    def merge_where_stalled(self) -> None:
-        """Merges neighbours where messages have stopped to help."""
-        if self.stalled and not self.closed and self._may_merge():
-            self._merge()
 
     def _may_merge(self) -> bool:
         # Where usage binds, what stays open is mostly the price of it, which no merging closes.
@@ -221,7 +214,7 @@ class GraphSolver:
         return relaxation
 
     def _hardly_risen(self, bounds: list[float]) -> bool:
-        return bounds[-1] - bounds[-1 - self.patience] < self.worthwhile * (self.upper - self.lower)
+        return bounds[-1] - bounds[-1 - self.patience] < 0.05 * (self.upper - self.lower)
 
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
         """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may
