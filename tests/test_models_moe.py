@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import shardplan
-from shardplan.audit import measure
+from shardplan.audit import Audit, measure
 from shardplan.models import moe
 from shardplan.models.logical import logical_axes
 from shardplan.target import gpu_mesh
@@ -171,13 +172,32 @@ def bytes_by_hand(config: moe.Config, mesh: str) -> int:
         return measure(step.lower(training.state, training.batch)).communication_bytes
 
 
+@functools.cache
+def audited(routing: Literal["capacity", "ragged"], mesh: str) -> Audit:
+    config = replace(WIDE, routing=routing, compute_dtype=jnp.bfloat16)
+    return shardplan.audit(planned(config, mesh), target="h100")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("routing", ["capacity", "ragged"])
 def test_what_is_compiled_is_what_was_planned_and_less_than_by_hand(routing: Literal["capacity", "ragged"], mesh: str):
-    config = replace(WIDE, routing=routing, compute_dtype=jnp.bfloat16)
-    audit = shardplan.audit(planned(config, mesh), target="h100")
+    audit = audited(routing, mesh)
     assert audit.ok(tolerance=0.02)
+    config = replace(WIDE, routing=routing, compute_dtype=jnp.bfloat16)
     assert audit.compiled.communication_bytes < bytes_by_hand(config, mesh)
+
+
+_EARLIER = "XLA runs the gradients of the groups' matrices before masked copies pile up, 16 to 20 % lower"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "routing", ["capacity", pytest.param("ragged", marks=pytest.mark.xfail(strict=True, reason=_EARLIER))]
+)
+def test_the_compiled_peak_is_near_the_planned_one(routing: Literal["capacity", "ragged"], mesh: str):
+    audit = audited(routing, mesh)
     assert audit.predicted_peak_bytes == pytest.approx(audit.compiled.memory.peak, rel=0.15)
