@@ -45,7 +45,7 @@ FACTORS = {"a": 2, "b": 2, "c": 2}
 """Tofu cuts recursively over the factors of the number of devices."""
 ONE_AXIS = {"a": 8}
 SEARCH_SECONDS = 60.0
-"""Of the clock, for every search. What does not close ends before, by the work that it counts."""
+"""Of the clock, for every search. Most that do not close end before, by the work that they count."""
 AT_ONCE = 2
 """Models that are measured at the same time, each on a core of its own."""
 COMPILED = {"rnn-6-4k": {"layers": 2}, "wresnet-50-4": {}}
@@ -258,7 +258,7 @@ NOTES = {
     "Figure 11: MB sent": (
         "The rivals cut over the mesh (2, 2, 2), whose axes are the factors that Tofu recurs over; `exact` over one "
         f"axis of 8, which are some of the same layouts. No search gets more than {SEARCH_SECONDS:.0f} s by the clock: "
-        "what does not close ends before, by the work that it counts."
+        "most that do not close end before, by the work that they count; the others have seconds near the limit."
     ),
     "Figure 11: seconds to search": (
         "Seconds of the processor, of a search alone: the network of costs is in hand when they begin, and they end "

@@ -29,8 +29,6 @@ _WORTH_IMPROVING = 0.01
 _PRUNABLE = 0.02
 _FAR = 0.02
 """The gap of a start from which on restricted networks are looked at before the whole is searched."""
-_LATE = 0.5
-"""The share of the time that is left when they are looked at without a bound: the clock ends the search otherwise."""
 _ANSWERING = 0.07
 """The share of the sweeps' work that each of them may take."""
 _PATIENCE = 0.12
@@ -126,8 +124,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 def _search(run: Run, solver: GraphSolver, bound: float) -> None:
     """Messages on the whole graph, with answers of the restricted networks: where the start is far from its bound, or
     where it turns out that the messages do not close the gap."""
-    known = bound > -math.inf or run.seconds_left() < _LATE * run.time_limit
-    answered = solver.upper < math.inf and known and relative_gap(solver.upper, bound) > _FAR
+    answered = solver.upper < math.inf and bound > -math.inf and relative_gap(solver.upper, bound) > _FAR
     if answered:
         take_answers(run, solver)
     with run.stage("search"):

@@ -37,8 +37,8 @@ METHODS: dict[str, Method] = {}
 
 _COUNTED = 0.35
 """The share of the time limit that work, by estimate, may take where no usage is limited. What is not counted
-(reducing, pruning, what is built for messages) takes about half as long besides. So it is counted work that ends a
-search, also on a machine of half the speed, and not the clock."""
+(reducing, pruning, what is built for messages) takes about half as long besides. So it is counted work that ends
+most searches, also on a machine of half the speed, and not the clock."""
 
 
 def register(name: str, method: Method) -> None:

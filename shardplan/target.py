@@ -127,9 +127,8 @@ def compile_for(lowered: jax.stages.Lowered, kernels: str | None = None) -> tupl
     """
     started = time.perf_counter()
     options: dict[str, bool | str] = {**COMPILER_OPTIONS}
-    if not getattr(
-        jax.config, "jax_compilation_cache_dir", None
-    ):  # where JAX keeps whole programs, it knows them by their options
+    # where JAX keeps whole programs, it knows them by their options
+    if not getattr(jax.config, "jax_compilation_cache_dir", None):
         options["xla_gpu_kernel_cache_file"] = kernels or _kernels_of(os.getpid())
     compiled = lowered.compile(compiler_options=options)
     return compiled, time.perf_counter() - started
