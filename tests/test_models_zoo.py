@@ -53,15 +53,15 @@ def test_planned_equals_unplanned(name: str, mesh_name: str, tmp_path: Path):
     assert np.linalg.norm(difference) <= 1e-3 * np.linalg.norm(size)
 
 
+@pytest.mark.parametrize("config", ["SMALL", pytest.param("BENCHMARK", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
-def test_configurations_are_there(name: str):
+def test_configurations_are_there(name: str, config: str):
     module = load(name)
     assert module.CONFIGS
-    for config in (module.SMALL, module.BENCHMARK):
-        training = module.training(config)
-        state, loss = jax.eval_shape(training.train_step, training.state, training.batch)
-        assert loss.shape == ()
-        assert jax.tree.map(lambda leaf: leaf.shape, state) == jax.tree.map(lambda leaf: leaf.shape, training.state)
+    training = module.training(getattr(module, config))
+    state, loss = jax.eval_shape(training.train_step, training.state, training.batch)
+    assert loss.shape == ()
+    assert jax.tree.map(lambda leaf: leaf.shape, state) == jax.tree.map(lambda leaf: leaf.shape, training.state)
 
 
 def test_names_leave_no_trace_and_constrain_where_asked():

@@ -31,6 +31,7 @@ def test_ruff(arguments: tuple[str, ...]):
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_linked_folders(copy: Path):
     result = run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", ".", cwd=copy)
     assert result.returncode == 0, result.stderr

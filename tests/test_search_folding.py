@@ -102,7 +102,7 @@ def test_the_optimum_is_that_of_all_layers(seed: int) -> None:
 
 def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
     tight = folded = 0
-    for seed in range(20):
+    for seed in range(10):
         net, layers = stacked((Layers(seed), 30))
         graph = Graph.of(net)
         best = optimum(net, layers)
@@ -122,7 +122,7 @@ def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
         plain = Relaxation(graph)
         plain.improve(math.inf)
         tight += best - relaxation.bound < 0.5 * (best - plain.bound)
-    assert folded >= 15
+    assert folded >= 7
     assert tight >= 0.6 * folded
 
 
@@ -172,7 +172,7 @@ def test_layers_fold_where_usage_has_a_price() -> None:
     shrink(priced, dominance=False)
     folded = fold(priced)
     assert folded is not None and len(folded.graph.live()) < 0.4 * len(priced.live())
-    solution = solve(net, gap=0.0, time_limit=30)
+    solution = solve(net, gap=0.01, time_limit=30)
     assert net.peak(solution.choices)[0] <= 130.0 and solution.lower_bound <= solution.cost
 
 
@@ -207,7 +207,7 @@ def test_what_prices_leave_out_is_in_nothing_better(seed: int) -> None:
 
 def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, sweeps = [], []
-    for layers in (14, 28):
+    for layers in (12, 24):
         net = gpt(layers, batch=8, length=128, width=256, vocabulary=1024).network((2, 2))
         graph = Graph.of(net)
         shrink(graph)
