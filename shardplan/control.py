@@ -25,13 +25,15 @@ _SCOPE = "shardplan_trips_"
 class Link:
     """One value becomes another one, brought to its layout, ``times`` per step.
 
-    ``stacked`` is "source" or "target" where that one has a leading dimension which the other one lacks.
+    ``stacked`` is "source" or "target" where that one has a leading dimension which the other one lacks. ``begins``
+    tells that it gives a loop's carry its first value.
     """
 
     source: int | Constant
     target: int
     times: int
     stacked: str | None = None
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,13 @@ def _scan_links(operation: Operation, body: Region, outside: int) -> Links:
     constants, carries = operation.params["num_consts"], operation.params["num_carry"]
     stacked_from = constants + carries
     enter = [
-        Link(operand, target, outside, "source" if position >= stacked_from else None)
+        Link(
+            operand,
+            target,
+            outside,
+            "source" if position >= stacked_from else None,
+            begins=constants <= position < stacked_from,
+        )
         for position, (operand, target) in enumerate(zip(operation.operands, body.inputs, strict=True))
     ]
     carried = body.inputs[constants:stacked_from]
@@ -100,7 +108,10 @@ def _while_links(operation: Operation, condition: Region, body: Region, outside:
     operands = operation.operands
     carried = body.inputs[in_body:]
     targets = (*condition.inputs[:in_condition], *body.inputs[:in_body], *carried)
-    enter = [Link(operand, target, outside) for operand, target in zip(operands, targets, strict=True)]
+    enter = [
+        Link(operand, target, outside, begins=position >= in_condition + in_body)
+        for position, (operand, target) in enumerate(zip(operands, targets, strict=True))
+    ]
     inside = [Link(output, target, body.times) for output, target in zip(body.outputs, carried, strict=True)]
     same = dict(zip(operation.results, carried, strict=True))
     same |= dict(zip(condition.inputs[in_condition:], carried, strict=True))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
+from shardplan.beginnings import carries_of_sums
 from shardplan.control import Links
 from shardplan.program import Constant, Operation, Program
 from shardplan.reads import SLICES
@@ -43,16 +44,16 @@ class DeferredSums:
         self._links = tuple(link for around in links.values() for link in (*around.enter, *around.inside))
         self._becomes = self._stacked()
         self._came = {target: source for source, targets in self._becomes.items() for target in targets}
-        carries = self._carries(links)
-        able = self._able(set(carries))
+        same = {value: other for found in links.values() for value, other in found.same.items()}
+        carries = carries_of_sums(program, choices, links, self.is_zero)
         while True:  # a carry is able only if what comes round is
+            left = {value for value, other in same.items() if other in carries} | carries.keys()
+            able = self._able(left)
             broken = {entering for entering, coming in carries.items() if entering in able and coming not in able}
             if not broken:
                 break
             carries = {entering: coming for entering, coming in carries.items() if entering not in broken}
-            able = self._able(set(carries))
-        same = {value: other for found in links.values() for value, other in found.same.items()}
-        useful = self._useful(able, carries) | self._shrinking(self._able(set(carries), through=True))
+        useful = self._useful(able, carries) | self._shrinking(self._able(left, through=True))
         useful |= {value for value, other in same.items() if other in useful and other in carries}
         self.values = frozenset(self._with_other_parts(useful))
         self.operands = {
@@ -61,18 +62,6 @@ class DeferredSums:
             if (sets := tuple(self._all_linear(operation, self.values))) and operation.results[0] in self.values
         }
         self.rounded = self._rounded()
-
-    def _carries(self, links: Mapping[int, Links]) -> dict[int, int]:
-        """Carries of scans that begin with zeros: what enters an iteration, and what comes round."""
-        found = {}
-        for index, around in links.items():
-            if self._program.operations[index].primitive.name != "scan":
-                continue
-            initial = {link.target: link.source for link in around.enter if link.stacked is None}
-            for link in around.inside:
-                if link.stacked is None and isinstance(link.source, int) and self.is_zero(initial.get(link.target)):
-                    found[link.target] = link.source
-        return found
 
     def _stacked(self) -> dict[int, list[int]]:
         """What values become in loops: slices the stack of them, a stack its slices. The stack of sums is a sum of
@@ -156,7 +145,8 @@ class DeferredSums:
 
     def _useful(self, able: set[int], carries: Mapping[int, int]) -> set[int]:
         """The able values from which a meeting place is reached."""
-        ends = {value for entering, coming in carries.items() if entering in able for value in (entering, coming)}
+        ends = carries.keys() & able
+        ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
         for operation in reversed(self._program.operations):
             linear = self._linear(operation, able)

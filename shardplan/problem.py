@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax
+from shardplan.beginnings import beginning_prices
 from shardplan.control import Links, layouts_read, links_of
 from shardplan.deferred import DeferredSums
 from shardplan.joining import joined
@@ -230,10 +231,8 @@ class Problem:
             costs[1:] = np.inf  # closed-over arrays live on every device
         if domain.whole is not None and value.index in self._leaving:
             # the caller gets whole values: what a loop added up is reduced behind it
-            partial = (
-                self.whole_prices(value.index).min(1) if value.index in self._ending else np.full(len(costs), np.inf)
-            )
-            costs[len(domain.whole) :] += partial[len(domain.whole) :]
+            ends = value.index in self._ending
+            costs[len(domain.whole) :] += self.whole_prices(value.index).min(1)[len(domain.whole) :] if ends else np.inf
         if value.index in self.stacks:
             whole = [not layout[len(layout) - domain.rank] for layout in domain.layouts]
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
@@ -245,10 +244,8 @@ class Problem:
 
     def whole_prices(self, value: int) -> np.ndarray:
         """float [layouts of the value, those in which it is whole]: the price of bringing it to each."""
-        domain = self.domain(value)
-        return self.moving(value).table(
-            domain, (domain.whole or domain).layouts, self.program.values[value].total_bytes
-        )
+        domain, size = self.domain(value), self.program.values[value].total_bytes
+        return self.moving(value).table(domain, (domain.whole or domain).layouts, size)
 
     def _add_copies(self, network: Network) -> None:
         for index, shared in self.variables.copies.items():
@@ -296,6 +293,9 @@ class Problem:
             # a stack whose leading dimension is split is excluded by its own costs
             targets = layouts_read(link, self.domain(link.target).layouts, len(target.shape))
             table = self._transition_table(source, targets, link.times)
+            if link.begins and self.domain(link.target).whole is not None:
+                moving, domain = self.moving(link.source), self.domain(link.source)
+                table = np.minimum(table, link.times * beginning_prices(moving, domain, targets, source.total_bytes))
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
     def _add_barrier(self, network: Network, operation: Operation) -> None:

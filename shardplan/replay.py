@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
+from shardplan.beginnings import in_parts
 from shardplan.control import Link, Links
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
@@ -161,6 +162,9 @@ class Replay:
     def _entering(self, link: Link) -> Any:
         """What enters a loop or a branch; of a stack that is still a sum, the slices in front of the parts."""
         array, layout = self._read_link(link), self._schedule.link_layout(link)
+        wanted = self._schedule.assignment.values.get(link.target, ())
+        if link.begins and len(wanted) > len(layout):
+            return in_parts(array, layout, wanted, self._mesh, self._schedule.space.mesh)
         partial_stack = link.stacked and isinstance(link.source, int) and self._schedule.is_partial(link.source, layout)
         return jax.numpy.swapaxes(array, 0, 1) if partial_stack else array
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardplan.beginnings import beginnings
 from shardplan.control import Link, layouts_read
 from shardplan.layout import Layout, replicated
 from shardplan.partitioner import may_be_island, needs_island, scatters
@@ -106,9 +107,20 @@ class Schedule:
         return domain.layouts[int(self.problem.whole_prices(output)[domain.position[layout]].argmin())]
 
     def link_layout(self, link: Link) -> Layout:
-        """The layout that the source of a link must have."""
+        """The layout that the source of a link must have; a sum that waits may begin with a whole tensor."""
         rank = len(self.program.values[link.target].shape)
-        return layouts_read(link, (self.assignment.values[link.target],), rank)[0]
+        target = layouts_read(link, (self.assignment.values[link.target],), rank)[0]
+        if not (link.begins and isinstance(link.source, int) and self.is_partial(link.source, target)):
+            return target
+        found = beginnings(self.space.domain(self.program.values[link.source].shape), target)
+        if link.source in self.assignment.generated:
+            return target if self.problem.deferred.is_zero(link.source) else found[0]
+        held, value = self.copy(link.source), self.program.values[link.source]
+        if held == target or not found:
+            return target
+        domain = self.problem.domain(link.source)
+        prices = self.problem.moving(link.source).table(domain, found, value.total_bytes)
+        return found[int(prices[domain.position[held]].argmin())]
 
     def generating(self, operation: Operation, layout: Layout) -> Strategy:
         """How an operation that makes a value from nothing makes it in ``layout``."""

@@ -178,6 +178,38 @@ def accumulating_scans(weights: Any, x: Any) -> Any:
     return weights - 0.1 * gradients / len(micro), value
 
 
+def accumulating_on(weights: Any, x: Any) -> Any:
+    """The first microbatch outside of the loop, whose sum begins with its gradient."""
+    micro = x.reshape(4, -1, x.shape[-1])
+    first = jax.value_and_grad(checkpoint_loss)(weights, micro[0])
+
+    def body(i: Any, total: Any) -> Any:
+        return jax.tree.map(jnp.add, total, jax.value_and_grad(checkpoint_loss)(weights, micro[i]))
+
+    value, gradients = jax.lax.fori_loop(1, len(micro), body, first)
+    return weights - 0.1 * gradients / len(micro), value
+
+
+def accumulating_within(weights: Any, x: Any) -> Any:
+    """A loop that adds to what the loop around it adds up, which begins with a tensor of the caller's."""
+    micro = x.reshape(2, 2, -1, x.shape[-1])
+
+    def body(total: Any, part: Any) -> Any:
+        return 0.9 * total + jax.grad(checkpoint_loss)(weights, part), None
+
+    return weights - jax.lax.scan(lambda total, parts: jax.lax.scan(body, total, parts), weights, micro)[0]
+
+
+def accumulating_while(weights: Any, x: Any) -> Any:
+    micro = x.reshape(4, -1, x.shape[-1])
+
+    def body(state: Any) -> Any:
+        i, total = state
+        return i + 1, total + jax.grad(checkpoint_loss)(weights, micro[i])
+
+    return weights - jax.lax.while_loop(lambda state: state[0] < 4, body, (0, jnp.ones_like(weights)))[1]
+
+
 def unscanned_loss(weights: Any, x: Any) -> Any:
     for w in weights:
         x = layer(x, w)
@@ -259,6 +291,9 @@ FORMS: dict[str, Step] = {
     "associative scan": associative,
     "accumulation": accumulating,
     "accumulation, scanned": accumulating_scans,
+    "accumulation, begun": accumulating_on,
+    "accumulation, nested": accumulating_within,
+    "accumulation, while": accumulating_while,
     "custom rules, forward": custom_forward,
 }
 """Every form as ``(weights [layers, n, n], x [batch, n]) -> results``."""

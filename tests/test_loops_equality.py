@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.beginnings import beginnings, in_parts
+from shardplan.layout import Layout, LayoutSpace, MeshAxes, to_spec
 from shardplan.stacks import slices_gathered_behind
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 from tests.loops_programs import FORMS
@@ -41,6 +44,7 @@ QUICK = (
     "scan of a literal",
     "cond",
     "accumulation, scanned",
+    "accumulation, nested",
     "custom rules",
 )
 
@@ -64,6 +68,22 @@ def test_every_form_in_drawn_layouts(name: str, seed: int) -> None:
     mesh = mesh_of((2, 4))
     plan = scrambled(shardplan.plan(FORMS[name], mesh, WEIGHTS, X), seed)
     assert_equal_trees(run(plan, mesh, WEIGHTS, X), jax.jit(FORMS[name])(WEIGHTS, X))
+
+
+@pytest.mark.parametrize("target", [((0, 1), (), ()), ((1,), (0,), ()), ((0,), (), (1,))], ids=str)
+def test_what_a_sum_begins_with_is_the_sum_of_its_parts(target: Layout) -> None:
+    mesh, axes = mesh_of((2, 4)), MeshAxes(("x", "y"), (2, 4))
+    found = beginnings(LayoutSpace(axes).domain(X.shape), target)
+    assert (target[1], target[2]) in found and len(found) > 2
+
+    @jax.jit
+    def parts(x: jax.Array) -> list[jax.Array]:
+        placed = [jax.lax.with_sharding_constraint(x, NamedSharding(mesh, to_spec(axes, one))) for one in found]
+        return [in_parts(y, one, target, mesh, axes) for y, one in zip(placed, found, strict=True)]
+
+    for made in parts(X):
+        assert made.sharding.spec == to_spec(axes, target) and len(made) == axes.degree(target[0])
+        np.testing.assert_array_equal(made.sum(0), X)
 
 
 def test_callbacks_inside_bodies(capfd: pytest.CaptureFixture[str]) -> None:
