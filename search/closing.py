@@ -14,19 +14,23 @@ from ortools.sat.python import cp_model
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
 
-__all__ = ["Closing", "close"]
+__all__ = ["SECONDS_PER_UNIT", "Closing", "close"]
 
 _LARGEST_TOTAL = 2.0**50
 _FEW_INSTANTS = 60
 _INSTANTS_PER_ROUND = 8
 _DISTANCE = 20
+SECONDS_PER_UNIT = 4.0
+"""What a unit of CP-SAT's deterministic time takes, about: it counts its search, and not all of what prepares it."""
+_SECONDS_PER_PAIR = 3e-5
+"""What one pair of choices takes in the model: it is built in Python, and goes through CP-SAT's presolve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closing:
     """choices: by variable id, `None` where nothing was found. proven: whether nothing better exists (within
     rounding of costs to integers, and the tolerance), or nothing at all where there are no choices. lower_bound: of the
-    graph's cost. work: CP-SAT's deterministic time."""
+    graph's cost. work: seconds that it should have taken, the same on every machine."""
 
     choices: dict[int, int] | None
     lower_bound: float
@@ -50,32 +54,47 @@ def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, tim
     instants = _first_instants(profile, times) if profile is not None else []
     for instant in instants:
         builder.limit(profile, instant)  # type: ignore[arg-type]
-    lower_bound, left = -math.inf, work
+    lower_bound, left, spent = -math.inf, work, builder.pairs * _SECONDS_PER_PAIR
     while True:
-        solver = cp_model.CpSolver()
+        solver = _solver(profile is not None)
         solver.parameters.max_time_in_seconds = max(deadline - time.monotonic(), 0.01)
         solver.parameters.max_deterministic_time = left
-        solver.parameters.num_workers = 1
         solver.parameters.absolute_gap_limit = max(tolerance / builder.unit, 1e-4)  # the latter is CP-SAT's own
-        solver.parameters.linearization_level = 2
         status = solver.solve(builder.model)
         left -= solver.response_proto.deterministic_time
+        spent += solver.response_proto.deterministic_time * SECONDS_PER_UNIT
         if status == cp_model.INFEASIBLE:
-            return Closing(None, math.inf, True, work - left)
+            return Closing(None, math.inf, True, spent)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return Closing(None, lower_bound, False, work - left)
+            return Closing(None, lower_bound, False, spent)
         bound = builder.offset + (solver.best_objective_bound - builder.rounding) * builder.unit
         lower_bound = max(lower_bound, bound)
         choices = builder.choices(solver)
         over = _exceeded(profile, choices, instants) if profile is not None else []
         if not over:
             found = dict(zip(variables, choices, strict=True))
-            return Closing(found, lower_bound, status == cp_model.OPTIMAL, work - left)
+            return Closing(found, lower_bound, status == cp_model.OPTIMAL, spent)
         if left <= 0:
-            return Closing(None, lower_bound, False, work - left)
+            return Closing(None, lower_bound, False, spent)
         for instant in over:
             builder.limit(profile, instant)  # type: ignore[arg-type]
         instants += over
+
+
+def _solver(limited: bool) -> cp_model.CpSolver:
+    """CP-SAT with one worker.
+
+    limited: whether usage has a limit. A few sums of amounts are left then, beside tables whose relaxation is nearly
+    whole: the tree proves that sooner than cuts, probing and symmetries do.
+    """
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.linearization_level = 2
+    if limited:
+        solver.parameters.cut_level = 0
+        solver.parameters.cp_model_probing_level = 0
+        solver.parameters.symmetry_level = 0
+    return solver
 
 
 def _profile(graph: Graph, variables: list[int]) -> Profile | None:
@@ -114,6 +133,8 @@ class _Builder:
         self.model = cp_model.CpModel()
         self.literals: dict[int, list[cp_model.IntVar]] = {}
         self.offset = 0.0
+        self.pairs = 0
+        """Pairs of choices that have a literal of their own."""
         self.terms: list[tuple[cp_model.IntVar, float]] = []
         for v in variables:
             self._add_variable(v)
@@ -145,14 +166,16 @@ class _Builder:
             return
         rows: list[list[cp_model.IntVar]] = [[] for _ in left]
         columns: list[list[cp_model.IntVar]] = [[] for _ in right]
-        for i, j in np.argwhere(np.isfinite(table)).tolist():
+        pairs = np.argwhere(np.isfinite(table)).tolist()
+        self.pairs += len(pairs)
+        for i, j in pairs:
             literal = self.model.new_bool_var("")
             rows[i].append(literal)
             columns[j].append(literal)
             if table[i, j] > least:
                 self.terms.append((literal, float(table[i, j]) - least))
-        for literal, pairs in zip([*left, *right], [*rows, *columns], strict=True):
-            self.model.add(cp_model.LinearExpr.sum(pairs) == literal)
+        for literal, several in zip([*left, *right], [*rows, *columns], strict=True):
+            self.model.add(cp_model.LinearExpr.sum(several) == literal)
 
     def limit(self, profile: Profile, instant: int) -> None:
         """Keeps the usage at this instant within the limit."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.search.branching import Branching
+from shardplan.search.closing import SECONDS_PER_UNIT
 from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
@@ -39,6 +40,9 @@ _PRICING = 1.0
 """The share of the work that finding prices may take."""
 _CROSSING = 0.4
 """The share that mixing what was best at all prices may take besides."""
+
+_SMALL = 0.25
+"""Where CP-SAT's model takes less than this share of the work that is left to build, it is tried before branches."""
 
 _BRANCHING = 0.5
 """The share of the time limit that branches with prices of their own may take, where work is not limited."""
@@ -79,7 +83,8 @@ def auto(run: Run) -> None:
     limited = run.network.usage_limit is not None
     solver = _minimise(run, sweeping=0.3 if limited else 0.65, closing=0.1)
     little_left = run.work > 0.5 * run.work_limit and relative_gap(solver.upper, solver.lower) < _WORTH_IMPROVING
-    if not solver.closed and solver.graph.hint is not None and not little_left:
+    spent = run.work + 2 * _SECONDS_PER_PART > run.work_limit
+    if not solver.closed and solver.graph.hint is not None and not little_left and not spent:
         with run.stage("improve"):
             _improve(run, solver)
 
@@ -179,14 +184,19 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
     pricing.raise_bound(_PRICING * limit)
     if not solver.closed:
         pricing.cross(_CROSSING * limit)
-    if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
+    if not solver.closed and solver.upper < math.inf:
         pricing.prune()
+        left = run.work_limit - run.work - pricing.estimate
+        if solver.seconds_to_close < _SMALL * left < math.inf:
+            solver.effort = replace(solver.effort, closing=left / SECONDS_PER_UNIT)
+            solver.finish()
+    if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
         branching = Branching(solver, _BRANCH, pricing)
-        left = min(_BRANCHING * run.time_limit, run.work_limit) - pricing.estimate
+        left = min(_BRANCHING * run.time_limit, run.work_limit) - pricing.estimate - solver.estimate
         while not solver.closed and branching.estimate < left and branching.step(left - branching.estimate):
             solver.watch.report()
         pricing.estimate += branching.estimate
-        if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:
+        if run.work + pricing.estimate + solver.estimate + solver.seconds_to_close < run.work_limit:
             solver.finish()
     run.work += pricing.estimate
     run.prices = solver.prices
@@ -213,23 +223,26 @@ def _improve(run: Run, solver: GraphSolver) -> None:
     small = sum(graph.size(v) for v in graph.live()) <= _BRANCHABLE
     branching = Branching(solver, _BRANCH) if small else None
     turn = 1 + int(2 * _BRANCH.sweeps * relaxation.seconds_per_sweep / _SECONDS_PER_PART) if small else 1
-    patience = math.inf if graph.usage_limit is not None else _PATIENCE * run.work_limit
+    limited = graph.usage_limit is not None
+    patience = math.inf if limited else _PATIENCE * run.work_limit
     gained, open_before = run.work, solver.upper - solver.lower
     while not solver.closed and run.work < run.work_limit and run.work - gained < patience:
         if solver.upper - solver.lower < (1 - _GAIN) * open_before:
             gained, open_before = run.work, solver.upper - solver.lower
-        run.work += turn * _SECONDS_PER_PART * (1 if branching is None else 2)  # by turns of equal work
+        each = _SECONDS_PER_PART * (1 if branching is None else 2)  # by turns of equal work
+        if (left := run.work_limit - run.work) < turn * each:
+            turn = 1 + int(left / each)
         for _ in range(turn):
             if local.step(watch):
                 solver.accept(graph.hint, local.upper)
-        if graph.usage_limit is None:
-            run.work += local.estimate
-        local.estimate = 0.0
+        spent, local.estimate = local.estimate, 0.0
         if branching is not None:
-            if not branching.step():
-                branching = None
+            before, further = branching.estimate, branching.step()
+            spent += branching.estimate - before if limited else 0.0
+            branching = branching if further else None
             if solver.upper < local.upper:
                 local.restart(solver.upper)
+        run.work += max(turn * each, spent) if limited else turn * each + spent
         _report(run, solver)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
-from shardplan.search.closing import close
+from shardplan.search.closing import SECONDS_PER_UNIT, close
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible
@@ -70,7 +70,8 @@ _SECONDS_PER_VARIABLE = 6e-5
 """What copying and reducing take, about."""
 _WORTH_PRUNING = 0.9
 _CROSSABLE = 40_000
-_LEAST_CROSSING, _MOST_CROSSING = 0.2, 1.0
+_LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
+"""In units of CP-SAT's deterministic time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +311,7 @@ class Pricing:
     def cross(self, work: float = 0.0) -> None:
         """Mixes what was found at all prices; a mixture within the limit goes to the solver.
 
-        work: of CP-SAT, where that is neither little nor much.
+        work: seconds of CP-SAT, where that is neither little nor much.
         """
         if len(self.planes) == self._mixed:
             return
@@ -330,8 +331,8 @@ class Pricing:
         if entries > _CROSSABLE:
             return
         tolerance = 0.5 * self.solver.gap * abs(self.bound)
-        work = min(max(work, _LEAST_CROSSING), _MOST_CROSSING)
-        result = close(graph, work, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
+        units = min(max(work / SECONDS_PER_UNIT, _LEAST_CROSSING), _MOST_CROSSING)
+        result = close(graph, units, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
         self.estimate += result.work
         if result.proven:
             self._mixed = len(self.planes)

@@ -342,13 +342,17 @@ class GraphSolver:
         graph, entries = self.graph, _entries(self.graph)
         if self._unmerged is not None and (before := _entries(self._unmerged)) < entries:
             graph, entries = self._unmerged, before
-        # Without any assignment yet, a model that is far too large to be solved may still give one.
-        if entries > self.effort.closable * (1 if graph.hint is not None else 20):
+        # Without any assignment yet, a model that is far too large to be solved may still give one. A part of a graph
+        # within a limit, whose best assignment is known, needs none of its own.
+        known = graph.hint is not None or (graph.usage_limit is not None and self.upper < math.inf)
+        if entries > self.effort.closable * (1 if known else 20):
             return
         # Building the model and its first relaxation know no time limit.
         if entries * _SECONDS_PER_ENTRY > self.watch.seconds_left():
             return
         result = close(graph, self.effort.closing, self.watch.seconds_left())
+        if graph.usage_limit is not None:  # without one, the share of the time that is counted leaves room for it
+            self.estimate += result.work
         self.raise_lower(min(graph.constant + result.lower_bound, self.upper))
         if result.choices is not None and (cost := graph.cost(result.choices)) < self.upper:
             if graph is not self.graph:

@@ -199,3 +199,16 @@ def test_crossings_mix_what_is_best_at_several_prices_of_memory():
     assert net.cost(choices) == pytest.approx(solver.upper)
     assert net.peak(choices)[0] <= net.usage_limit
     assert crossing.estimate > 0
+
+
+def test_what_cp_sat_does_within_a_limit_is_counted():
+    counted = 0
+    for net, graph, optimum in graphs(True, 12):
+        solver = GraphSolver(graph, math.inf, Effort(closing=10.0), 1e-9, Watch(lambda: None, lambda: 60.0))
+        solver.reduce()
+        left = any(graph.spans[v] for v in graph.live())  # usage that could bind, or dynamic programming would do
+        solver.finish()
+        assert (solver.estimate > 0) == left
+        assert net.cost(graph.expand(graph.hint)) == pytest.approx(optimum, abs=1e-9)
+        counted += left
+    assert counted > 3
