@@ -86,8 +86,9 @@ class _Shifting:
         if window is not None:
             found = self._push(operation.operands[0], window)
         elif operation.primitive.name == "concatenate":
-            parts = [(o, _whole(self._shape(o))) for o in operation.operands]
-            found = self._joined(parts, operation.params["dimension"])
+            dim = operation.params["dimension"]  # a pad that repeats nothing joins empty parts
+            parts = [(o, _whole(self._shape(o))) for o in operation.operands if self._shape(o)[dim]]
+            found = self._cut(*parts[0]) if len(parts) == 1 else self._joined(parts, dim) if parts else None
         elif operation.primitive.name in ("scatter", "scatter-add"):
             found = self._inside_updated(operation)
         if found is None:

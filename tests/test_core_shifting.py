@@ -26,6 +26,7 @@ def laplacian(q: Any) -> Any:
 STENCILS: dict[str, Step] = {
     "zeros around": lambda x: laplacian(jnp.pad(x, 1)),
     "edges repeated": lambda x: laplacian(jnp.pad(x, 1, mode="edge")),
+    "edges repeated along rows": lambda x: (lambda q: q[2:] - q[:-2])(jnp.pad(x, ((1, 1), (0, 0)), mode="edge")),
     "wrapped": lambda x: laplacian(jnp.pad(x, 1, mode="wrap")),
     "roll": lambda x: jnp.roll(x, 1, 0) - jnp.roll(x, -2, 1),
     "moved history": lambda x: jnp.concatenate([x[1:], 2 * x[:1]]),
@@ -73,7 +74,14 @@ def test_any_layouts_give_what_the_whole_gives(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize(
-    ("name", "rows"), [("zeros around", 2), ("edges repeated", 2), ("gradient", 4), ("all but the edges", 2)]
+    ("name", "rows"),
+    [
+        ("zeros around", 2),
+        ("edges repeated", 2),
+        ("edges repeated along rows", 2),
+        ("gradient", 4),
+        ("all but the edges", 2),
+    ],
 )
 def test_neighbours_rows_are_sent_and_nothing_else(name: str, rows: int) -> None:
     mesh, shape = gpu_mesh("h100", (8,), ("x",)), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
