@@ -249,7 +249,9 @@ def options_from(given: dict[str, Any]) -> Options:
     except TypeError:
         known = ", ".join(Options.__dataclass_fields__)
         unknown = ", ".join(f"`{name}`" for name in given if name not in Options.__dataclass_fields__)
-        raise ArgumentError(f"there is no option {unknown}; there are {known}") from None
+        raise ArgumentError(
+            f"there is no option {unknown}; there are {known}. Arguments of the step itself are given by position"
+        ) from None
 
 
 def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:

@@ -94,6 +94,8 @@ def test_options(options: dict[str, Any], message: str) -> None:
 def test_an_unknown_option() -> None:
     with pytest.raises(ArgumentError, match="there is no option `memory`; there are memory_limit"):
         shardplan.plan(step, mesh_of((8,)), PARAMS, X, memory=3)
+    with pytest.raises(ArgumentError, match=r"there is no option `x`; .*the step itself are given by position"):
+        shardplan.plan(step, mesh_of((8,)), PARAMS, x=X)
 
 
 @pytest.mark.parametrize(
