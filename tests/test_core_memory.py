@@ -131,6 +131,42 @@ def test_sums_of_what_a_kernel_makes_run_with_it():
         assert all(place[total.index] < place[o.index] for o in readers if o.primitive.name == "dot_general")
 
 
+def _classifying(split):
+    """A plan of `(gradients, loss)` of a classifier, its logits split over the classes or the rows."""
+
+    def loss(w, x, labels):
+        logits = x @ w
+        picked = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked)
+
+    def step(w, scale, x, labels):
+        value, (gradient, scaled) = jax.value_and_grad(lambda w, s: loss(w, jnp.tanh(x) * s, labels), (0, 1))(w, scale)
+        return gradient, scaled, value
+
+    rows, labels = jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((4096,), jnp.int32)
+    weights, scale = jax.ShapeDtypeStruct((64, 1024), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
+    by = {"classes": (jax.P(None, "x"), jax.P()), "rows": (jax.P(), jax.P("x"))}[split]
+    pins = {"0": by[0], "1": jax.P(), "2": jax.P(*by[1], None), "3": by[1]}
+    return shardplan.plan(step, MESH, weights, scale, rows, labels, pins=pins)
+
+
+def test_what_a_loss_reads_with_the_backward_pass_is_summed_up_with_what_that_needs():
+    plan = _classifying("classes")
+    names = [{o.primitive.name for o in group} for group in combined_reductions(plan.schedule)]
+    assert {"gather", "reduce_sum"} in names  # the picked logits with the exponentials' sums
+
+
+@pytest.mark.parametrize("split", ["classes", "rows"])
+def test_a_loss_is_computed_before_the_backward_pass_begins(split):
+    plan = _classifying(split)
+    order = hiding_order(plan.schedule, ending_at_reductions(plan.schedule, kernels_of(plan.schedule.problem)))
+    place = {index: n for n, index in enumerate(order)}
+    named = {name: [o.index for o in plan.program.operations if o.primitive.name == name] for name in ("gather", "exp")}
+    backward = [o.index for o in plan.program.operations if o.primitive.name == "dot_general"][1:]
+    assert len(named["gather"]) == 1 and len(backward) == 2
+    assert place[named["gather"][0]] < min(place[index] for index in backward)
+
+
 def test_the_peak_of_a_chain_of_products_by_hand():
     n = 1024
 

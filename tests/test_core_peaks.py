@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.fusion import pointwise_operations, readers_of
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.lying import lying_of
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.products import is_sum, merged_products, product_operands
 from shardplan.memory.recomputing import kernels_of
@@ -241,6 +242,27 @@ def test_what_is_computed_from_a_transposed_product_lies_as_the_product_does():
     second = [operation for operation in program.operations if operation.primitive.name == "dot_general"][-1]
     for known, copied in ((frozenset(), False), (pointwise, True)):
         assert product_operands(program, known)[second.index, 0].copied == copied
+
+
+def test_what_meets_an_earlier_product_that_lies_otherwise_is_moved_and_stored_where_several_kernels_read_it():
+    def moved(scored, mixed, *heads):
+        def loss(q, k, v):
+            weights = jax.nn.softmax(jnp.einsum(scored, q, k).astype(jnp.float32)).astype(v.dtype)
+            return jnp.sum(jnp.einsum(mixed, weights, v).astype(jnp.float32) ** 2)
+
+        shapes = (jax.ShapeDtypeStruct((4, 128, *of, 64), jnp.bfloat16) for of in (heads, heads[:1], heads[:1]))
+        problem = shardplan.plan(jax.grad(loss, (0, 1, 2)), 1, *shapes).schedule.problem
+        lying, readers = (
+            lying_of(problem.program, pointwise_operations(problem)),
+            readers_of(problem.program.operations),
+        )
+        wide = [readers[value][0].results[0] for value in lying.turned]
+        return [problem.program.values[value].dtype.name for value in wide if value in kernels_of(problem).read]
+
+    # groups of heads share their keys: scores are made with a group's heads innermost, and the gradient of the weights,
+    # which a sum and a product read, is not
+    assert moved("bqgrd,bkgd->bgrqk", "bgrqk,bkgd->bqgrd", 2, 4) == ["float32"]
+    assert moved("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd", 2) == []
 
 
 def test_a_slice_of_what_a_device_holds_is_computed_by_what_reads_it():

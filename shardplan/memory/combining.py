@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
-from shardplan.memory.order import execution_order
+from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.order import execution_order, operands_first
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sizes import bytes_in
@@ -28,6 +30,10 @@ from shardplan.schedule import REDUCTIONS, Schedule
 _COMBINED_BYTES = 30 * 2**20
 """XLA:GPU merges all-reduces, or reduce-scatters, up to this size of their results on one device."""
 
+_MOST_PARTNERS = 8
+"""Reductions that one kernel reads, of those that are looked at."""
+
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
@@ -41,8 +47,8 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
     same = repeated_results(program, program.operations)
-    for index in execution_order(program):
-        operation = program.operations[index]
+    for operation in _with_partners(schedule):
+        index = operation.index
         strategy = schedule.assignment.strategies.get(index)
         read = [same.get(o, o) for o in operation.operands if isinstance(o, int)]
         found = frozenset[int]().union(*(behind.get(o, ()) for o in read))
@@ -65,6 +71,42 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
         behind |= dict.fromkeys(operation.results, found)
     numbers = sorted(sorted(operation.index for operation in group) for group in groups)
     return [[program.operations[index] for index in group] for group in numbers]
+
+
+def _with_partners(schedule: Schedule) -> list[Operation]:
+    """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
+    together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
+    need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the
+    exponentials' sums, so waits for the picked logits, from which the loss is computed with these."""
+    program, problem = schedule.program, schedule.problem
+    pointwise, strategies = pointwise_operations(problem), schedule.assignment.strategies
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    sources: dict[int, frozenset[int]] = {}  # per value, the reductions that its kernel reads, all as large
+    partners: dict[int, list[int]] = {}
+    for operation in program.operations:
+        if len(operation.results) != 1:
+            continue
+        result = operation.results[0]
+        size = prod(program.values[result].shape)
+        if operation.index in strategies and any(s.kind in REDUCTIONS for s in schedule.result_steps(operation, 0)):
+            sources[result] = frozenset({operation.index})
+        elif operation.index in pointwise or operation.primitive.name in _VIEWS:
+            read = [
+                o
+                for o in operation.operands
+                if isinstance(o, int) and o in sources and prod(program.values[o].shape) == size
+            ]
+            found = frozenset[int]().union(*(sources[o] for o in read))
+            if 0 < len(found) <= _MOST_PARTNERS:
+                sources[result] = found
+            if len(found) > max((len(sources[o]) for o in read), default=0):
+                for index in found:
+                    partners.setdefault(index, []).extend(sorted(found - {index}))
+    order, done = list[Operation](), set[int]()
+    for index in execution_order(program):
+        for one in (index, *partners.get(index, ())) if index not in done else ():
+            order += operands_first(program, makers, one, done)
+    return order
 
 
 def without_leading(schedule: Schedule, groups: Iterable[Sequence[Operation]]) -> list[list[Operation]]:

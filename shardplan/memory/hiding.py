@@ -154,12 +154,48 @@ class _Graph:
             if index not in owner and (operation.primitive.name in SUMS or index in kernels.fused):
                 for value in {*reads, *operation.results}:
                     touching.setdefault(value, []).append(index)
+        for index, other in self._joining_later(place, touching, owner).items():
+            owner[index] = other
+            self.joined.setdefault(other, []).append(index)
         for index, other in owner.items():
             self.needs[other] |= self.needs.pop(index) - {other}
             self.takes[other] += self.takes.pop(index)
         for node, needed in self.needs.items():
             if not needed.isdisjoint(owner):
                 self.needs[node] = {owner.get(need, need) for need in needed} - {node}
+
+    def _joining_later(
+        self, place: Mapping[int, int], touching: Mapping[int, Sequence[int]], owner: Mapping[int, int]
+    ) -> dict[int, int]:
+        """Reductions that no kernel before them takes in, with the next one that reads a value as large as what is
+        reduced that they read too, where nothing before that one needs them: a loss is summed up in the kernel in which
+        the backward pass begins."""
+        needed: dict[int, int] = {}  # where a node is first needed
+        for node, needs in self.needs.items():
+            for need in needs:
+                needed[need] = min(place[node], needed.get(need, len(place)))
+        found = {}
+        for index in sorted(self._reads.keys() - owner.keys() - self.joined.keys()):
+            operation = self.program.operations[index]
+            if operation.primitive.name not in SUMS:
+                continue
+            elements, until = self._elements(operation), needed.get(index, len(place))
+            for value in sorted(self._reads[index]):
+                if prod(self.program.values[value].shape) != elements:
+                    continue
+                later = (
+                    other
+                    for other in touching.get(value, ())
+                    if place[index] < place[other] < until
+                    and other not in owner
+                    and other not in found
+                    and self._elements(self.program.operations[other]) == elements
+                )
+                other = min(later, key=place.__getitem__, default=None)
+                if other is not None:
+                    found[index] = other
+                    break
+        return found
 
     def _elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""

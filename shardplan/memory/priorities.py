@@ -31,7 +31,7 @@ from math import inf, prod
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.products import PRODUCT, is_outer, is_sum
 from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.program import Constant, Operation
 
 _CYCLES = {
     "sin": 970, "cos": 970, "tan": 970, "pow": 510, "tanh": 400, "atan2": 431, "erf": 300, "erfc": 400, "erf_inv": 400,
@@ -63,7 +63,7 @@ parts that warps do not divide."""
 _PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
 _SPREADING = frozenset({"broadcast_in_dim", PRODUCT})
 _RENAMING = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
-_MOVING = frozenset({"broadcast_in_dim", "transpose", "rev", "pad"} | _PARTS | _RENAMING)
+_MOVING = frozenset({"broadcast_in_dim", "transpose", "rev", "pad", "iota"} | _PARTS | _RENAMING)
 _BRANCHING = frozenset({"concatenate", "pad", "dynamic_update_slice", "reduce_window"} | REDUCTIONS)
 
 _MOST_READ, _MOST_BRANCHES, _MOST_CODE = 96, 10, 10_000
@@ -141,6 +141,8 @@ class _Fusion:
         fused = is_outer(self._problem.program, operation) or is_sum(self._problem.program, operation)
         library = name == PRODUCT and not fused  # what reads its operand is a kernel that copies it
         cycles = 0 if library or name in _MOVING else _CYCLES.get(name, _OTHER_CYCLES)
+        if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
+            cycles = _OTHER_CYCLES
         if name in _RENAMING:
             self._renamed.add(result)
         if choices is not None and choices.pointwise:

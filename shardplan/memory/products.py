@@ -21,11 +21,10 @@ from math import prod
 from typing import Any
 
 from shardplan import _jax
+from shardplan.memory.lying import PRODUCT, lying_of
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
-
-PRODUCT = "dot_general"
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 
@@ -96,39 +95,13 @@ def product_operands(
     ``pointwise`` are the operations, by index, that compute element by element, and leave the order of dimensions.
     """
     makers = {result: operation for operation in program.operations for result in operation.results}
-    lying = _lying(program, pointwise)
+    lying = lying_of(program, frozenset(pointwise)).orders
     found = {}
     for operation in program.operations:
         if is_multiplied(program, operation):
             for position, operand in enumerate(operation.operands):
                 if isinstance(operand, int):
                     found[operation.index, position] = _product_operand(program, makers, lying, (operation, position))
-    return found
-
-
-def _lying(program: Program, pointwise: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """Per value whose dimensions lie otherwise in memory than they are written, these from the outermost inwards.
-
-    A transposition of a product's result moves nothing: what is computed from it element by element lies as that does.
-    """
-    found: dict[int, tuple[int, ...]] = {}
-    computed: set[int] = set()
-    for operation in program.operations:
-        read = operation.operands[0] if operation.operands else None
-        if operation.primitive.name == PRODUCT:
-            computed.update(operation.results)
-        elif operation.primitive.name == "transpose" and isinstance(read, int) and read in computed:
-            permutation, result = operation.params["permutation"], operation.results[0]
-            found[result] = tuple(permutation.index(d) for d in found.get(read, range(len(permutation))))
-            computed.add(result)
-        elif operation.index in pointwise and len(operation.results) == 1:
-            result = operation.results[0]
-            shape = program.values[result].shape
-            whole = [o for o in operation.operands if isinstance(o, int) and program.values[o].shape == shape]
-            if whole and whole[0] in computed:
-                computed.add(result)
-                if whole[0] in found:
-                    found[result] = found[whole[0]]
     return found
 
 

@@ -16,14 +16,16 @@ the backward pass finds what the forward pass has stored.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_images, unreversed
-from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations
+from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_of
+from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import product_operands
 from shardplan.problem import Problem
+from shardplan.program import Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
     spread = {(index, 0) for index in spread_images(problem.program, problem.program.operations, copied)}
     fused, read = fused_operations(problem), _read_from_memory(problem, spread | {*copied})
     read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
+    read |= _turned(problem, fused, read)
     stored = stored_values(problem, fused, read)
     return Kernels(fused, read, stored, frozenset(copied))
 
@@ -67,3 +70,36 @@ def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> 
                 ):
                     needed.add(read.value if read else filters.get(operand, operand) if convolves else operand)
     return frozenset(needed)
+
+
+def _turned(problem: Problem, fused: Collection[int], read: frozenset[int]) -> frozenset[int]:
+    """Values that are moved to lie as others do (`shardplan.memory.lying`), and that several kernels read then: after
+    what is computed from them alone, element by element, on the way."""
+    program, pointwise = problem.program, pointwise_operations(problem)
+    readers, found = readers_of(program.operations), set[int]()
+    for value in lying_of(program, pointwise).turned:
+        shape = program.values[value].shape
+        while len(readers[value]) == 1 and readers[value][0].index in pointwise:
+            [reader] = readers[value]
+            whole = [o for o in reader.operands if isinstance(o, int) and program.values[o].shape == shape]
+            if len(whole) > 1 or reader.results[0] in read or not readers.get(reader.results[0]):
+                break
+            value = reader.results[0]
+        if len(_kernels_reading(value, readers, fused, read)) > 1:
+            found.add(value)
+    return frozenset(found)
+
+
+def _kernels_reading(
+    value: int, readers: Mapping[int, Sequence[Operation]], fused: Collection[int], read: frozenset[int]
+) -> set[int]:
+    """Operations, by index, that end kernels which read a value: those of two, if there are more."""
+    found, seen, stack = set[int](), {value}, [value]
+    while stack and len(found) < 2:
+        for reader in readers.get(stack.pop(), ()):
+            if reader.index not in fused or not read.isdisjoint(reader.results):
+                found.add(reader.index)
+            else:
+                stack += [result for result in reader.results if result not in seen]
+                seen.update(reader.results)
+    return found
