@@ -347,8 +347,12 @@ class GraphSolver:
         known = graph.hint is not None or (graph.usage_limit is not None and self.upper < math.inf)
         if entries > self.effort.closable * (1 if known else 20):
             return
-        # Building the model and its first relaxation know no time limit.
-        if entries * _SECONDS_PER_ENTRY > self.watch.seconds_left():
+        # Building the model and its first relaxation know no time limit. For an assignment within a limit they may take
+        # as long as sweeps may: where none is found, the least peak is looked for.
+        allowed = self.watch.seconds_left()
+        if graph.usage_limit is not None and not known:
+            allowed = min(allowed, self.effort.seconds)
+        if entries * _SECONDS_PER_ENTRY > allowed:
             return
         result = close(graph, self.effort.closing, self.watch.seconds_left())
         if graph.usage_limit is not None:  # without one, the share of the time that is counted leaves room for it

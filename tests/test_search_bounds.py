@@ -212,3 +212,11 @@ def test_what_cp_sat_does_within_a_limit_is_counted():
         assert net.cost(graph.expand(graph.hint)) == pytest.approx(optimum, abs=1e-9)
         counted += left
     assert counted > 3
+
+
+def test_a_model_that_takes_longer_than_the_work_is_not_built_to_find_an_assignment_within_a_limit():
+    _, graph, optimum = graphs(True, 1)[0]
+    for seconds, found in ((1e-9, False), (60.0, True)):
+        solver = GraphSolver(graph, math.inf, Effort(seconds=seconds), 1e-9, Watch(lambda: None, lambda: 60.0))
+        solver.finish()
+        assert (solver.upper == pytest.approx(optimum)) == found
