@@ -21,6 +21,7 @@ from shardplan.search.restricting import begin, lifted, restricted
 from shardplan.search.run import Run
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
+from shardplan.search.varying import vary
 
 _BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
 _BRANCHABLE = 10_000
@@ -39,7 +40,9 @@ _GAIN = 0.02
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
 _CROSSING = 0.4
-"""The share that mixing what was best at all prices may take besides."""
+"""The share that CP-SAT's mixing of what was best at all prices may take, where prices leave as much."""
+_VARYING = 0.4
+"""The share of the work that assignments of new choices may take, where prices leave as much."""
 
 _SMALL = 0.25
 """Where CP-SAT's model takes less than this share of the work that is left to build, it is tried before branches."""
@@ -68,7 +71,7 @@ def auto(run: Run) -> None:
     | usage limit | after reductions | then |
     |---|---|---|
     | none, or never reached | rounds of messages, until dynamic programming fits | proven |
-    | at few times | prices of these, a mixture of what is best at some, branches with prices of their own | as below |
+    | at few times | prices of these, mixtures of what is best at some, branches with prices of their own | as below |
     | at many times | rounds of messages | as below |
     | none | the gap stays open: what is best of restricted networks (`shardplan.search.restricting`) | as above |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
@@ -182,8 +185,11 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.begin(cost, *run.network.profile(known.choices))
     limit = min(run.time_limit, run.work_limit)
     pricing.raise_bound(_PRICING * limit)
-    if not solver.closed:
-        pricing.cross(_CROSSING * limit)
+    if not solver.closed and pricing.needs_assignments:
+        vary(pricing, min(limit - pricing.estimate, _VARYING * limit))
+    left, far = limit - pricing.estimate, solver.upper - solver.lower >= _PRUNABLE * abs(solver.lower)
+    if not solver.closed and far and left > 0:
+        pricing.cross(min(left, _CROSSING * limit))
     if not solver.closed and solver.upper < math.inf:
         pricing.prune()
         left = run.work_limit - run.work - pricing.estimate

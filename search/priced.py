@@ -16,7 +16,7 @@ within the limit is left out at all later prices (`narrow`), so that these are q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +48,19 @@ class PricedGraph:
         self.amounts = {v: share for v, share in zip(self.kept, shares, strict=True) if share.any()}
         """Per variable that uses anything: [instant, choice that is left]."""
 
-    def at(self, prices: Array) -> Graph:
-        """The graph in which usage costs these prices, one per instant."""
+    def at(self, prices: Array, rewards: Mapping[int, Array] | None = None) -> Graph:
+        """The graph in which usage costs these prices, one per instant.
+
+        rewards: per variable that has any, what is taken off the cost of each choice that is left.
+        """
         priced = self.graph.copy()
         tables = priced.tables = self.graph.tables
         priced.constant -= float(prices @ self.room)
         for v, amounts in self.amounts.items():
-            priced.costs[v] = tables.add(priced.costs[v], tables.unique(prices @ amounts))  # type: ignore[arg-type]
+            share = prices @ amounts
+            if rewards and v in rewards:
+                share = share - rewards[v]
+            priced.costs[v] = tables.add(priced.costs[v], tables.unique(share))  # type: ignore[arg-type]
         return priced
 
     def choices(self, priced: Graph) -> dict[int, int]:

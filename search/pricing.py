@@ -9,14 +9,14 @@ that are too low and prices that are high enough, where these leave enough. Laye
 usages at most of these times, and so at equal prices equal costs: they are folded there as without a limit.
 
 Of what is best at these prices, some assignments use too much and some are too dear; they differ in a few large
-tensors. The best mixture of them that keeps within the limit is nearly the best of all. As soon as there is one, what
-cannot be in anything better is left out at all prices that follow.
+tensors. The best mixture of them that keeps within the limit (`shardplan.search.recombining`) is nearly the best of
+all. As soon as there is one, what cannot be in anything better is left out at all prices that follow.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,10 +25,11 @@ from ortools.linear_solver import pywraplp
 
 from shardplan.search.closing import SECONDS_PER_UNIT, close
 from shardplan.search.effort import Effort, Watch
-from shardplan.search.folding import folded_start
+from shardplan.search.folding import folded_solver
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.memory import Profile
 from shardplan.search.priced import PricedGraph, left_by
+from shardplan.search.recombining import Recombination
 from shardplan.search.reductions import shrink
 from shardplan.search.solver import GraphSolver
 
@@ -38,6 +39,7 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _EVALUATIONS = 24
 _EFFORT = Effort(sweeps=120, table=1e5, entries=1e6, closing=0.1, closable=3000, dives=False)
+_ROUGH_EFFORT = replace(_EFFORT, sweeps=40, closing=0.0, closable=0, merging=0)
 _SWEEPS_WHERE_LOOSE = 300
 _LOOSE = 0.3
 """Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, which
@@ -72,6 +74,9 @@ _WORTH_PRUNING = 0.9
 _CROSSABLE = 40_000
 _LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
 """In units of CP-SAT's deterministic time."""
+_RECOMBINATIONS, _BASES = 4, 2
+_RECOMBINING = 0.05
+"""Likewise, per assignment that takes over parts of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,8 @@ class Pricing:
         """Whether the last evaluation left much open."""
         self._brief = False
         """Whether what is nearly the best at some prices has to do."""
-        self._crossed, self._mixed = False, 0
-        """Whether a mixture was looked for, and of how many planes the best one is known."""
+        self._mixed = 0
+        """Of how many planes the best mixture is known."""
         self.enough: Array | None = None
         """The last prices of several times at which all usages kept within the limit."""
         self.most = 0.0
@@ -140,12 +145,10 @@ class Pricing:
             self._brief = wide and before + longest > seconds
             self._evaluate(prices)
             last, longest = prices, max(longest, self.estimate - before)
+            if self._turned and not self.solver.closed:
+                self.recombine()
             if self.solver.closed or self.estimate > seconds:
                 break
-            if self._turned and not self._crossed:
-                self.cross()
-                if self.solver.closed:
-                    break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
             if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
                 break
@@ -193,14 +196,19 @@ class Pricing:
             if low and inner.sweeps >= _SWEEPS_WHERE_LOW and ceiling < math.inf:
                 inner.gap = math.inf  # what these prices give is a plane, not a bound: it is low enough
 
-        effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else _EFFORT
-        inner = GraphSolver(priced, math.inf, effort, precision, Watch(report, self.solver.watch.seconds_left))
-        inner.reduce(dominance=False)  # what others beat at these prices is found by messages sooner
-        start = folded_start(priced, _EFFORT, precision, inner.watch)
-        if start is not None:
-            inner.begin(start.messages, start.choices)
-            inner.sweeps, inner.estimate = start.sweeps, start.estimate
+        inner = folded_solver(priced, _EFFORT, precision, Watch(report, self.solver.watch.seconds_left))
+        if self._loose:
+            inner.effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE)
         return inner
+
+    def evaluate_roughly(self, rewards: Mapping[int, Array]) -> None:
+        """Keeps an assignment that is nearly the best at the best prices, where choices have rewards besides."""
+        priced = self.priced.at(self.best, rewards)
+        inner = folded_solver(priced, _ROUGH_EFFORT, _ROUGHLY, Watch(priced.tick, self.solver.watch.seconds_left))
+        inner.solve()
+        self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
+        if priced.hint is not None:
+            self.take(self.priced.choices(priced))
 
     def _evaluate(self, prices: Array) -> None:
         """Solves the graph at these prices."""
@@ -247,6 +255,11 @@ class Pricing:
             self.solver.accept(found, cost)
 
     @property
+    def needs_assignments(self) -> bool:
+        """Whether the best assignment is above all that the planes leave to L, so that no prices can prove it."""
+        return self._turned and self.solver.upper - self._highest()[0] > self.solver.gap * abs(self.bound)
+
+    @property
     def _turned(self) -> bool:
         """Whether some prices were so high that all usages kept within the limit."""
         return any(plane.excess.max() <= 0 for plane in self.planes)
@@ -289,7 +302,7 @@ class Pricing:
             if all(k < len(left[v]) and left[v][k] == choices[v] for v, k in now.items()):
                 choices.update(now)
                 self.take({v: choices[v] for v in self.live})
-        self.most, self._crossed = known.most, known._crossed
+        self.most = known.most
 
     def split(self) -> tuple[int, NDArray[np.bool_]] | None:
         """What branches should differ in: the variable that decides most between what is best at the known prices and
@@ -315,7 +328,6 @@ class Pricing:
         """
         if len(self.planes) == self._mixed:
             return
-        self._crossed = True
         graph = self.solver.graph.copy()
         graph.tables = self.solver.graph.tables
         try:
@@ -339,6 +351,27 @@ class Pricing:
         if result.choices is not None:
             full = graph.expand(result.choices)
             self.take({v: int(full[v]) for v in self.live})
+
+    def recombine(self) -> None:
+        """Takes parts of all assignments over into the best one, or into those that are nearly as good at the best
+        prices, while that helps."""
+        graph, solver = self.solver.graph, self.solver
+        recombination = Recombination(graph, self.live, self.profile, self.instants, self.offsets)
+        tolerance = _SHARE_OF_GAP * solver.gap * abs(self.bound)
+        for _ in range(_RECOMBINATIONS):
+            before = solver.upper
+            planes = sorted((plane for plane in self.planes if plane.cost < math.inf), key=lambda p: p.at(self.best))
+            bases = [plane.choices for plane in planes[: 1 if graph.hint is not None else _BASES]]
+            if graph.hint is not None:
+                bases.insert(0, np.array([graph.hint[v] for v in self.live], dtype=np.intp))
+            for base in bases:
+                mixture = recombination.best(base, [plane.choices for plane in planes], _RECOMBINING, tolerance)
+                self.estimate += mixture.work
+                found = mixture.choices
+                if found is not None and not any(np.array_equal(found, plane.choices) for plane in planes):
+                    self.take(dict(zip(self.live, found.tolist(), strict=True)))
+            if solver.closed or not solver.upper < before - tolerance:
+                return
 
     def prune(self) -> None:
         """Drops from the solver's graph what cannot be in anything better."""

@@ -1,0 +1,74 @@
+"""Mixing assignments part by part, and looking for assignments that have something to mix."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from shardplan.search.effort import Effort, Watch
+from shardplan.search.graph import Graph
+from shardplan.search.memory import Profile
+from shardplan.search.network import Network
+from shardplan.search.pricing import Pricing
+from shardplan.search.recombining import Recombination
+from shardplan.search.solver import GraphSolver
+from shardplan.search.varying import vary
+
+
+def items(sizes: list[int], ways: list[float], limit: float) -> Network:
+    """Tensors that are stored whole or by parts, each with a reader that has to read what is stored, and something
+    that all readers look at. What is not stored is sent: at one price of usage, all ways are equally good."""
+    network = Network(usage_limit=limit)
+    hub = network.add_variable([0.0, 1.0])
+    for size in sizes:
+        stored = network.add_variable([size * (2 - way) for way in ways])
+        network.add_usage(stored, [size * way for way in ways], 0, 1)
+        reader = network.add_variable([0.0] * len(ways))
+        network.add_edge(stored, reader, np.where(np.eye(len(ways)) == 1, 0.0, 1000.0))
+        network.add_edge(hub, reader, np.eye(2, len(ways)))
+    return network
+
+
+def least(network: Network, limit: float) -> float:
+    """The least cost within the limit, of all assignments whose readers read what is stored."""
+    ways = len(network.costs[1])
+    best = math.inf
+    for hub, *stored in itertools.product(range(2), *[range(ways)] * (len(network) // 2)):
+        choices = np.array([hub, *np.repeat(stored, 2)])
+        if network.peak(choices)[0] <= limit:
+            best = min(best, network.cost(choices))
+    return best
+
+
+def priced(network: Network, gap: float = 1e-4) -> Pricing:
+    graph = Graph.of(network)
+    solver = GraphSolver(graph, math.inf, Effort(), gap, Watch(graph.tick, lambda: 60.0))
+    return Pricing(solver)
+
+
+def test_parts_that_no_edge_joins_are_exchanged_one_by_one() -> None:
+    network = Network(usage_limit=10)
+    for size in (7, 6, 4, 3):
+        network.add_usage(network.add_variable([float(size), 0.0]), [0, size], 0, 1)
+    graph = Graph.of(network)
+    offsets = np.arange(0, 10, 2)
+    profile = Profile(graph, graph.live(), offsets[:-1])
+    recombination = Recombination(graph, graph.live(), profile, profile.candidates(), offsets)
+    zeros, ones = np.zeros(4, dtype=np.intp), np.ones(4, dtype=np.intp)
+    mixed = recombination.best(zeros, [ones], work=1.0, tolerance=0.0).choices
+    assert mixed is not None
+    assert profile.used(mixed).max() == 10  # all of what may be used, by two of the four
+    assert recombination.best(zeros, [zeros], work=1.0, tolerance=0.0).choices is None
+
+
+def test_assignments_of_new_choices_close_what_prices_leave() -> None:
+    network = items([97, 89, 61, 53, 31], [0.125, 0.25, 0.5, 1.0], limit=222.0)
+    pricing = priced(network)
+    pricing.raise_bound(math.inf)
+    best = least(network, 222.0)
+    assert pricing.bound <= best
+    assert pricing.solver.upper > 1.005 * best  # what is best at some price is stored whole or as little as may be
+    vary(pricing, math.inf)
+    assert pricing.solver.upper == pytest.approx(best, rel=1e-9)
+    assert {int(k) for plane in pricing.planes for k in plane.choices[1::2]} == {0, 1, 2, 3}
