@@ -12,6 +12,7 @@ from shardplan.search.closing import SECONDS_PER_UNIT
 from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.mirroring import half
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
 from shardplan.search.pricing import Pricing
@@ -97,7 +98,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     known = run.network.hint if run.network.usage_limit is not None else None
     hint = run.choices if run.cost < math.inf else known.choices if known is not None else None
     with run.stage("reduce"):
-        graph = Graph.of(run.network, hint)
+        graph = Graph.of(run.network, hint, half(run.network) if hint is None else None)
     graph.tick = run.check
 
     def report() -> None:

@@ -78,10 +78,15 @@ class Graph:
         """A valid assignment of the variables that are left, which every reduction carries along."""
 
     @classmethod
-    def of(cls, network: Network, hint: Sequence[int] | NDArray[np.int64] | None = None) -> Graph:
+    def of(
+        cls,
+        network: Network,
+        hint: Sequence[int] | NDArray[np.int64] | None = None,
+        kept: tuple[int, NDArray[np.bool_]] | None = None,
+    ) -> Graph:
         """The network with ties merged, exclusions dropped and edges added up; raises `Infeasible`.
 
-        hint: a valid assignment of the network, to be carried along.
+        hint: a valid assignment of the network, to be carried along. kept: a variable, and its choices that are left.
         """
         graph = cls(len(network))
         leaders = _merge_ties(network)
@@ -104,6 +109,8 @@ class Graph:
             graph.undo.append(Follow(v, u, np.arange(network.costs[v].size)))
         if hint is not None:
             graph.hint = {v: int(hint[v]) for v in graph.live()}
+        if kept is not None:
+            graph.restrict(leaders[kept[0]], kept[1])
         graph.make_consistent()
         return graph
 

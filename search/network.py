@@ -103,6 +103,9 @@ class Network:
         self.twins: dict[int, NDArray[np.intp]] = {}
         """Per variable, a label per choice. Choices of equal label are taken to have twins of equal cost, whatever the
         other variables choose; where they have not, searches take longer, and give the same."""
+        self.mirror: dict[int, NDArray[np.intp]] = {}
+        """Per variable, its choices' mirror images: where all variables take these instead, an assignment may cost what
+        it did before. Whether it does is looked up in the tables (see `shardplan.search.mirroring`)."""
         self.restrictions: list[dict[int, NDArray[np.bool_]]] = []
         """Networks within this one, whose best assignments are good ones of the whole: per variable, which of its
         choices they have (see `shardplan.search.restricting`)."""

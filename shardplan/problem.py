@@ -26,7 +26,7 @@ from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
 from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps
-from shardplan.twins import twins
+from shardplan.twins import mirrored, twins
 from shardplan.variables import Numbering, generated_values
 
 
@@ -93,8 +93,8 @@ class Problem:
     def network(self) -> Network:
         """The cost network, built when it is first asked for: a plan that is known already does without."""
         network = Network()
-        described = self.space.mesh, self.variables, self.domain, self.choices
-        network.twins, network.restrictions = twins(*described), joined(*described)
+        parts = self.space.mesh, self.variables, self.domain, self.choices
+        network.twins, network.mirror, network.restrictions = twins(*parts), mirrored(*parts), joined(*parts)
         for add in (self._add_values, self._add_copies, self._add_work, self._add_operations, self._add_outputs):
             add(network)
         return network

@@ -9,6 +9,9 @@ twins differ in the order of axes on a dimension: it is the same to most operati
 (True, False)
 >>> in_any_order(((0,), (2, 1))) == in_any_order(((0,), (1, 2)))
 True
+
+Two equal axes that split a mesh alone may even change places: what that makes of a layout is its mirror image. The
+search looks at one half of the assignments then (`shardplan.search.mirroring`).
 """
 
 from __future__ import annotations
@@ -20,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.layout import Domain, MeshAxes
+from shardplan.layout import Domain, Layout, MeshAxes
 from shardplan.strategy import Choices, Strategy
 from shardplan.variables import Variables
 
-__all__ = ["in_any_order", "renamed", "twins"]
+__all__ = ["in_any_order", "mirrored", "renamed", "twins"]
 
 Labels = NDArray[np.intp]
 
@@ -75,3 +78,56 @@ def twins(
     for operation, variable in variables.operations.items():
         found[variable] = labels(choices[operation].strategies, of_strategy)
     return found
+
+
+def mirrored(
+    mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
+) -> dict[int, Labels]:
+    """Per variable of a problem's network, the number of each choice's mirror image: with two equal axes in each
+    other's place. None where the mesh has not two axes that split, of one size, or where a choice has no image."""
+    axes = mesh.splitting
+    if len(axes) != 2 or mesh.sizes[axes[0]] != mesh.sizes[axes[1]]:
+        return {}
+    other = {axes[0]: axes[1], axes[1]: axes[0]}
+    made: dict[int, Labels | None] = {}
+
+    def images(options: tuple[Any, ...], key: Callable[[Any, Mapping[int, int]], Any]) -> Labels | None:
+        if id(options) not in made:
+            numbers = {key(option, {}): number for number, option in enumerate(options)}
+            found = np.array([numbers.get(key(option, other), -1) for option in options], dtype=np.intp)
+            clear = (
+                len(numbers) == len(options) and (found >= 0).all() and (found[found] == np.arange(len(found))).all()
+            )
+            made[id(options)] = found if clear else None
+        return made[id(options)]
+
+    found: dict[int, Labels | None] = {}
+    for numbers in (variables.values, variables.copies):
+        for value, variable in numbers.items():
+            of_value = domain(value)
+            found[variable] = images(of_value.layouts, partial(_moved, of_value.rank))
+    for operation, variable in variables.operations.items():
+        found[variable] = images(choices[operation].strategies, partial(_moved_strategy, _ranks(choices[operation])))
+    images_of_all = {v: image for v, image in found.items() if image is not None}
+    return images_of_all if len(images_of_all) == len(found) else {}
+
+
+def _moved(rank: int, layout: Layout, other: Mapping[int, int]) -> Layout:
+    """A layout with axes in the place of others. What it has in front of its dimensions is a set, see `Domain`."""
+    moved = tuple(tuple(other.get(axis, axis) for axis in axes) for axes in layout)
+    return (tuple(sorted(moved[0])), *moved[1:]) if len(layout) > rank else moved
+
+
+def _moved_strategy(ranks: list[int], strategy: Strategy, other: Mapping[int, int]) -> tuple[Any, ...]:
+    """All of a strategy that mesh axes are part of, with axes in the place of others."""
+    layouts = (*strategy.operands, *strategy.results)
+    moved = tuple(None if to is None else _moved(rank, to, other) for rank, to in zip(ranks, layouts, strict=True))
+    halos = sorted((h.operand, h.dim, *_moved(1, (h.axes,), other), h.rows) for h in strategy.halos)
+    pending = _moved(len(strategy.pending), strategy.pending, other)
+    return moved, pending, strategy.reducers, tuple(halos), strategy.calls, strategy.possible
+
+
+def _ranks(choices: Choices) -> list[int]:
+    """Of each operand and result of an operation. Layouts of partial sums are longer than the others."""
+    columns = zip(*((*strategy.operands, *strategy.results) for strategy in choices.strategies), strict=True)
+    return [min((len(layout) for layout in column if layout is not None), default=0) for column in columns]
