@@ -112,3 +112,28 @@ def test_what_a_loop_reads_is_stored_where_the_program_makes_it_from_nothing():
 
     peak, x = _peak_of(step, _square(512))
     assert peak == 3 * x  # the argument, the carry that becomes the result, the table
+
+
+def test_what_a_scan_reads_and_stacks_lies_beside_the_argument_that_it_replaces_and_a_carry_does_not():
+    def stacked(caches, x):
+        def layer(x, cache):
+            cache = jax.lax.dynamic_update_slice(cache, x[None], (3, 0))
+            return x + jnp.max(cache, axis=0), cache
+
+        x, caches = jax.lax.scan(layer, x, caches)
+        return caches, x
+
+    def carried(caches, x):
+        def layer(carry, number):
+            caches, x = carry
+            caches = jax.lax.dynamic_update_slice(caches, x[None, None], (number, 3, 0))
+            cache = jax.lax.dynamic_index_in_dim(caches, number, keepdims=False)
+            return (caches, x + jnp.max(cache, axis=0)), None
+
+        return jax.lax.scan(layer, (caches, x), jnp.arange(8))[0]
+
+    caches, x = jax.ShapeDtypeStruct((8, 1024, 64), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
+    whole = 4 * 8 * 1024 * 64
+    one = jax.sharding.AbstractMesh((1,), ("x",))
+    peaks = [shardplan.plan(step, one, caches, x, donate_argnums=0).peak_bytes for step in (stacked, carried)]
+    assert 2 * whole < peaks[0] < 3 * whole and peaks[1] < 2 * whole

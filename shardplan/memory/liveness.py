@@ -107,6 +107,7 @@ class Lifetimes:
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
         self.fillings = fillings_of(problem, self.order)
+        self.beside = self._made_beside_arguments()
 
     def _hold_slices(self, readers: _Readers, same: Mapping[int, int], last_read: dict[int, int]) -> None:
         """Slices of stacks are held from their first reader on; other operands of bodies are outer ones, or carries."""
@@ -186,6 +187,19 @@ class Lifetimes:
                 if read < self.place[maker.index] + in_place:
                     self.held.pop(source, None)
 
+    def _made_beside_arguments(self) -> frozenset[int]:
+        """Results of loops that cannot lie in the memory of the arguments tied to them: the loop reads these, and not
+        as carries (the caches of all layers, which a scan reads and stacks), or what comes later does."""
+        program, makers = self._problem.program, {result: o for o in self.order for result in o.results if o.bodies}
+        found = set()
+        for number, position in program.ties.items():
+            output, state = program.outputs[number], program.inputs[position]
+            if isinstance(output, int) and output in makers:
+                until = self.reads.get(state, (0, -1))[1]
+                if until > self.start(makers[output]):  # what becomes a carry is read where the loop starts
+                    found.add(output)
+        return frozenset(found)
+
     def kept_around(self, operation: Operation) -> Iterator[tuple[Link, int]]:
         """The links through which a loop or a branch reads values, without carries (which are its results), each with
         the value that it reads: one that the program makes from nothing is stored for them too."""
@@ -261,6 +275,8 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
         # the caller's memory for results is there from the start; a donated argument's is the result's
         if isinstance(output, int) and program.ties.get(number) not in donated:
             yield hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
+        elif isinstance(output, int) and output in lifetimes.beside:
+            yield hold(output, schedule.assignment.values[output], lifetimes.held[output].start, lifetimes.end)
     for value in schedule.assignment.copies:
         if schedule.copy(value) != schedule.assignment.values[value]:
             yield hold(value, schedule.copy(value), *lifetimes.copied[value])

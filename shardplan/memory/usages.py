@@ -80,7 +80,8 @@ class Usages:
         self._lifetimes = lifetimes.held
         self._inputs = {*self.program.inputs, *self.program.captured}
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
-        self._replaced = {output for number, output in outputs if number in self.program.ties}
+        beside = lifetimes.beside if donated else frozenset[int]()
+        self._replaced = {output for number, output in outputs if number in self.program.ties} - beside
 
     def network(self, limit: float, places: Collection[int], beyond: Mapping[int, float] | None = None) -> Network:
         """The problem's network, held to a limit at some places of the order alone.
