@@ -44,6 +44,8 @@ _CALL_BODIES = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
+_PLATFORMS = ("cpu", "cuda", "rocm")
+"""Where a planned step may run."""
 _REMATERIALISED = frozenset({"remat", "remat2", "checkpoint"})
 
 
@@ -65,6 +67,8 @@ def call_body(equation: Equation) -> CallBody | None:
         start = lengths.matvec + lengths.vecmat
         stop = start + lengths.solve
         body, positions = params["jaxprs"].solve, positions[start:stop] + positions[stop + lengths.transpose_solve :]
+    elif name == "cond":
+        body, positions = _branch_of_platforms(params), positions[1:]
     else:
         body = params.get(_CALL_BODIES.get(name, ""))
     if isinstance(body, ClosedJaxpr):
@@ -72,6 +76,18 @@ def call_body(equation: Equation) -> CallBody | None:
     if isinstance(body, Jaxpr) and not body.constvars:
         return CallBody(body, (), positions)
     return None
+
+
+def _branch_of_platforms(params: dict[str, Any]) -> ClosedJaxpr | None:
+    """The branch that runs on every platform (`jax.lax.platform_dependent`, which `jnp.diag` uses): JAX keeps it alone
+    where it lowers a program. None where a value decides, or platforms differ."""
+    listed = params.get("branches_platforms") or ()
+    taken = {
+        next((number for number, names in enumerate(listed) if names is None or platform in names), None)
+        for platform in _PLATFORMS
+    }
+    found = taken.pop()
+    return None if taken or found is None else params["branches"][found]
 
 
 def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int | None]]:

@@ -134,9 +134,9 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
     """Whether XLA, left alone, would gather what an operation reads.
 
     That is what a product of rows in groups reads, a tensor of which one window is read along a dimension that is
-    split, and a convolution in groups, unless each channel is a group of its
-    own; and space that the gradient of a convolution's weights sums over, where the data are dilated (of a transposed
-    convolution) and where the weights' channels are split besides.
+    split, and a convolution in groups, unless each channel is a group of its own and makes one; and space that the
+    gradient of a convolution's weights sums over, where the data are dilated (of a transposed convolution) and where
+    the weights' channels are split besides.
     """
     if operation.primitive.name == RAGGED:
         return splits_rows_or_groups(operation, strategy)
@@ -170,12 +170,16 @@ def passes_sums(operation: Operation) -> bool:
 
 
 def _by_groups(operation: Operation) -> bool:
-    """Whether an operation is a convolution whose groups have several channels of the data."""
+    """Whether an operation is a convolution whose groups have several channels, of the data or of the result.
+
+    The latter are also the gradients of one convolution's weights for each example, which `jax.vmap` makes.
+    """
     if operation.primitive.name != "conv_general_dilated":
         return False
     filters = operation.equation.invars[1].aval.shape  # type: ignore[attr-defined]
-    several = filters[operation.params["dimension_numbers"].rhs_spec[1]] > 1
-    return operation.params["feature_group_count"] > 1 and several
+    groups = operation.params["feature_group_count"]
+    made, read, *_ = operation.params["dimension_numbers"].rhs_spec
+    return groups > 1 and (filters[read] > 1 or filters[made] > groups)
 
 
 def runs_apart(operation: Operation, strategy: Strategy) -> bool:

@@ -143,3 +143,22 @@ def test_sums_over_two_dimensions_of_space_are_not_scattered_nor_split_by_channe
     pins = {"1": P(None, "x", "y"), "0/*/kernel": P()} if size == 64 else {"1": P(None, "x", "y")}
     plan = shardplan.plan(step, gpu_mesh("h100", (2, 4), ("x", "y")), weights, images, pins=pins)
     assert shardplan.audit(plan).ok()
+
+
+def test_weights_gradients_for_each_example_run_in_an_island_that_sends_nothing():
+    def norms(w, images):
+        def loss(w, image):
+            return jnp.sum(jax.lax.conv(image[None], w, (2, 2), "SAME") ** 2)
+
+        return jnp.sum(jax.vmap(jax.grad(loss), (None, 0))(w, images) ** 2, (1, 2, 3, 4))
+
+    mesh = mesh_of((8,))
+    key_of_weights, key_of_images = jax.random.split(jax.random.key(0))
+    w = jax.random.normal(key_of_weights, (8, 8, 3, 3))
+    images = jax.random.normal(key_of_images, (16, 8, 8, 8))
+    pins = {"1": P(mesh.axis_names[0])}
+    plan = shardplan.plan(norms, mesh, w, images, pins=pins)
+    grouped = [o for o in plan.program.operations if o.params.get("feature_group_count", 1) > 1]
+    assert grouped and all(plan.schedule.island_dtype(operation) is not None for operation in grouped)
+    found = shardplan.auto(norms, mesh, pins=pins)(w, images)
+    np.testing.assert_allclose(found, norms(w, images), rtol=2e-5)

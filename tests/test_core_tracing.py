@@ -272,3 +272,14 @@ def test_what_a_scan_only_converts_goes_in_converted(fn: Any, region: int) -> No
     ]
     assert found.region == region
     jax.block_until_ready(fn(jnp.ones(X.shape)))
+
+
+# ---- branches of platforms
+
+
+def test_of_branches_that_platforms_choose_the_one_that_runs_is_kept() -> None:
+    square = S((8, 8), jnp.float32)
+    program = trace_program(jnp.diag, (square,))  # one branch for TPUs, one for all others
+    assert not {"cond", "platform_index"} & {operation.primitive.name for operation in program.operations}
+    apart = trace_program(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), (square,))
+    assert [operation.primitive.name for operation in apart.operations][-1] == "cond"
