@@ -56,6 +56,7 @@ class Schedule:
         self._routes: dict[tuple[int, Layout], Route] = {}
         self._steps: dict[tuple[int, int], tuple[Step, ...]] = {}
         self._sent: tuple[Sent, ...] | None = None
+        self.known: dict[Any, Any] = {}  # what `shardplan.once` keeps
 
     def copy(self, value: int) -> Layout:
         """The layout in which most readers find a value."""

@@ -6,7 +6,7 @@ import pytest
 
 import shardplan
 from shardplan.memory.fusion import pointwise_operations, readers_of
-from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.lying import lying_of
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.products import is_sum, merged_products, product_operands
@@ -357,3 +357,19 @@ def test_what_passes_a_barrier_stays_in_its_memory_until_its_own_last_reader():
 
     # x, w and the result; `late`, and two products in a row
     assert _peak_on_one(step, _square(n), _square(n)) == 6 * 4 * n * n
+
+
+@pytest.mark.parametrize(("size", "together"), [(2048, True), (16384, False)])
+def test_partial_results_that_are_scattered_together_stay_until_the_last_is_made(size, together):
+    def step(weights, x):
+        return [jnp.tanh(w) + x.T @ (x * n) for n, w in enumerate(weights)]
+
+    x = jax.ShapeDtypeStruct((4 * size, size), jnp.float32)
+    pins = {"0/*": jax.P("x", None), "1": jax.P("x", None)}
+    plan = shardplan.plan(step, MESH, [_square(size)] * 3, x, pins=pins)
+    operations = plan.program.operations
+    lifetimes = Lifetimes(plan.schedule.problem, range(len(operations)))
+    products = {o.results[0]: o.index for o in operations if o.primitive.name == "dot_general"}
+    held = memory_held(lifetimes, plan.schedule, frozenset())
+    ends = {h.value: h.lifetime.end for h in held if h.value in products and h.size == 4 * size * size}
+    assert ends == (dict.fromkeys(products, max(products.values())) if together else products)

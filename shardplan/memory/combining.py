@@ -24,6 +24,7 @@ from shardplan.memory.order import execution_order, operands_first
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sizes import bytes_in
+from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 
@@ -37,6 +38,7 @@ _VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
+@once
 def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     """The operations whose partial results are reduced together, in the order of the program.
 

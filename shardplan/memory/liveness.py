@@ -16,6 +16,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout
+from shardplan.memory.combining import combined_reductions
 from shardplan.memory.convolutions import (
     POOLING_GRADIENT,
     neighbour_bytes,
@@ -280,6 +281,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     for value in schedule.assignment.copies:
         if schedule.copy(value) != schedule.assignment.values[value]:
             yield hold(value, schedule.copy(value), *lifetimes.copied[value])
+    reduced = _reduced_at(lifetimes, schedule)
     shared: dict[tuple[int, Layout], tuple[int, int]] = {}  # reshards that XLA merges and keeps for the last reader
     for place, operation in enumerate(lifetimes.order):
         if place in lifetimes.in_libraries:
@@ -298,7 +300,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
                 break
             own = layout_left(schedule.problem, operation, strategy, position)
             if own != schedule.assignment.values[result] and result not in sliced:
-                yield hold(result, own, place, place)
+                yield hold(result, own, place, reduced.get(operation.index, place))
     for (operand, wanted), (first, last) in shared.items():
         yield hold(operand, wanted, first, last)
     for size, first, last in masked_rows(lifetimes.order, schedule):
@@ -307,6 +309,13 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     yield from _convolution_copies(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes.fillings, lifetimes.place, lifetimes.fused):
         yield Held(None, layout, size, Lifetime(first, last))
+
+
+def _reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
+    """The places of the order at which partial results are reduced that XLA reduces together, by the operation: none is
+    before all are made."""
+    groups = [[lifetimes.place[o.index] for o in group] for group in combined_reductions(schedule)]
+    return {lifetimes.order[place].index: max(group) for group in groups for place in group}
 
 
 def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
