@@ -21,7 +21,7 @@ from shardplan.search.repetition import Folded, fold
 from shardplan.search.run import Stop
 from shardplan.search.solver import GraphSolver
 
-__all__ = ["Start", "folded_solver", "folded_start"]
+__all__ = ["Start", "begin_folded", "folded_start"]
 
 _CLOSE = 2e-4
 """The gap at which the small graph has given what it can: pruning the whole one is quicker from there on."""
@@ -64,15 +64,13 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     return _lifted(folded, _search(small, effort, gap, watch))
 
 
-def folded_solver(graph: Graph, effort: Effort, gap: float, watch: Watch) -> GraphSolver:
-    """A solver of a graph without a usage limit, reduced, that starts from what its repeated layers say."""
-    solver = GraphSolver(graph, math.inf, effort, gap, watch)
+def begin_folded(solver: GraphSolver, effort: Effort) -> None:
+    """Reduces a solver's graph, without a usage limit, and starts from what its repeated layers say."""
     solver.reduce(dominance=False)  # what others beat is found by messages sooner
-    start = folded_start(graph, effort, gap, watch)
+    start = folded_start(solver.graph, effort, solver.gap, solver.watch)
     if start is not None:
         solver.begin(start.messages, start.choices)
         solver.sweeps, solver.estimate = start.sweeps, start.estimate
-    return solver
 
 
 def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> Start:

@@ -25,7 +25,7 @@ from ortools.linear_solver import pywraplp
 
 from shardplan.search.closing import SECONDS_PER_UNIT, close
 from shardplan.search.effort import Effort, Watch
-from shardplan.search.folding import folded_solver
+from shardplan.search.folding import begin_folded
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.memory import Profile
 from shardplan.search.priced import PricedGraph, left_by
@@ -196,15 +196,16 @@ class Pricing:
             if low and inner.sweeps >= _SWEEPS_WHERE_LOW and ceiling < math.inf:
                 inner.gap = math.inf  # what these prices give is a plane, not a bound: it is low enough
 
-        inner = folded_solver(priced, _EFFORT, precision, Watch(report, self.solver.watch.seconds_left))
-        if self._loose:
-            inner.effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE)
+        effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else _EFFORT
+        inner = GraphSolver(priced, math.inf, effort, precision, Watch(report, self.solver.watch.seconds_left))
+        begin_folded(inner, _EFFORT)
         return inner
 
     def evaluate_roughly(self, rewards: Mapping[int, Array]) -> None:
         """Keeps an assignment that is nearly the best at the best prices, where choices have rewards besides."""
         priced = self.priced.at(self.best, rewards)
-        inner = folded_solver(priced, _ROUGH_EFFORT, _ROUGHLY, Watch(priced.tick, self.solver.watch.seconds_left))
+        watch = Watch(priced.tick, self.solver.watch.seconds_left)
+        begin_folded(inner := GraphSolver(priced, math.inf, _ROUGH_EFFORT, _ROUGHLY, watch), _ROUGH_EFFORT)
         inner.solve()
         self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
         if priced.hint is not None:
