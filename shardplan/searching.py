@@ -19,7 +19,7 @@ from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_profile
 from shardplan.memory.order import execution_order
-from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.recomputing import adding_products, kernels_of
 from shardplan.memory.usages import Usages
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
@@ -97,7 +97,7 @@ def search_within(problem: Problem, search: Search) -> Found:
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
     # XLA schedules a program in several ways, and keeps the one with the lowest peak
-    kernels = ending_at_reductions(schedule, kernels_of(problem))
+    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_of(problem)))
     orders = (execution_order(problem.program, kernels.fused), hiding_order(schedule, kernels))
     found = _held((schedule, solution), [Lifetimes(problem, order, kernels) for order in orders], search)
     found = _with_copies(problem, found, search)
@@ -117,6 +117,7 @@ def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
         o.index for o in program.operations if o.primitive.name == CONVOLUTION and found.schedule.island_dtype(o)
     ]
     kernels = kernels_of(problem, {*copied, *((index, 0) for index in islands)})
+    kernels = adding_products(found.schedule, kernels)
     held = Lifetimes(problem, range(len(program.operations)), kernels).held
     greedy = greedy_order(program, kernels.fused, held, copied, weights_gradients(program))
     orders = (execution_order(program, kernels.fused), greedy)

@@ -6,11 +6,12 @@ import pytest
 
 import shardplan
 from shardplan.memory.fusion import pointwise_operations, readers_of
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.lying import lying_of
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.products import is_sum, merged_products, product_operands
-from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.recomputing import adding_products, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.tracing import trace_program
@@ -223,6 +224,35 @@ def test_partial_gradients_of_one_weight_are_added_up_in_place():
     many = [_square(n)] * steps
     # arguments, the result, the sum of all products and one more buffer at most
     assert _peak_on_one(step, _square(n), many, many) <= (1 + 2 * steps + 1 + 2) * 4 * n * n
+
+
+def test_of_a_weights_gradients_added_up_one_after_another_every_other_addition_is_part_of_a_product():
+    def loss(w, x):
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    pins, mesh = {"0": jax.P(), "1": jax.P("x", None)}, jax.sharding.AbstractMesh((2,), ("x",))
+    weight, x = _square(512), jax.ShapeDtypeStruct((1024, 512), "float32")
+    schedule = shardplan.plan(jax.grad(loss), mesh, weight, x, pins=pins).schedule
+    operations = schedule.program.operations
+    kernels = adding_products(schedule, kernels_of(schedule.problem))
+    shapes = [value.shape for value in schedule.program.values]
+    sums = [o for o in operations if o.primitive.name == "add_any" and shapes[o.results[0]] == weight.shape]
+    # the first sum, of two products, is the first product's; then a kernel adds one, and a product itself to the result
+    assert [o.index in kernels.adding for o in sums[:4]] == [True, False, True, False]
+    first, second = kernels.adding.values()
+    order = hiding_order(schedule, kernels)
+    lifetimes = Lifetimes(schedule.problem, order, kernels)
+    makers = {result: operation for operation in operations for result in operation.results}
+    assert second.onto == sums[1].results[0] and makers[first.onto].index > first.product
+    for found in (first, second):  # what is added to is there before the product starts
+        assert lifetimes.place[makers[found.onto].index] < lifetimes.place[found.product]
+        assert operations[found.product].results[0] not in lifetimes.held
+        assert lifetimes.held[found.onto].end == lifetimes.place[found.addition] - 1
+    # as compiled: behind a product, from which its result is taken first, the kernel before it can be placed at once
+    data = [o for o in operations if o.primitive.name == "dot_general" and shapes[o.results[0]] == x.shape][6:]
+    assert order.index(makers[first.onto].index) < order.index(data[2].index)
 
 
 def _peak_of(step, *arguments):

@@ -1,76 +1,184 @@
-"""Products that are added up in place: XLA:GPU makes an addition part of the product that it adds.
+"""Products that are added up in place: XLA:GPU makes an addition part of a product that it adds.
 
-cuBLAS can add a product to what already lies in its result's memory. A weight that several operations read has a
-gradient for each of them, and their sum so takes the memory of one, where nothing else reads them and none has to be
-brought to another layout before.
+cuBLAS can add a product to what lies in memory, and write the sum there. XLA goes through the additions, operands
+first. Of one that adds products, the first that is written down takes the other operand (behind a bias, or where it is
+seen through a reshape or a transposition as well); so that operand is computed before, whatever the program says. A
+product takes in one addition alone: where the first operand has done so already, the addition stays a kernel of its
+own, even if the second could. So of the gradients of a weight that many operations read, added up one after another,
+every other one is held until a kernel adds it, and those between are added up in place.
 
->>> import jax, jax.numpy as jnp
->>> from shardplan.tracing import trace_program
->>> square = jax.ShapeDtypeStruct((8, 8), "float32")
->>> program = trace_program(lambda x, y, z: x @ y + (y @ z + z @ x), (square,) * 3, {})
->>> [operation.primitive.name for operation in program.operations]
-['dot_general', 'dot_general', 'dot_general', 'add', 'add']
->>> products = {operation.results[0] for operation in program.operations[:3]}
->>> len(added_in_place(program, program.operations, products, lambda operation: True))
-1
->>> program = trace_program(lambda x, y, z: (x @ y + y @ z) + z @ x, (square,) * 3, {})
->>> products = {operation.results[0] for operation in program.operations if operation.primitive.name == "dot_general"}
->>> len(added_in_place(program, program.operations, products, lambda operation: True))
-2
+The first sum below is the first product, added to the second one. That sum and the third are added by a kernel, to
+whose result the last one is added.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> square = jax.ShapeDtypeStruct((512, 512), "float32")
+>>> plan = shardplan.plan(lambda a, b, c, d: (((a @ b + b @ c) + c @ d) + d @ a) @ c, 1, *[square] * 4)
+>>> [(found.product, found.addition) for found in accumulations(plan.schedule).values()]
+[(0, 2), (5, 6)]
+>>> [operation.index for operation in plan.program.operations if operation.primitive.name == "dot_general"]
+[0, 1, 3, 5, 7]
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from shardplan.memory.products import PRODUCT
-from shardplan.program import Operation, Program
+from shardplan.memory.products import is_multiplied, merged_products
+from shardplan.memory.sizes import bytes_in
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
 
 _ADDITIONS = frozenset({"add", "add_any"})
 _VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
-_WITHIN = _ADDITIONS | _VIEWS | {PRODUCT}
 
 
-def added_in_place(
-    program: Program, order: Iterable[Operation], held: Collection[int], stays: Callable[[Operation], bool]
-) -> frozenset[int]:
-    """Results of products that take no memory of their own, where operations run in ``order``.
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """A product that adds itself to a value, by the indices of operations.
 
-    ``held`` are the values in memory that may be overwritten; ``stays`` says whether an operation's result, and what an
-    addition reads, need not be brought to another layout. A product that has been added to something is not added up
-    again.
+    between: what turns the product's result into the operand of the addition: views, and a bias.
+    onto: the value in memory that it is added to, of which the addition reads a view; ``in_place``, where it is
+        overwritten with the sum.
     """
-    reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
-    reads.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
-    memory: dict[int, int] = {}  # per value that is read once, the held value whose memory it takes
-    made: dict[int, int] = {}
-    alone: dict[int, int] = {}  # per value that is a product and nothing else, when it is made
-    found: set[int] = set()
-    for place, operation in enumerate(order):
-        result = operation.results[0] if len(operation.results) == 1 else None
-        if result is None:
+
+    product: int
+    between: tuple[int, ...]
+    addition: int
+    onto: int
+    in_place: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A product whose result can still take in an addition, or has done so; ``viewed`` where through a view."""
+
+    product: int
+    between: tuple[int, ...] = ()
+    viewed: bool = False
+    added: bool = False
+
+
+def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
+    """The products that XLA:GPU adds to something, by the index of the addition that becomes part of each."""
+    program = schedule.program
+    graph = _Graph(schedule)
+    merged = {index for group in merged_in(schedule, program.operations) for index in group}
+    found = {}
+    for operation in program.operations:
+        result, name = next(iter(operation.results), -1), operation.primitive.name
+        if is_multiplied(program, operation):
+            if operation.index not in merged and graph.stays(operation):
+                graph.open[result] = _Open(operation.index)
             continue
-        operands = [o for o in operation.operands if isinstance(o, int)]
-        if result in held:
-            memory[result], made[result] = result, place
-        if operation.primitive.name not in _WITHIN or not stays(operation):
+        position = graph.existing(operation) if name in _VIEWS or name in _ADDITIONS else None
+        if position is None:
             continue
-        if operation.primitive.name == PRODUCT and result in held:
-            alone[result] = place
-        elif operation.primitive.name in _VIEWS and reads[operands[0]] == 1 and operands[0] in memory:
-            memory.setdefault(result, memory[operands[0]])
-            if result not in held and operands[0] in alone:
-                alone[result] = alone[operands[0]]
-        elif operation.primitive.name in _ADDITIONS and len(operands) == 2:
-            added = [o for o in operands if reads[o] == 1 and o in memory]
-            products = sorted((o for o in added if o in alone), key=lambda o: alone[o])
-            if len(added) == 2 and products:
-                product = products[-1]
-                target = memory[added[0] if added[1] == product else added[1]]
-                if made[target] < alone[product]:
-                    found.add(memory[product])
-                    memory.setdefault(result, target)
-            elif added:
-                memory.setdefault(result, memory[added[0]])
-    return frozenset(found)
+        product = graph.open[graph.operand(operation, position)]
+        if name in _VIEWS:
+            if graph.stays(operation):
+                between = (*product.between, operation.index)
+                graph.open[result] = replace(product, between=between, viewed=True)
+        elif graph.is_broadcast(operation, 1 - position):
+            if not product.added and graph.is_bias(operation, 1 - position):
+                graph.open[result] = replace(product, between=(*product.between, operation.index))
+        elif not product.added:
+            onto, alone = graph.seen(graph.operand(operation, 1 - position))
+            alone = alone and graph.reads_as_stored(operation, 1 - position)
+            found[operation.index] = Accumulation(product.product, product.between, operation.index, onto, alone)
+            graph.open[result] = _Open(product.product, (), product.viewed, added=True)
+    return found
+
+
+def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int] | None = None) -> list[list[int]]:
+    """Products that XLA merges into one, see `merged_products`; of those with ``held`` results, if these are said."""
+    program = schedule.program
+    among = None if held is None else {*held}
+    sizes = {}
+    for operation in order:
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is None or not is_multiplied(program, operation):
+            continue
+        if among is None or operation.results[0] in among:
+            pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
+            sizes[operation.index] = sum(
+                bytes_in(schedule, value, layout)
+                for value, layout in pairs
+                if isinstance(value, int) and layout is not None
+            )
+    return merged_products(program, order, sizes)
+
+
+def with_products_late(order: Iterable[int], adding: Mapping[int, Accumulation]) -> list[int]:
+    """An order of operations in which each product that is added to something runs where it is added."""
+    late = {index for found in adding.values() for index in (found.product, *found.between)}
+    places = []
+    for index in order:
+        if index in adding:
+            places += [adding[index].product, *adding[index].between]
+        if index not in late:
+            places.append(index)
+    return places
+
+
+class _Graph:
+    """A program with its layouts, and the products that can still take in an addition, by their results."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        program = schedule.program
+        self._schedule, self._program = schedule, program
+        self._makers = {result: operation for operation in program.operations for result in operation.results}
+        self._reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
+        self._reads.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
+        self.open: dict[int, _Open] = {}
+
+    def operand(self, operation: Operation, position: int) -> int:
+        """An operand that is a value, -1 if it is a number."""
+        operand = operation.operands[position]
+        return operand if isinstance(operand, int) else -1
+
+    def existing(self, operation: Operation) -> int | None:
+        """The position of the operand that XLA takes for the product that an operation turns into something else."""
+        found = []
+        for position in range(len(operation.operands)):
+            operand = self.operand(operation, position)
+            if operand in self.open and self._reads[operand] == 1 and self.reads_as_stored(operation, position):
+                found.append((not self.open[operand].viewed, position))
+        return min(found)[1] if found else None
+
+    def is_broadcast(self, operation: Operation, position: int) -> bool:
+        """Whether an operand repeats fewer elements, or is a number."""
+        operand, values = self.operand(operation, position), self._program.values
+        if operand < 0 or values[operand].shape != values[operation.results[0]].shape:
+            return True
+        return operand in self._makers and self._makers[operand].primitive.name == "broadcast_in_dim"
+
+    def is_bias(self, operation: Operation, position: int) -> bool:
+        """Whether an operand that is broadcast has one number for each column of a matrix."""
+        operand, shape = self.operand(operation, position), self._program.values[operation.results[0]].shape
+        if operand < 0 or len(shape) != 2:
+            return False
+        own = self._program.values[operand].shape
+        if own == shape:
+            return tuple(self._makers[operand].params["broadcast_dimensions"]) == (1,)
+        return own[-1:] == shape[-1:]
+
+    def seen(self, value: int) -> tuple[int, bool]:
+        """The value in memory of which another one is a view, and whether nothing else reads it."""
+        alone = self._reads[value] == 1
+        while value in self._makers and self._makers[value].primitive.name in _VIEWS:
+            value = self.operand(self._makers[value], 0)
+            alone = alone and self._reads[value] == 1
+        return value, alone
+
+    def stays(self, operation: Operation) -> bool:
+        """Whether an operation leaves its result in the layout that it is stored in."""
+        strategy = self._schedule.assignment.strategies.get(operation.index)
+        return strategy is not None and not self._schedule.result_steps(operation, 0)
+
+    def reads_as_stored(self, operation: Operation, position: int) -> bool:
+        """Whether an operation reads an operand in the layout that it is stored in."""
+        assignment, operand = self._schedule.assignment, self.operand(operation, position)
+        strategy = assignment.strategies.get(operation.index)
+        return strategy is not None and operand >= 0 and strategy.operands[position] == assignment.values.get(operand)

@@ -25,22 +25,20 @@ ones first, whatever that holds in memory. Below, two kernels of a layer run bet
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from shardplan.layout import Layout
 from shardplan.memory.combining import combined_reductions, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS as SUMS
 from shardplan.memory.liveness import bytes_in, layout_left
 from shardplan.memory.order import operands_first
-from shardplan.memory.products import PRODUCT, is_sum
+from shardplan.memory.placing import Placing
+from shardplan.memory.products import PRODUCT, is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
-from shardplan.program import Operation
+from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
-
-_LATENCY = 1.0
-"""Microseconds after which an operation can start that needs another one, as XLA's scheduler counts."""
 
 _CONVOLUTION = 10.0
 """Microseconds of any convolution, as it counts."""
@@ -65,11 +63,11 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
     """
     merged = combined_reductions(schedule)
     for groups in (merged, without_leading(schedule, merged), []):
-        graph = _Graph(schedule, kernels, groups)
+        graph = Graph(schedule, kernels, groups)
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
             break
     graph.join(kernels)
-    placed = _Placing(graph).run()
+    placed = Placing(graph).run()
     order: list[int] = []
     done: set[int] = set()
     operations = schedule.program.operations
@@ -82,7 +80,7 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
     return order
 
 
-class _Graph:
+class Graph:
     """The kernels of the program's own region, by the index of the operation that ends them, and its collectives,
     each a start and an end, numbered after all operations: what each needs, and how long it takes."""
 
@@ -97,6 +95,8 @@ class _Graph:
         self._ends: dict[object, int] = {}
         self._reads: dict[int, frozenset[int]] = {}
         self._sources: dict[int, frozenset[int]] = {}
+        self._products = {index: found.product for index, found in kernels.adding.items()}
+        self.parts = {o.index for o in self.program.operations if self._is_part(o)}
         in_memory = kernels.stored | kernels.read
         for operation in self.program.operations:
             reads = frozenset[int]().union(
@@ -108,6 +108,11 @@ class _Graph:
             elif operation.region == 0:
                 self._reads[operation.index] = reads
         self._connect({o.index: number for number, group in enumerate(combined) for o in group})
+
+    def _is_part(self, operation: Operation) -> bool:
+        """Whether a library makes a result: together with the workspace, from which it is taken."""
+        library = operation.primitive.name == CONVOLUTION or is_multiplied(self.program, operation)
+        return library or operation.index in self._products
 
     def in_order(self) -> list[int]:
         """All nodes, each behind what it needs, else in the order of the program; fewer if there are cycles."""
@@ -229,9 +234,12 @@ class _Graph:
 
     def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
         """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
-        operation, found = self.program.operations[index], list[tuple[int, int]]()
-        strategy, values = self.schedule.assignment.strategies.get(index), self.schedule.assignment.values
-        pairs = () if strategy is None else zip(operation.operands, strategy.operands, strict=True)
+        found, values = list[tuple[int, int]](), self.schedule.assignment.values
+        pairs: list[tuple[int | Constant, Layout | None]] = []
+        for part in (self._products.get(index, index), index)[index not in self._products :]:
+            strategy = self.schedule.assignment.strategies.get(part)
+            if strategy is not None:
+                pairs += zip(self.program.operations[part].operands, strategy.operands, strict=True)
         for operand, layout in pairs:
             if not isinstance(operand, int) or layout is None or values.get(operand, layout) == layout:
                 continue
@@ -261,7 +269,11 @@ class _Graph:
         """Microseconds that a kernel takes on one device."""
         if operation.primitive.name == CONVOLUTION:
             return _CONVOLUTION
-        moved = sum(map(self._size, (*self._reads.get(operation.index, ()), *operation.results))) / _BYTES
+        reads = self._reads.get(operation.index, frozenset())
+        if operation.index in self._products:  # as long as without what it is added to
+            operation = self.program.operations[self._products[operation.index]]
+            reads = frozenset(o for o in operation.operands if isinstance(o, int))
+        moved = sum(map(self._size, (*reads, *operation.results))) / _BYTES
         if operation.primitive.name != PRODUCT or is_sum(self.program, operation):
             return moved
         devices, value = self.schedule.space.mesh.device_count, self.program.values[operation.results[0]]
@@ -276,115 +288,3 @@ class _Graph:
                 for inner in self.program.regions[body].operations:
                     self.append(inner, order, done)
             order.append(operation.index)
-
-
-class _Placing:
-    """Places the nodes of a graph one by one, from the program's end."""
-
-    def __init__(self, graph: _Graph) -> None:
-        self._graph, self._now = graph, 0.0
-        self._readers: dict[int, set[int]] = {node: set() for node in graph.needs}
-        for node, needs in graph.needs.items():
-            for need in needs:
-                self._readers[need].add(node)
-        self._depth = self._depths()
-        self._ready_at: dict[int, float] = {}
-        self._frees = {node: sum(self._readers[n] == {node} for n in needs) for node, needs in graph.needs.items()}
-        self._fitting: list[tuple[float, float, int, float, int]] = []  # what can be placed, by time
-        self._freeing: list[tuple[float, int, float, int]] = []  # the same, by how much it lets be placed
-        self._waiting: list[tuple[float, float, int]] = []
-        self._ending: list[tuple[float, float, int]] = []  # ends of collectives
-        self._sending = False
-
-    def _depths(self) -> dict[int, float]:
-        """How long the collectives take that lead to a node, one after another."""
-        depth: dict[int, float] = {}
-        for first in self._graph.needs:
-            stack = [first]
-            while stack:
-                node = stack[-1]
-                missing = [need for need in self._graph.needs[node] if need not in depth]
-                if node not in depth and missing:
-                    stack += missing
-                    continue
-                stack.pop()
-                sends = self._graph.takes[node] if node in self._graph.starts else 0.0
-                depth[node] = sends + max((depth[need] for need in self._graph.needs[node]), default=0.0)
-        return depth
-
-    def run(self) -> list[int]:
-        """All nodes, the last one first."""
-        placed: list[int] = []
-        for node, readers in self._readers.items():
-            if not readers:
-                self._wait(node, 0.0)
-        while len(placed) < len(self._readers):
-            placed.append(self._next())
-            self._place(placed[-1])
-        return placed
-
-    def _wait(self, node: int, at: float) -> None:
-        self._ready_at[node] = at
-        if node in self._graph.starts:
-            heapq.heappush(self._ending, (-self._depth[node], -self._graph.place[node], node))
-        else:
-            heapq.heappush(self._waiting, (at, -self._graph.place[node], node))
-
-    def _keys(self, node: int) -> tuple[tuple[float, float, int, float, int], tuple[float, int, float, int]]:
-        depth, place, frees = -self._depth[node], -self._graph.place[node], -self._frees[node]
-        return (depth, self._graph.takes[node], frees, place, node), (depth, frees, place, node)
-
-    def _remove(self, node: int) -> None:
-        fitting, freeing = self._keys(node)
-        del self._fitting[bisect_left(self._fitting, fitting)]
-        del self._freeing[bisect_left(self._freeing, freeing)]
-
-    def _insert(self, node: int) -> None:
-        fitting, freeing = self._keys(node)
-        insort(self._fitting, fitting)
-        insort(self._freeing, freeing)
-
-    def _next(self) -> int:
-        """What is placed next: one collective at a time as soon as it can, then what waits least and fits best."""
-        if self._ending and not self._sending:
-            return heapq.heappop(self._ending)[-1]
-        while self._waiting and self._waiting[0][0] <= self._now:
-            self._insert(heapq.heappop(self._waiting)[-1])
-        if not self._fitting:
-            return heapq.heappop(self._waiting)[-1]
-        node = self._freeing[0][-1]
-        if self._waiting:
-            depth, wait = self._freeing[0][0], self._waiting[0][0] - self._now
-            above = bisect_left(self._fitting, (depth, wait))
-            below = above - 1
-            near = [self._fitting[n] for n in (above, below) if 0 <= n < len(self._fitting)]
-            time = min((abs(key[1] - wait), key[1]) for key in near if key[0] == depth)[1]
-            node = self._fitting[bisect_left(self._fitting, (depth, time))][-1]
-        self._remove(node)
-        return node
-
-    def _place(self, node: int) -> None:
-        """Moves on past a node; what it needs can be placed once all that needs it is."""
-        graph = self._graph
-        ends = node in graph.starts
-        self._now = max(self._now, self._ready_at[node]) + (0.0 if ends else graph.takes[node])
-        self._sending = ends or (self._sending and node < len(graph.program.operations))
-        for need in sorted(graph.needs[node]):
-            readers = self._readers[need]
-            readers.discard(node)
-            later = self._now + (graph.takes[node] if ends else _LATENCY)
-            self._ready_at[need] = max(self._ready_at.get(need, 0.0), later)
-            if not readers:
-                self._wait(need, self._ready_at[need])
-            elif len(readers) == 1:
-                self._frees_more(next(iter(readers)))
-
-    def _frees_more(self, reader: int) -> None:
-        keys = self._keys(reader)[0]
-        found = bisect_left(self._fitting, keys)
-        available = found < len(self._fitting) and self._fitting[found] == keys
-        if available:
-            self._remove(reader)
-        self._frees[reader] += 1
-        if available:
-            self._insert(reader)

@@ -16,6 +16,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout
+from shardplan.memory.accumulation import with_products_late
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.convolutions import (
     POOLING_GRADIENT,
@@ -55,7 +56,8 @@ class Lifetimes:
     def __init__(self, problem: Problem, order: Sequence[int], kernels: Kernels | None = None) -> None:
         program, kernels = problem.program, kernels or kernels_of(problem)
         self._problem = problem
-        self.order = [program.operations[index] for index in order]
+        self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
+        self._adding = kernels.adding
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
@@ -97,7 +99,7 @@ class Lifetimes:
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
         spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
-        for value, place in overwritten_values(problem, self.order, kernels.fused, spans):
+        for value, place in overwritten_values(problem, self.order, kernels, spans):
             self.held[value] = Lifetime(self.held[value].start, place - 1)
         self._share_with_results(last_read)
         # what links alone read (a body's result that is carry and stack) is read where the loop ends
@@ -181,7 +183,8 @@ class Lifetimes:
                 maker = makers.get(source)
                 if maker is None or maker.region not in operation.bodies or link.stacked:
                     continue
-                in_place = maker.primitive.name in UPDATES
+                added = self._adding.get(maker.index)
+                in_place = maker.primitive.name in UPDATES or (added is not None and added.onto == link.target)
                 if maker.index in self.fused and not in_place:  # kernels that read neighbours cannot overwrite these
                     in_place = link.target in read_by_element(problem, makers, self.fused, self.held, maker)
                 read = last_read.get(link.target, -1) if link.target not in operation.results else -1

@@ -17,8 +17,9 @@ the backward pass finds what the forward pass has stored.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from shardplan.memory.accumulation import Accumulation, accumulations
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_images, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_of
 from shardplan.memory.lying import lying_of
@@ -26,19 +27,22 @@ from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import product_operands
 from shardplan.problem import Problem
 from shardplan.program import Operation
+from shardplan.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """What XLA:GPU makes of a program: the operations ``fused`` into the kernels that read them, by index; the values
     that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them;
-    the operands that convolutions read from ``copied`` memory of their own.
+    the operands that convolutions read from ``copied`` memory of their own; the products that are ``adding`` themselves
+    to something, by the addition, which is a kernel of which the product is part.
     """
 
     fused: frozenset[int]
     read: frozenset[int]
     stored: frozenset[int]
     copied: frozenset[tuple[int, int]] = frozenset()
+    adding: Mapping[int, Accumulation] = field(default_factory=dict)
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -103,3 +107,11 @@ def _kernels_reading(
                 stack += [result for result in reader.results if result not in seen]
                 seen.update(reader.results)
     return found
+
+
+def adding_products(schedule: Schedule, kernels: Kernels) -> Kernels:
+    """What XLA:GPU fuses with this schedule, where products are added to what is in memory."""
+    adding = accumulations(schedule)
+    products = {found.product for found in adding.values()}
+    fused = (kernels.fused | products) - adding.keys()
+    return replace(kernels, fused=fused, read=kernels.read | {found.onto for found in adding.values()}, adding=adding)

@@ -29,6 +29,7 @@ from math import prod
 
 from shardplan import _jax
 from shardplan.memory.fusion import fuses_operands
+from shardplan.memory.recomputing import Kernels
 from shardplan.problem import Problem
 from shardplan.program import Operation
 
@@ -41,37 +42,42 @@ _LOOKED_AT = 64
 
 
 def overwritten_values(
-    problem: Problem, order: Sequence[Operation], fused: Collection[int], held: Mapping[int, tuple[int, int]]
+    problem: Problem, order: Sequence[Operation], kernels: Kernels, held: Mapping[int, tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
     """The values whose memory a later result takes, with the place in the order of the operation that makes it.
 
-    ``fused`` are the operations, by index, that become part of the kernels which read them; ``held`` says of each value
-    in memory from which place to which.
+    ``held`` says of each value in memory from which place to which.
     """
+    fused = kernels.fused
     makers = {result: operation for operation in order for result in operation.results}
-    merged = _made_with_others(problem, order, fused)
+    merged = _made_with_others(problem, order, kernels)
     taken: set[int] = set()
     for place, operation in enumerate(order):
         if not operation.results or operation.results[0] not in held:
             continue
         updates = operation.primitive.name in UPDATES
+        anything = updates or operation.index in kernels.adding
         if updates:
             candidates = [o for o in operation.operands[:1] if isinstance(o, int) and _fits(problem, o, operation)]
+        elif operation.index in kernels.adding:
+            added = kernels.adding[operation.index]
+            candidates = [added.onto] if added.in_place and _fits(problem, added.onto, operation) else []
         elif operation.index in fused:
             candidates = list(_overwritable(problem, makers, fused, held, operation))
         else:
             continue
         for value in candidates:
             start, end = held.get(value, (place, place))
-            if start < end == place and value not in taken and (updates or value not in merged):
+            if start < end == place and value not in taken and (anything or value not in merged):
                 taken.add(value)
                 yield value, place
                 break
 
 
-def _made_with_others(problem: Problem, order: Sequence[Operation], fused: Collection[int]) -> frozenset[int]:
+def _made_with_others(problem: Problem, order: Sequence[Operation], kernels: Kernels) -> frozenset[int]:
     """Values that are made in one kernel with what is first computed from them: it writes several results."""
-    values, read = problem.program.values, set[int]()
+    values, read, fused = problem.program.values, set[int](), kernels.fused
+    apart = fused | kernels.adding.keys()
     found = set()
     for operation in order:
         for operand in operation.operands:
@@ -79,7 +85,7 @@ def _made_with_others(problem: Problem, order: Sequence[Operation], fused: Colle
                 continue
             read.add(operand)
             elements = prod(values[operand].shape)
-            reduces = operation.index not in fused and fuses_operands(problem, operation)
+            reduces = operation.index not in apart and fuses_operands(problem, operation)
             if reduces or (operation.index in fused and prod(values[operation.results[0]].shape) == elements):
                 found.add(operand)
     return frozenset(found)
