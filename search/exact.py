@@ -186,6 +186,8 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.begin(cost, *run.network.profile(known.choices))
     limit = min(run.time_limit, run.work_limit)
     pricing.raise_bound(_PRICING * limit)
+    if not solver.closed and pricing.planes:
+        pricing.recombine()
     if not solver.closed and pricing.needs_assignments:
         vary(pricing, min(limit - pricing.estimate, _VARYING * limit))
     left, far = limit - pricing.estimate, solver.upper - solver.lower >= _PRUNABLE * abs(solver.lower)

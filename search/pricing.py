@@ -114,8 +114,8 @@ class Pricing:
         """Whether the last evaluation left much open."""
         self._brief = False
         """Whether what is nearly the best at some prices has to do."""
-        self._mixed = 0
-        """Of how many planes the best mixture is known."""
+        self._mixes, self._mixed = False, 0
+        """Whether planes were recombined, and of how many CP-SAT's best mixture is known."""
         self.enough: Array | None = None
         """The last prices of several times at which all usages kept within the limit."""
         self.most = 0.0
@@ -145,7 +145,7 @@ class Pricing:
             self._brief = wide and before + longest > seconds
             self._evaluate(prices)
             last, longest = prices, max(longest, self.estimate - before)
-            if self._turned and not self.solver.closed:
+            if self._turned and not self._mixes and not self.solver.closed:
                 self.recombine()
             if self.solver.closed or self.estimate > seconds:
                 break
@@ -303,7 +303,7 @@ class Pricing:
             if all(k < len(left[v]) and left[v][k] == choices[v] for v, k in now.items()):
                 choices.update(now)
                 self.take({v: choices[v] for v in self.live})
-        self.most = known.most
+        self.most, self._mixes = known.most, known._mixes
 
     def split(self) -> tuple[int, NDArray[np.bool_]] | None:
         """What branches should differ in: the variable that decides most between what is best at the known prices and
@@ -356,7 +356,7 @@ class Pricing:
     def recombine(self) -> None:
         """Takes parts of all assignments over into the best one, or into those that are nearly as good at the best
         prices, while that helps."""
-        graph, solver = self.solver.graph, self.solver
+        graph, solver, self._mixes = self.solver.graph, self.solver, True
         recombination = Recombination(graph, self.live, self.profile, self.instants, self.offsets)
         tolerance = _SHARE_OF_GAP * solver.gap * abs(self.bound)
         for _ in range(_RECOMBINATIONS):
