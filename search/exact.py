@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.search.branching import Branching
-from shardplan.search.closing import SECONDS_PER_UNIT
 from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
@@ -44,9 +43,6 @@ _CROSSING = 0.4
 """The share that CP-SAT's mixing of what was best at all prices may take, where prices leave as much."""
 _VARYING = 0.4
 """The share of the work that assignments of new choices may take, where prices leave as much."""
-
-_SMALL = 0.25
-"""Where CP-SAT's model takes less than this share of the work that is left to build, it is tried before branches."""
 
 _BRANCHING = 0.5
 """The share of the time limit that branches with prices of their own may take, where work is not limited."""
@@ -87,8 +83,7 @@ def auto(run: Run) -> None:
     limited = run.network.usage_limit is not None
     solver = _minimise(run, sweeping=0.3 if limited else 0.65, closing=0.1)
     little_left = run.work > 0.5 * run.work_limit and relative_gap(solver.upper, solver.lower) < _WORTH_IMPROVING
-    spent = run.work + 2 * _SECONDS_PER_PART > run.work_limit
-    if not solver.closed and solver.graph.hint is not None and not little_left and not spent:
+    if not solver.closed and solver.graph.hint is not None and not little_left:
         with run.stage("improve"):
             _improve(run, solver)
 
@@ -193,19 +188,14 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
     left, far = limit - pricing.estimate, solver.upper - solver.lower >= _PRUNABLE * abs(solver.lower)
     if not solver.closed and far and left > 0:
         pricing.cross(min(left, _CROSSING * limit))
-    if not solver.closed and solver.upper < math.inf:
-        pricing.prune()
-        left = run.work_limit - run.work - pricing.estimate
-        if solver.seconds_to_close < _SMALL * left < math.inf:
-            solver.effort = replace(solver.effort, closing=left / SECONDS_PER_UNIT)
-            solver.finish()
     if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
+        pricing.prune()
         branching = Branching(solver, _BRANCH, pricing)
-        left = min(_BRANCHING * run.time_limit, run.work_limit) - pricing.estimate - solver.estimate
+        left = min(_BRANCHING * run.time_limit, run.work_limit) - pricing.estimate
         while not solver.closed and branching.estimate < left and branching.step(left - branching.estimate):
             solver.watch.report()
         pricing.estimate += branching.estimate
-        if run.work + pricing.estimate + solver.estimate + solver.seconds_to_close < run.work_limit:
+        if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:
             solver.finish()
     run.work += pricing.estimate
     run.prices = solver.prices
@@ -239,8 +229,6 @@ def _improve(run: Run, solver: GraphSolver) -> None:
         if solver.upper - solver.lower < (1 - _GAIN) * open_before:
             gained, open_before = run.work, solver.upper - solver.lower
         each = _SECONDS_PER_PART * (1 if branching is None else 2)  # by turns of equal work
-        if (left := run.work_limit - run.work) < turn * each:
-            turn = 1 + int(left / each)
         for _ in range(turn):
             if local.step(watch):
                 solver.accept(graph.hint, local.upper)
