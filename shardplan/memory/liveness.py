@@ -284,7 +284,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     for value in schedule.assignment.copies:
         if schedule.copy(value) != schedule.assignment.values[value]:
             yield hold(value, schedule.copy(value), *lifetimes.copied[value])
-    reduced = _reduced_at(lifetimes, schedule)
+    reduced = reduced_at(lifetimes, schedule)
     shared: dict[tuple[int, Layout], tuple[int, int]] = {}  # reshards that XLA merges and keeps for the last reader
     for place, operation in enumerate(lifetimes.order):
         if place in lifetimes.in_libraries:
@@ -314,7 +314,7 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
         yield Held(None, layout, size, Lifetime(first, last))
 
 
-def _reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
+def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
     """The places of the order at which partial results are reduced that XLA reduces together, by the operation: none is
     before all are made."""
     groups = [[lifetimes.place[o.index] for o in group] for group in combined_reductions(schedule)]

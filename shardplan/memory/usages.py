@@ -15,7 +15,8 @@ A limit is short of memory at few places of the order. So a search is held to it
 exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
 eliminated as without a limit. What is never counted (reshards that XLA merges and keeps), and what other places need,
 can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'. Which products XLA
-merges depends on their sizes: those that it merges in the schedule found before are taken as merged.
+merges depends on their sizes, and which sums it reduces together on what is sent: those that it merges, or reduces
+together, in the schedule found before are taken as such.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
-from shardplan.memory.liveness import Lifetime, Lifetimes
+from shardplan.memory.liveness import Lifetime, Lifetimes, reduced_at
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.sizes import layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
@@ -78,6 +79,7 @@ class Usages:
         self.program = problem.program
         outputs = [(number, o) for number, o in enumerate(self.program.outputs) if isinstance(o, int)]
         self._lifetimes = lifetimes.held
+        self._reduced: dict[int, int] = {}
         self._inputs = {*self.program.inputs, *self.program.captured}
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
         beside = lifetimes.beside if donated else frozenset[int]()
@@ -113,10 +115,12 @@ class Usages:
         return network
 
     def follow(self, schedule: Schedule) -> bool:
-        """Lets results of products that XLA merges live as long as with this schedule; True where that is another."""
-        before = self._lifetimes
+        """Lets results of products that XLA merges, and partial results that it reduces together, live as long as with
+        this schedule; True where that is another."""
+        before = self._lifetimes, self._reduced
         self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
-        return before != self._lifetimes
+        self._reduced = reduced_at(self.lifetimes, schedule)
+        return before != (self._lifetimes, self._reduced)
 
     def _counted_values(self, limit: float) -> frozenset[int]:
         """All values but the smallest."""
@@ -205,9 +209,10 @@ class Usages:
                     yield self._pair(Brought(value, *ends, self._layouts(value), wanted), during)
             choices = problem.choices.get(operation.index)
             generates = not operation.results or operation.results[0] in problem.generated
-            if place in running and choices is not None and not generates:
+            last = self._reduced.get(operation.index, place)
+            if (place in running or last > place) and choices is not None and not generates:
                 for brought in self._brought_by(operation):
-                    yield self._pair(brought, Lifetime(place, place))
+                    yield self._pair(brought, Lifetime(place, last if brought.result else place))
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
