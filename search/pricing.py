@@ -75,7 +75,7 @@ _CROSSABLE = 40_000
 _LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
 """In units of CP-SAT's deterministic time."""
 _RECOMBINATIONS, _BASES = 4, 2
-_RECOMBINING = 0.05
+_RECOMBINING = 0.02
 """Likewise, per assignment that takes over parts of others."""
 
 
@@ -114,8 +114,10 @@ class Pricing:
         """Whether the last evaluation left much open."""
         self._brief = False
         """Whether what is nearly the best at some prices has to do."""
-        self._mixes, self._mixed = False, 0
-        """Whether planes were recombined, and of how many CP-SAT's best mixture is known."""
+        self._mixed = 0
+        """Of how many planes CP-SAT's best mixture is known."""
+        self._recombined = 0, math.inf
+        """The number of planes, and the cost of the best assignment, when they were recombined last."""
         self.enough: Array | None = None
         """The last prices of several times at which all usages kept within the limit."""
         self.most = 0.0
@@ -145,7 +147,7 @@ class Pricing:
             self._brief = wide and before + longest > seconds
             self._evaluate(prices)
             last, longest = prices, max(longest, self.estimate - before)
-            if self._turned and not self._mixes and not self.solver.closed:
+            if self._turned and not self._recombined[0] and not self.solver.closed:
                 self.recombine()
             if self.solver.closed or self.estimate > seconds:
                 break
@@ -303,7 +305,7 @@ class Pricing:
             if all(k < len(left[v]) and left[v][k] == choices[v] for v, k in now.items()):
                 choices.update(now)
                 self.take({v: choices[v] for v in self.live})
-        self.most, self._mixes = known.most, known._mixes
+        self.most, self._recombined = known.most, known._recombined
 
     def split(self) -> tuple[int, NDArray[np.bool_]] | None:
         """What branches should differ in: the variable that decides most between what is best at the known prices and
@@ -319,8 +321,8 @@ class Pricing:
         place = int(np.abs(first - second).argmax())
         if first[place] == second[place]:
             return None
-        own = priced[self.offsets[place] : self.offsets[place + 1]]
-        return self.live[place], own <= 0.5 * (first[place] + second[place])
+        half = 0.5 * (first[place] + second[place])
+        return self.live[place], priced[self.offsets[place] : self.offsets[place + 1]] <= half
 
     def cross(self, work: float = 0.0) -> None:
         """Mixes what was found at all prices; a mixture within the limit goes to the solver.
@@ -354,12 +356,11 @@ class Pricing:
             self.take({v: int(full[v]) for v in self.live})
 
     def recombine(self) -> None:
-        """Takes parts of all assignments over into the best one, or into those that are nearly as good at the best
-        prices, while that helps."""
-        graph, solver, self._mixes = self.solver.graph, self.solver, True
+        """Takes parts of all assignments over into the best ones, known or at the best prices, while that helps."""
+        solver, graph = self.solver, self.solver.graph
         recombination = Recombination(graph, self.live, self.profile, self.instants, self.offsets)
         tolerance = _SHARE_OF_GAP * solver.gap * abs(self.bound)
-        for _ in range(_RECOMBINATIONS):
+        for _ in range(_RECOMBINATIONS if self._recombined != (len(self.planes), solver.upper) else 0):
             before = solver.upper
             planes = sorted((plane for plane in self.planes if plane.cost < math.inf), key=lambda p: p.at(self.best))
             bases = [plane.choices for plane in planes[: 1 if graph.hint is not None else _BASES]]
@@ -368,9 +369,9 @@ class Pricing:
             for base in bases:
                 mixture = recombination.best(base, [plane.choices for plane in planes], _RECOMBINING, tolerance)
                 self.estimate += mixture.work
-                found = mixture.choices
-                if found is not None and not any(np.array_equal(found, plane.choices) for plane in planes):
+                if (found := mixture.choices) is not None and not any((found == p.choices).all() for p in planes):
                     self.take(dict(zip(self.live, found.tolist(), strict=True)))
+            self._recombined = len(self.planes), solver.upper
             if solver.closed or not solver.upper < before - tolerance:
                 return
 
