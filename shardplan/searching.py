@@ -36,11 +36,12 @@ _PRECISION_OF_LARGE = 1e-3
 
 # Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
 # search ends with the best plan by then, after so many times the work of planning without a limit: of the search, and
-# of what comes before it, so many seconds per operation. Work is counted, not timed, so that the same program gets the
-# same plan on every machine.
+# of what comes before it, so many seconds per operation; but not before the least patience, in seconds too, by which
+# small programs are proven. Work is counted, not timed, so that the same program gets the same plan on every machine.
 _PRECISION_WITHIN_LIMIT = 1e-3
 _TIMES_SLOWER_WITHIN_LIMIT = 2.0
 _SECONDS_PER_OPERATION = 3e-4
+_LEAST_PATIENCE = 0.2
 _LEAST_SHARE = 0.3
 _LEAST_WORK = 1.0
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
@@ -151,7 +152,8 @@ class _Corrections:
         self.best: Found | None = None
         """The cheapest schedule within the limit."""
         planning = first.solution.work + _SECONDS_PER_OPERATION * len(problem.program.operations)
-        self.patience, self.spent = _TIMES_SLOWER_WITHIN_LIMIT * planning, 0.0
+        self.patience = max(_LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * planning)
+        self.spent = 0.0
         self.places: set[int] = set()
         self.prices: dict[int, float] = {}
         self.beyond: dict[int, float] = {}
