@@ -6,12 +6,10 @@ import pytest
 
 import shardplan
 from shardplan.memory.fusion import pointwise_operations, readers_of
-from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.lying import lying_of
-from shardplan.memory.merging import merged_lifetimes
-from shardplan.memory.products import is_sum, merged_products, product_operands
-from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.products import is_sum, product_operands
+from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.tracing import trace_program
@@ -176,83 +174,6 @@ def test_a_batched_product_that_joins_dimensions_reads_them_in_one_order():
     assert copied("bsg,bsd->bgd", (2, 8, 4), (2, 8, 3)) == [False, False]
     assert sorted(copied("bsqg,bsd->bqgd", (2, 8, 5, 4), (2, 8, 3))) == [False, True]  # queries of a group
     assert copied("bqgs,bsd->bqgd", (2, 5, 4, 8), (2, 8, 3)) == [False, False]
-
-
-def test_products_of_one_operand_are_merged_where_neither_needs_the_other():
-    def step(x, w, v):
-        first, second = x @ w, x @ v
-        return first, second, x @ (second * 2)
-
-    program = trace_program(step, (_square(8),) * 3, {})
-    products = [o for o in program.operations if o.primitive.name == "dot_general"]
-    sizes = {o.index: 1.0 for o in products}
-    assert merged_products(program, products, sizes) == [[o.index for o in products[:2]]]
-    assert merged_products(program, products, dict.fromkeys(sizes, 2.0**30)) == []
-
-
-def test_a_part_of_a_merged_product_that_leaves_keeps_all_of_it():
-    def step(x, queries, values):
-        left = jax.nn.softmax(x @ queries) @ x
-        return left @ x, jnp.tanh(x @ values)
-
-    def keeping(x, queries, values):
-        return step(x, queries, values)[0], (x @ values).reshape(64, 32, 2)
-
-    for function, kept in ((step, False), (keeping, True)):
-        schedule = shardplan.plan(function, 1, *[_square(64)] * 3).schedule
-        lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
-        product = next(o for o in lifetimes.order if o.primitive.name == "dot_general")
-        assert (merged_lifetimes(lifetimes, schedule)[product.results[0]].end == lifetimes.end) == kept
-
-
-def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is_made_first():
-    def step(x, y, w, v, u):
-        return x @ w, y @ w, u @ w, x @ v
-
-    program = trace_program(step, (_square(8),) * 5, {})
-    first, second, third, fourth = program.operations
-    pairs = merged_products(program, program.operations, {o.index: 1.0 for o in program.operations})
-    assert pairs == [[first.index, fourth.index], [second.index, third.index]]
-
-
-def test_partial_gradients_of_one_weight_are_added_up_in_place():
-    n, steps = 512, 6
-
-    def step(w, xs, ys):
-        return sum(x.T @ y for x, y in zip(xs, ys, strict=True)) @ w
-
-    many = [_square(n)] * steps
-    # arguments, the result, the sum of all products and one more buffer at most
-    assert _peak_on_one(step, _square(n), many, many) <= (1 + 2 * steps + 1 + 2) * 4 * n * n
-
-
-def test_of_a_weights_gradients_added_up_one_after_another_every_other_addition_is_part_of_a_product():
-    def loss(w, x):
-        for _ in range(6):
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x)
-
-    pins, mesh = {"0": jax.P(), "1": jax.P("x", None)}, jax.sharding.AbstractMesh((2,), ("x",))
-    weight, x = _square(512), jax.ShapeDtypeStruct((1024, 512), "float32")
-    schedule = shardplan.plan(jax.grad(loss), mesh, weight, x, pins=pins).schedule
-    operations = schedule.program.operations
-    kernels = adding_products(schedule, kernels_of(schedule.problem))
-    shapes = [value.shape for value in schedule.program.values]
-    sums = [o for o in operations if o.primitive.name == "add_any" and shapes[o.results[0]] == weight.shape]
-    # the first sum, of two products, is the first product's; then a kernel adds one, and a product itself to the result
-    assert [o.index in kernels.adding for o in sums[:4]] == [True, False, True, False]
-    first, second = kernels.adding.values()
-    order = hiding_order(schedule, kernels)
-    lifetimes = Lifetimes(schedule.problem, order, kernels)
-    makers = {result: operation for operation in operations for result in operation.results}
-    assert second.onto == sums[1].results[0] and makers[first.onto].index > first.product
-    for found in (first, second):  # what is added to is there before the product starts
-        assert lifetimes.place[makers[found.onto].index] < lifetimes.place[found.product]
-        assert operations[found.product].results[0] not in lifetimes.held
-        assert lifetimes.held[found.onto].end == lifetimes.place[found.addition] - 1
-    # as compiled: behind a product, from which its result is taken first, the kernel before it can be placed at once
-    data = [o for o in operations if o.primitive.name == "dot_general" and shapes[o.results[0]] == x.shape][6:]
-    assert order.index(makers[first.onto].index) < order.index(data[2].index)
 
 
 def _peak_of(step, *arguments):

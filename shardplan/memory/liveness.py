@@ -263,10 +263,9 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
     for value, lifetime in (lifetimes.held | merged).items():
-        layout, copy = schedule.assignment.values[value], schedule.copy(value)
-        end = lifetime.end
         if value in leaving:
             continue
+        layout, copy, end = schedule.assignment.values[value], schedule.copy(value), lifetime.end
         if copy != layout and value not in inputs:
             end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
         start = lifetime.start
