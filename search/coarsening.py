@@ -62,10 +62,6 @@ _MOST_NEAR = 2_000_000
 _CLOSER = 0.3
 """The gap asked among the twins of the best assignment, as a share of that of the whole graph."""
 
-_FIRST_LOOK, _WORTH_THE_WHOLE = 1e-3, 2e-3
-"""The gap of the small graph at which its best assignment's twins are looked at first; and the gap of what is found
-from which on, where twins contradict each other, the whole graph is searched instead: so few choices are left there."""
-
 _SHARE_OF_GAP = 0.5
 """The gap asked of the small graph, as a share of that of the whole one: its bound may then do for the whole one."""
 
@@ -106,12 +102,12 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
             solver.effort = replace(effort, sweeps=start.sweeps + _SWEEPS)
-        solver.gap = max(solver.gap, _FIRST_LOOK)
         solver.sweep_until_prunable()
-    if solver.relaxation is None:
+    relaxation = solver.relaxation
+    if relaxation is None:
         return None
-    parts = _Parts(_kept(small, places), {}, replace(effort, sweeps=_SWEEPS), gap, quiet)
-    choices, relaxation = _looked_through(graph, solver, places, parts)
+    parts = _Parts(_kept(small, places), _near(small, relaxation, places), replace(effort, sweeps=_SWEEPS), gap, quiet)
+    choices = parts.assignment(graph, solver.lower)
     estimate = solver.estimate + sum(parts.estimates)
     if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
         return Start({}, choices, solver.sweeps, estimate, solver.lower)
@@ -134,7 +130,6 @@ class _Parts:
 
     kept: Masks
     near: Masks
-    """None where the twins alone are looked at."""
     effort: Effort
     gap: float
     watch: Watch
@@ -169,8 +164,6 @@ class _Parts:
         if choices is None:
             return
         yield choices
-        if not self.near:
-            return
         near = {v: self.near[v] for v in live}
         with contextlib.suppress(Stop, Infeasible):
             choices = self._among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR))
@@ -212,39 +205,6 @@ class _Parts:
         self.estimates.append(solver.estimate)
         found = _expanded(graph, part)
         return choices if found is None or graph.cost(found) >= graph.cost(choices) else found
-
-
-def _looked_through(
-    graph: Graph, solver: GraphSolver, places: dict[int, Index], parts: _Parts
-) -> tuple[dict[int, int] | None, Relaxation]:
-    """An assignment of a graph by the small one that a solver has swept until a first look pays; and the small one's
-    relaxation, after more sweeps where twins do not contradict each other.
-
-    The first look is among the twins alone: sweeps are quicker than the next best choices.
-    """
-    relaxation, gap = solver.relaxation, parts.gap
-    assert relaxation is not None
-    choices = parts.assignment(graph, solver.lower) if solver.closed else None
-    if choices is not None and _contradict(graph.cost(choices), solver, gap):
-        return choices, relaxation
-    if not solver.stalled:
-        with contextlib.suppress(Stop):
-            solver.gap, solver.messages = _SHARE_OF_GAP * gap, relaxation.messages()
-            solver.sweep_until_prunable()
-        relaxation = solver.relaxation or relaxation
-    if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
-        return choices, relaxation
-    kept, near = _kept(solver.graph, places), _near(solver.graph, relaxation, places)
-    again = replace(parts, kept=kept, near=near).assignment(graph, solver.lower)
-    if choices is None or (again is not None and graph.cost(again) < graph.cost(choices)):
-        choices = again
-    return choices, relaxation
-
-
-def _contradict(cost: float, solver: GraphSolver, gap: float) -> bool:
-    """Whether twins do not go together by more than a gap, in an assignment of this cost that is near the bound of
-    their graph: knowing more of that graph closes nothing, and what may be better than the assignment is little."""
-    return relative_gap(cost, solver.upper) > gap and relative_gap(cost, solver.lower) <= _WORTH_THE_WHOLE
 
 
 def _fitting(
