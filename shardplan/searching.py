@@ -36,8 +36,9 @@ _PRECISION_OF_LARGE = 1e-3
 
 # Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do. That
 # search ends with the best plan by then, after so many times the work of planning without a limit: of the search, and
-# of what comes before it, so many seconds per operation; but not before the least patience, in seconds too, by which
-# small programs are proven. Work is counted, not timed, so that the same program gets the same plan on every machine.
+# of what comes before it, so many seconds per operation; but not before the least patience, in seconds too, by
+# which most small programs are proven. Work is counted, not timed, so that the same program gets the same plan on every
+# machine.
 _PRECISION_WITHIN_LIMIT = 1e-3
 _TIMES_SLOWER_WITHIN_LIMIT = 2.0
 _SECONDS_PER_OPERATION = 3e-4

@@ -15,8 +15,8 @@ A limit is short of memory at few places of the order. So a search is held to it
 exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
 eliminated as without a limit. What is never counted (reshards that XLA merges and keeps), and what other places need,
 can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'. Which products XLA
-merges depends on their sizes, and which sums it reduces together on what is sent: those that it merges, or reduces
-together, in the schedule found before are taken as such.
+merges depends on their sizes, and which sums it reduces together depends on what is sent: those that it merges, or
+reduces together, in the schedule found before are taken as such.
 """
 
 from __future__ import annotations
