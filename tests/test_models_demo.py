@@ -62,6 +62,7 @@ def test_without_the_gpu_compiler_it_says_so_and_goes_on(console: Console, monke
     assert "MB sent per device and step" in printed
 
 
+@pytest.mark.slow
 def test_training_agrees_and_learns(console: Console, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "SMALL", replace(TINY, layers=1))
     assert demo.train(console, steps=8)

@@ -15,7 +15,7 @@ from tests.models_devices import SLOW_DEVICES
 MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2, "model": 2, "more": 2}}
 STEPS = 2
 TOLERANCE = 1e-4
-QUICK = {("gpt", "8"), ("mlp", "2x2x2")}
+QUICK = {("mlp", "2x2x2")}
 CASES = [
     pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else [pytest.mark.slow])
     for name in NAMES
