@@ -9,7 +9,7 @@ equals the network's cost of the expanded one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +74,9 @@ class Graph:
         self.twins: dict[int, NDArray[np.intp]] = {}
         """Per variable that has any, a label per choice (see `Network.twins`)."""
         self.undo: list[Best | Follow | Keep] = []
+        self.unsupported, self.unfollowed, self.undominated = (set(range(count)) for _ in range(3))
+        """Variables that changed since it was looked whether all their choices have some to go with, whether they
+        follow another one, and whether choices beat each other: the others need no further look."""
         self.hint: dict[int, int] | None = None
         """A valid assignment of the variables that are left, which every reduction carries along."""
 
@@ -126,6 +129,8 @@ class Graph:
         other.fixed_spans = list(self.fixed_spans)
         other.usage_limit, other.constant, other.tick = self.usage_limit, self.constant, self.tick
         other.exclusions, other.twins = self.exclusions, dict(self.twins)
+        other.unsupported, other.unfollowed = set(self.unsupported), set(self.unfollowed)
+        other.undominated = set(self.undominated)
         if sibling:
             other.undo = list(self.undo)
         return other
@@ -135,6 +140,14 @@ class Graph:
         self.tables, self.costs, self.neighbours, self.spans = other.tables, other.costs, other.neighbours, other.spans
         self.constant, self.fixed_spans, self.exclusions = other.constant, other.fixed_spans, other.exclusions
         self.twins, self.undo, self.hint = other.twins, other.undo, other.hint
+        self.unsupported, self.unfollowed, self.undominated = other.unsupported, other.unfollowed, other.undominated
+
+    def touch(self, variables: Iterable[int]) -> None:
+        """Notes that costs or tables of these variables changed."""
+        variables = list(variables)
+        self.unsupported.update(variables)
+        self.unfollowed.update(variables)
+        self.undominated.update(variables)
 
     def live(self) -> list[int]:
         """Ids of the variables that are left, ascending."""
@@ -148,6 +161,7 @@ class Graph:
         """Adds `table[u, v]`, onto the table that the pair has already."""
         if u == v:
             self.costs[u] = self.tables.add(self.costs[u], np.diagonal(table).copy())  # type: ignore[arg-type]
+            self.touch((u,))
             return
         known = self.neighbours[u].get(v)
         if known is not None:
@@ -158,12 +172,14 @@ class Graph:
         """Puts a table in the place of the one that the pair has."""
         self.neighbours[u][v] = table
         self.neighbours[v][u] = self.tables.transpose(table)
+        self.touch((u, v))
 
     def remove(self, v: int) -> tuple[tuple[int, Array], ...]:
         """Takes a variable out, and returns its former neighbours with the tables `[v, neighbour]`."""
         neighbours = tuple(self.neighbours[v].items())
         for w, _ in neighbours:
             del self.neighbours[w][v]
+        self.touch(self.neighbours[v])
         self.neighbours[v] = {}
         self.costs[v] = None
         if self.hint is not None:
@@ -186,6 +202,7 @@ class Graph:
 
     def _note(self, v: int, keep: NDArray[np.bool_]) -> None:
         """Records that only some choices of `v` stay; a hint that is not among them is lost."""
+        self.touch((v, *self.neighbours[v]))
         self.undo.append(Keep(v, np.flatnonzero(keep)))
         if v in self.twins:
             self.twins[v] = self.twins[v][keep]
@@ -205,12 +222,14 @@ class Graph:
 
     def make_consistent(self) -> None:
         """Drops every choice that has an infinite cost, or none to go with it at some neighbour."""
+        changed, self.unsupported = sorted(self.unsupported), set()
         if not self.exclusions:
             return
         masks: dict[int, NDArray[np.bool_]] = {}
         finite, covers = self.tables.finite, self.tables.covers
         queue: list[int] = []
-        for v, costs in enumerate(self.costs):
+        for v in changed:
+            costs = self.costs[v]
             if costs is None:
                 continue
             mask = finite(costs)
@@ -242,6 +261,7 @@ class Graph:
                         waiting.add(w)
                         queue.append(w)
         self.restrict_all(masks)
+        self.unsupported = set()
 
     def restrict_all(self, masks: dict[int, NDArray[np.bool_]]) -> None:
         """Drops, of every variable with a mask, the choices where it is False."""

@@ -111,6 +111,7 @@ def drop_safe_spans(graph: Graph) -> int:
         position += len(spans)
         if flags.any():
             graph.spans[v] = [span for span, flag in zip(spans, flags, strict=True) if not flag]
+            graph.undominated.add(v)
             count += int(flags.sum())
     return count
 

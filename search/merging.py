@@ -66,6 +66,7 @@ def merge(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
     costs = graph.costs[v]
     assert costs is not None
     graph.costs[v] = costs[first]
+    graph.touch((v,))
     for u, table in list(graph.neighbours[v].items()):
         graph.set_edge(v, u, table[first])
     graph.spans[v] = [(amounts[first], start, end) for amounts, start, end in graph.spans[v]]

@@ -39,6 +39,7 @@ class PricedGraph:
         self.graph.tables = graph.tables  # what was computed of equal tables before is known
         self.graph.usage_limit, self.graph.fixed_spans = None, []
         self.graph.spans = [[] for _ in graph.spans]
+        self.graph.undominated.update(v for v, spans in enumerate(graph.spans) if spans)
         self.room = profile.limit - profile.fixed[instants]
         self.kept = {v: np.arange(graph.size(v), dtype=np.intp) for v in graph.live()}
         """Per variable, its choices that are left, as the graph numbers them."""
@@ -61,6 +62,7 @@ class PricedGraph:
             if rewards and v in rewards:
                 share = share - rewards[v]
             priced.costs[v] = tables.add(priced.costs[v], tables.unique(share))  # type: ignore[arg-type]
+        priced.undominated.update(self.amounts)
         return priced
 
     def choices(self, priced: Graph) -> dict[int, int]:

@@ -75,7 +75,9 @@ def settle_usage(graph: Graph) -> None:
                 graph.fixed_spans.append((float(amounts[0]), start, end))
             else:
                 rest.append((amounts, start, end))
-        graph.spans[v] = rest
+        if len(rest) < len(spans):
+            graph.spans[v] = rest
+            graph.undominated.add(v)
 
 
 def eliminate(graph: Graph) -> int:
@@ -128,6 +130,7 @@ def _eliminate_one(graph: Graph, v: int) -> bool:
     elif len(neighbours) == 1:
         w, table = neighbours[0]
         graph.costs[w] = tables.add(graph.costs[w], tables.project(costs, table))  # type: ignore[arg-type]
+        graph.touch((w,))
     else:
         (a, left), (b, right) = neighbours
         if a > b:
@@ -160,7 +163,8 @@ def follow(graph: Graph) -> int:
             _fold_fixed(graph, v)
             count += 1
             continue
-        leader = _leader(graph, v) if graph.exclusions else None
+        leader = _leader(graph, v) if graph.exclusions and v in graph.unfollowed else None
+        graph.unfollowed.discard(v)
         if leader is not None:
             fold_follower(graph, v, *leader)
             heapq.heappush(heap, (len(neighbours[leader[0]]), leader[0]))
@@ -192,6 +196,7 @@ def _fold_fixed(graph: Graph, v: int) -> None:
     assert costs is not None
     for w, table in graph.remove(v):
         graph.costs[w] = graph.tables.add(graph.costs[w], table[0])  # type: ignore[arg-type]
+        graph.touch((w,))
     graph.constant += float(costs[0])
     graph.fixed_spans += [(float(amounts[0]), start, end) for amounts, start, end in graph.spans[v]]
     graph.spans[v] = []
@@ -206,6 +211,7 @@ def fold_follower(graph: Graph, v: int, leader: int, mapping: NDArray[np.intp]) 
         if w == leader:
             agreed = graph.tables.followed(costs, table, mapping)
             graph.costs[leader] = graph.tables.add(graph.costs[leader], agreed)  # type: ignore[arg-type]
+            graph.touch((leader,))
         else:
             graph.add_edge(leader, w, graph.tables.rows(table, mapping))
     rows = graph.tables.rows
@@ -224,6 +230,9 @@ def drop_dominated(graph: Graph) -> int:
     for number, v in enumerate(graph.live()):
         if number % 8 == 0:
             graph.tick()
+        if v not in graph.undominated:
+            continue
+        graph.undominated.discard(v)
         costs = graph.costs[v]
         assert costs is not None
         size = len(costs)

@@ -273,6 +273,7 @@ class Relaxation:
         for place, v in enumerate(self.order):
             share = added[offsets[place] : offsets[place + 1]]
             graph.costs[v] = graph.costs[v] + (share[kept[v]] if kept else share)
+            graph.undominated.add(v)
         for low, high, to_low, to_high in sweeper.message_pairs():
             v, w = self.order[low], self.order[high]
             if kept:

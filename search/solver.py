@@ -275,6 +275,7 @@ class GraphSolver:
         rng = np.random.default_rng(self.sweeps)
         for v in small.live():
             small.costs[v] = small.costs[v] + rng.random(small.size(v)) * 0.2 * room  # type: ignore[operator]
+        small.undominated.update(small.live())
         left = self.effort.seconds - self.estimate if self.stalled else 0.0
         seconds = max(left, _LAST_DIVE * self.effort.seconds)
         effort = replace(self.effort, sweeps=200, closing=0.05 * self.effort.closing, dives=False, merging=0)
