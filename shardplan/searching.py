@@ -98,10 +98,8 @@ def search_within(problem: Problem, search: Search) -> Found:
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
-    # XLA schedules a program in several ways, and keeps the one with the lowest peak
     kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_of(problem)))
-    orders = (execution_order(problem.program, kernels.fused), hiding_order(schedule, kernels))
-    found = _held((schedule, solution), [Lifetimes(problem, order, kernels) for order in orders], search)
+    found = _held((schedule, solution), [Lifetimes(problem, hiding_order(schedule, kernels), kernels)], search)
     found = _with_copies(problem, found, search)
     if found.peak_bytes <= limit_bytes:
         return found

@@ -39,18 +39,25 @@ from shardplan.memory.products import PRODUCT, is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
+from shardplan.strategy import operand_type
 
 _CONVOLUTION = 10.0
 """Microseconds of any convolution, as it counts."""
 
-_COLLECTIVE = 38.0
-"""Microseconds that it counts for a small collective of eight H100s, read off one schedule."""
+_COLLECTIVE, _SENT = 33.0, 0.35e6
+"""Microseconds that it counts for a small collective of eight H100s, and the bytes that one moves per microsecond."""
 
-_BYTES, _SENT = 3.35e6, 0.45e6
-"""Bytes that an H100 reads or writes, and that it sends, per microsecond: its rates, in place of XLA's costs."""
+_BYTES = 3.35e6
+"""Bytes that an H100 reads or writes per microsecond."""
 
-_FLOPS = {2: 800e6, 4: 400e6}
-"""Operations of a product per microsecond, by the bytes of an element: about what an H100 reaches."""
+_FLOPS = {2: 630e6, 4: 315e6}
+"""Operations of a product per microsecond, by the bytes of an element, behind `_PRODUCT`."""
+
+_PRODUCT = 6.5
+"""Microseconds that a product takes besides, which it counts in proportion outside of `_MEASURED`."""
+
+_MEASURED = (256, 4096)
+"""Dimensions of the products that XLA's times were measured with; others take as much per operation as the next one."""
 
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""
@@ -89,6 +96,7 @@ class Graph:
         self.needs: dict[int, set[int]] = {}
         self.takes: dict[int, float] = {}
         self.place: dict[int, float] = {}
+        self.arguments: dict[int, set[int]] = {}  # the values from outside that each reads
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
         self.makers = {result: operation for operation in self.program.operations for result in operation.results}
@@ -165,6 +173,7 @@ class Graph:
         for index, other in owner.items():
             self.needs[other] |= self.needs.pop(index) - {other}
             self.takes[other] += self.takes.pop(index)
+            self.arguments[other] |= self.arguments.pop(index)
         for node, needed in self.needs.items():
             if not needed.isdisjoint(owner):
                 self.needs[node] = {owner.get(need, need) for need in needed} - {node}
@@ -213,6 +222,7 @@ class Graph:
             operation = self.program.operations[index]
             strategy = self.schedule.assignment.strategies.get(index)
             self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
+            self.arguments[index] = set()
             for position, result in enumerate(operation.results if strategy is not None else ()):
                 steps = self.schedule.result_steps(operation, position)
                 if strategy is not None and any(step.kind != "slice" for step in steps):
@@ -225,8 +235,11 @@ class Graph:
             moved = dict(self._moved(index, sent))
             for value in self._reads[index]:
                 maker = self._maker(value)
-                if value in moved or maker is not None:
-                    self.needs[index].add(moved.get(value, sent.get(value, maker if maker is not None else -1)))
+                need = moved.get(value, sent.get(value, maker))
+                if need is not None:
+                    self.needs[index].add(need)
+                else:
+                    self.arguments[index].add(value)
 
     def _maker(self, value: int) -> int | None:
         maker = self.makers.get(value)
@@ -250,7 +263,9 @@ class Graph:
                 maker = self._maker(value)
                 if maker is not None:
                     self.needs[self.starts[end]].add(sent.get(value, maker))
-                    found.append((value, end))
+                else:
+                    self.arguments[self.starts[end]].add(value)
+                found.append((value, end))
         return found
 
     def _collective(self, key: object, size: float, place: int) -> int:
@@ -260,6 +275,7 @@ class Graph:
             self._ends[key] = start + 1
             self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
             self.takes[start], self.takes[start + 1] = 0.0, _COLLECTIVE
+            self.arguments[start], self.arguments[start + 1] = set(), set()
         end = self._ends[key]
         self.takes[end] += size / _SENT
         self.place[end - 1], self.place[end] = place + 0.3, place + 0.6
@@ -276,10 +292,29 @@ class Graph:
         moved = sum(map(self._size, (*reads, *operation.results))) / _BYTES
         if operation.primitive.name != PRODUCT or is_sum(self.program, operation):
             return moved
-        devices, value = self.schedule.space.mesh.device_count, self.program.values[operation.results[0]]
+        return self._product_time(operation)
+
+    def _product_time(self, operation: Operation) -> float:
+        value = self.program.values[operation.results[0]]
         width = value.total_bytes // max(1, prod(value.shape))
-        flops = self.schedule.problem.choices[operation.index].flops
-        return max(moved, flops / devices / _FLOPS.get(width, _FLOPS[4]))
+        flops, measured = 1.0, 1.0
+        for count, size in enumerate(self._product_sizes(operation)):
+            flops *= size
+            measured *= min(max(size, _MEASURED[0]), _MEASURED[1]) if count else min(size, 4)
+        return flops / measured * (_PRODUCT + 2 * measured / _FLOPS.get(width, _FLOPS[4]))
+
+    def _product_sizes(self, operation: Operation) -> tuple[float, ...]:
+        """Of a product on one device: its batches, what it adds up, and what else each side has."""
+        strategy, sizes = self.schedule.assignment.strategies[operation.index], list[tuple[float, ...]]()
+        degrees = self.schedule.space.mesh.sizes
+        numbers = zip(*operation.params["dimension_numbers"], strict=True)
+        for operand, layout, dims in zip(operation.operands, strategy.operands, numbers, strict=True):
+            shape = operand_type(self.program, operand).shape
+            axes = layout[-len(shape) :] if layout is not None else ((),) * len(shape)
+            left = [size / prod(degrees[axis] for axis in split) for size, split in zip(shape, axes, strict=True)]
+            contracted, batch = (prod(left[dim] for dim in some) for some in dims)
+            sizes.append((batch, contracted, prod(left) / max(1e-9, batch * contracted)))
+        return *sizes[0], sizes[1][2]
 
     def append(self, index: int, order: list[int], done: set[int]) -> None:
         """Appends an operation after all that it is computed from, and a loop after its body."""

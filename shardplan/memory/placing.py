@@ -1,7 +1,13 @@
 """How XLA's last scheduler places kernels and collectives, from a program's end: see `shardplan.memory.hiding`.
 
+It is XLA's own procedure: on XLA's graph with XLA's times it gives the order that XLA compiles. Of what can be placed,
+what can start at once comes first. An operation can start when what needs it has run, or a microsecond after that one
+began, if this is later; a collective takes its time. What leads to more collectives comes next, then what is as long as
+the wait for what can start next, then what reads what a collective brings, then what lets most be placed, and at last
+what stands last in the order before.
+
 A library's result comes with its workspace. It is taken from there at once, whatever else could be placed, and what
-needs the result's kernel can so be placed a microsecond later, with nothing in between.
+made it can start a microsecond later. Arguments are placed at once as well; they count as what can be placed.
 """
 
 from __future__ import annotations
@@ -16,22 +22,26 @@ if TYPE_CHECKING:
 _LATENCY = 1.0
 """Microseconds after which an operation can start that needs another one, as XLA's scheduler counts."""
 
+_Key = tuple[float, float, bool, int, float, int]
+
 
 class Placing:
     """Places the nodes of a graph one by one, from the program's end."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph, self._now = graph, 0.0
+        self._needs = {node: needs | {~value for value in graph.arguments[node]} for node, needs in graph.needs.items()}
         self._readers: dict[int, set[int]] = {node: set() for node in graph.needs}
-        for node, needs in graph.needs.items():
+        for node, needs in self._needs.items():
             for need in needs:
-                self._readers[need].add(node)
+                self._readers.setdefault(need, set()).add(node)
         self._depth = self._depths()
         self._ready_at: dict[int, float] = {}
-        self._frees = {node: sum(self._readers[n] == {node} for n in needs) for node, needs in graph.needs.items()}
-        self._fitting: list[tuple[float, float, int, float, int]] = []  # what can be placed, by time
-        self._freeing: list[tuple[float, int, float, int]] = []  # the same, by how much it lets be placed
-        self._waiting: list[tuple[float, float, int]] = []
+        self._frees = {node: sum(self._readers[n] == {node} for n in needs) for node, needs in self._needs.items()}
+        self._brought = {node: not graph.starts.keys().isdisjoint(needs) for node, needs in graph.needs.items()}
+        self._fitting: list[_Key] = []  # what can start, by time
+        self._freeing: list[_Key] = []  # the same, whatever time it takes
+        self._waiting: list[tuple[float, int]] = []
         self._ending: list[tuple[float, float, int]] = []  # ends of collectives
         self._sending = False
 
@@ -42,22 +52,23 @@ class Placing:
             stack = [first]
             while stack:
                 node = stack[-1]
-                missing = [need for need in self._graph.needs[node] if need not in depth]
+                needs = self._graph.needs[node]
+                missing = [need for need in needs if need not in depth]
                 if node not in depth and missing:
                     stack += missing
                     continue
                 stack.pop()
                 sends = self._graph.takes[node] if node in self._graph.starts else 0.0
-                depth[node] = sends + max((depth[need] for need in self._graph.needs[node]), default=0.0)
+                depth[node] = sends + max((depth[need] for need in needs), default=0.0)
         return depth
 
     def run(self) -> list[int]:
         """All nodes, the last one first."""
         placed: list[int] = []
-        for node, readers in self._readers.items():
-            if not readers:
+        for node in self._graph.needs:
+            if not self._readers[node]:
                 self._wait(node, 0.0)
-        while len(placed) < len(self._readers):
+        while len(placed) < len(self._graph.needs):
             placed.append(self._next())
             self._place(placed[-1])
         return placed
@@ -67,11 +78,15 @@ class Placing:
         if node in self._graph.starts:
             heapq.heappush(self._ending, (-self._depth[node], -self._graph.place[node], node))
         else:
-            heapq.heappush(self._waiting, (at, -self._graph.place[node], node))
+            heapq.heappush(self._waiting, (at, node))
 
-    def _keys(self, node: int) -> tuple[tuple[float, float, int, float, int], tuple[float, int, float, int]]:
-        depth, place, frees = -self._depth[node], -self._graph.place[node], -self._frees[node]
-        return (depth, self._graph.takes[node], frees, place, node), (depth, frees, place, node)
+    def _keys(self, node: int) -> tuple[_Key, _Key]:
+        depth, rest = -self._depth[node], (not self._brought[node], -self._frees[node], -self._graph.place[node], node)
+        return (depth, self._cost(node), *rest), (depth, 0.0, *rest)
+
+    def _cost(self, node: int) -> float:
+        """How long a node takes: starts and ends of collectives as long as anything small."""
+        return self._graph.takes[node] if node < len(self._graph.program.operations) else _LATENCY
 
     def _remove(self, node: int) -> None:
         fitting, freeing = self._keys(node)
@@ -87,16 +102,19 @@ class Placing:
         """What is placed next: one collective at a time as soon as it can, then what waits least and fits best."""
         if self._ending and not self._sending:
             return heapq.heappop(self._ending)[-1]
-        while self._waiting and self._waiting[0][0] <= self._now:
+        until = self._now
+        if not self._fitting and self._waiting:
+            until = max(until, self._waiting[0][0])
+        next_at = self._waiting[0][0] if until > self._now else None
+        while self._waiting and self._waiting[0][0] <= until:
             self._insert(heapq.heappop(self._waiting)[-1])
-        if not self._fitting:
-            return heapq.heappop(self._waiting)[-1]
+        if next_at is None and self._waiting:
+            next_at = self._waiting[0][0]
         node = self._freeing[0][-1]
-        if self._waiting:
-            depth, wait = self._freeing[0][0], self._waiting[0][0] - self._now
+        if next_at is not None:
+            depth, wait = self._freeing[0][0], next_at - self._now
             above = bisect_left(self._fitting, (depth, wait))
-            below = above - 1
-            near = [self._fitting[n] for n in (above, below) if 0 <= n < len(self._fitting)]
+            near = [self._fitting[n] for n in (above, above - 1) if 0 <= n < len(self._fitting)]
             time = min((abs(key[1] - wait), key[1]) for key in near if key[0] == depth)[1]
             node = self._fitting[bisect_left(self._fitting, (depth, time))][-1]
         self._remove(node)
@@ -105,21 +123,26 @@ class Placing:
     def _place(self, node: int) -> None:
         """Moves on past a node; what it needs can be placed once all that needs it is."""
         graph = self._graph
+        began = max(self._now, self._ready_at[node])
         ends = node in graph.starts
-        self._now = max(self._now, self._ready_at[node]) + (0.0 if ends else graph.takes[node])
+        self._now = began + self._cost(node)
         self._sending = ends or (self._sending and node < len(graph.program.operations))
-        later = self._now + (graph.takes[node] if ends else _LATENCY)
-        for need in sorted(graph.needs[node]):
+        later = began + (graph.takes[node] if ends else _LATENCY)
+        for need in sorted(self._needs[node]):
             readers = self._readers[need]
             readers.discard(node)
             self._ready_at[need] = max(self._ready_at.get(need, 0.0), later)
-            if not readers:
-                if need in graph.parts:  # its result is taken from there at once, whatever else could be placed
-                    self._now = max(self._now, self._ready_at[need])
-                    self._ready_at[need] += _LATENCY
-                self._wait(need, self._ready_at[need])
-            elif len(readers) == 1:
+            if len(readers) == 1:
                 self._frees_more(next(iter(readers)))
+            elif not readers:
+                self._can_start(need)
+
+    def _can_start(self, node: int) -> None:
+        at = max(self._now, self._ready_at[node])
+        if node in self._graph.parts or node < 0:  # an argument, or a result, which is taken from what a library made
+            self._now, at = at, at + _LATENCY
+        if node >= 0:
+            self._wait(node, at)
 
     def _frees_more(self, reader: int) -> None:
         keys = self._keys(reader)[0]
