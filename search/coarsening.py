@@ -277,7 +277,13 @@ def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index]) -> dic
     """Per variable, the choices that became one of the best few, or the one that the best assignment takes."""
     hint = small.hint or {}
     best = relaxation.promising(_NEAR)
-    return {v: np.isin(place, [*best[v], hint.get(v, best[v][0])]) for v, place in places.items()}
+    masks = {}
+    for v, place in places.items():
+        near = np.zeros(small.size(v), dtype=bool)
+        near[best[v]] = True
+        near[hint.get(v, best[v][0])] = True
+        masks[v] = near[place]
+    return masks
 
 
 def _expanded(graph: Graph, part: Graph) -> dict[int, int] | None:

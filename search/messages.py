@@ -11,8 +11,9 @@ together, whatever their numbers of choices, as ragged rows of flat arrays. `Swe
 
 - messages: one number per (edge, end, choice of that end), stored so that those into one choice of one variable lie
   side by side;
-- tables: per direction, all edges one after another, each `[choice of the far end, choice of the near end]`, so that
-  one `minimum.reduceat` gives the messages. Large tables are not copied: their edges are handled one by one.
+- tables: per direction and level, all edges one after another, each `[choice of the far end, choice of the near end]`,
+  so that one `minimum.reduceat` gives the messages. Levels of the same tables, as layers that repeat have, share these
+  arrays. Large tables are not copied: their edges are handled one by one.
 """
 
 from __future__ import annotations
@@ -52,6 +53,34 @@ class _Large:
 
 
 @dataclass(frozen=True, slots=True)
+class _Block:
+    """The tables of one level in one direction, and index arrays that depend on nothing but these."""
+
+    tables: Array
+    spread: Index
+    """Per table entry: which (edge, choice of the near end) it belongs to."""
+    far_starts: Index
+    """Per (edge, choice of the far end): its first table entry."""
+    edge_starts: Index
+    """Per edge: its first (edge, choice of the far end)."""
+    edge_of: Index
+
+    @classmethod
+    def of(cls, tables: list[Array], near: int) -> _Block:
+        """near: the near end's axis in all tables."""
+        near_sizes = np.array([table.shape[near] for table in tables], dtype=np.intp)
+        far_sizes = np.array([table.shape[1 - near] for table in tables], dtype=np.intp)
+        edge_of, _ = _ragged(far_sizes)
+        widths = near_sizes[edge_of]
+        far_starts = np.cumsum(widths) - widths
+        spread = np.repeat((np.cumsum(near_sizes) - near_sizes)[edge_of] - far_starts, widths)
+        spread += np.arange(len(spread))
+        flat = [np.ravel(table.T if near == 0 else table) for table in tables]
+        entries = np.concatenate([np.zeros(0), *flat])
+        return cls(entries, spread, far_starts, np.cumsum(far_sizes) - far_sizes, edge_of)
+
+
+@dataclass(frozen=True, slots=True)
 class _Level:
     """Index arrays of one level in one direction (see `Sweeper`)."""
 
@@ -69,17 +98,13 @@ class _Level:
     shares: Array
     opposite: Index
     """Per (edge, choice of the near end): where the message from the far end is stored."""
-    table: slice
-    spread: Index
-    """Per table entry: which of `sources` it belongs to."""
+    block: _Block
+    edges: tuple[Index, Index]
+    """Places of the near and the far end of each edge."""
     far_sources: Index
     """Per (edge, choice of the far end): place of the near end."""
-    far_starts: Index
-    """Per (edge, choice of the far end): its first table entry, within the level."""
     targets: Index
     """Per (edge, choice of the far end): where the message is stored."""
-    edge_starts: Index
-    edge_of: Index
     large: list[_Large]
 
 
@@ -127,41 +152,37 @@ class Sweeper:
         level_of = np.array([levels[v] for v in self.order], dtype=np.intp)
         bounds = np.searchsorted(level_of, np.arange((int(level_of[-1]) if count else -1) + 2))
         self._is_large = np.array([t.size > _LARGE for t in model.tables], dtype=bool)
-        tables = [t.T if turn else t for t, turn in zip(model.tables, turned, strict=True)]
-        self._up_tables, self._up = self._direction(tables, 0, bounds)
-        self._down_tables, self._down = self._direction(tables, 1, bounds)
-        self._buffer = np.empty(max((len(level.spread) for level in (*self._up, *self._down)), default=0))
+        views = {id(t): t.T for t, turn in zip(model.tables, turned, strict=True) if turn}
+        tables = [views[id(t)] if turn else t for t, turn in zip(model.tables, turned, strict=True)]
+        self._up, self._down = self._direction(tables, 0, bounds), self._direction(tables, 1, bounds)
+        every = (*self._up, *self._down)
+        self._buffer = np.empty(max((len(level.block.spread) for level in every), default=0))
         self._large_buffer = np.empty(max((table.size for table in self._large_tables()), default=0))
-        # Where each edge's table starts among those of the upward direction, in the order of `_pairs`.
-        edges = np.lexsort((high, low))
-        edges = edges[~self._is_large[edges]]
-        self._pairs = (low[edges], high[edges])
-        entries = sizes[low[edges]] * sizes[high[edges]]
-        self._pair_starts = (np.cumsum(entries) - entries).astype(np.intp)
-        spread = max([_spread(table) for table in (self._up_tables, *self._large_tables())], default=0.0)
+        blocks = list({id(level.block): level.block.tables for level in self._up}.values())
+        spread = max([_spread(blocks), *(_spread([table]) for table in self._large_tables())])
         self.penalty = 4.0 * (spread + float(np.ptp(self.costs)) if count else 0.0) + 1.0
         """What decoding takes an excluded pair to cost."""
 
-    def _direction(self, tables: list[Array], near: int, bounds: Index) -> tuple[Array, list[_Level]]:
+    def _direction(self, tables: list[Array], near: int, bounds: Index) -> list[_Level]:
         """Levels with the messages that leave them, upwards (near end low) or downwards (near end high)."""
         sources, targets = self._ends[near], self._ends[1 - near]
         every = np.lexsort((targets, sources))
         edges, large = every[~self._is_large[every]], every[self._is_large[every]]
-        flat = [np.ravel(tables[e].T if near == 0 else tables[e]) for e in edges]
-        table = np.concatenate(flat) if flat else np.zeros(0)
-        near_sizes, far_sizes = self.sizes[sources[edges]], self.sizes[targets[edges]]
-        entry_offsets = np.concatenate([[0], np.cumsum(near_sizes * far_sizes)])
         splits = np.searchsorted(sources[edges], bounds)
         large_splits = np.searchsorted(sources[large], bounds)
+        blocks: dict[tuple[int, ...], _Block] = {}
         levels = []
         for i, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
-            lo, hi = splits[i], splits[i + 1]
-            span = slice(int(entry_offsets[lo]), int(entry_offsets[hi]))
-            level = self._level(first, last, edges[lo:hi], near, span)
+            within = edges[splits[i] : splits[i + 1]]
+            own = [tables[e] for e in within.tolist()]
+            key = tuple(map(id, own))
+            if key not in blocks:
+                blocks[key] = _Block.of(own, near)
+            level = self._level(first, last, within, near, blocks[key])
             for e in large[large_splits[i] : large_splits[i + 1]].tolist():
                 level.large.append(self._large_edge(e, tables[e], near))
             levels.append(level)
-        return table, levels
+        return levels
 
     def _large_edge(self, edge: int, table: Array, near: int) -> _Large:
         source, target = int(self._ends[near][edge]), int(self._ends[1 - near][edge])
@@ -186,45 +207,37 @@ class Sweeper:
     def _large_tables(self) -> list[Array]:
         return list({id(t): t for t in self.model.tables if t.size > _LARGE}.values())
 
-    def _level(self, first: int, last: int, edges: Index, near: int, table: slice) -> _Level:
+    def _level(self, first: int, last: int, edges: Index, near: int, block: _Block) -> _Level:
         offsets, slot_offsets, degrees, sizes = self.offsets, self._slot_offsets, self._degrees, self.sizes
         sources, targets = self._ends[near][edges], self._ends[1 - near][edges]
         near_slots, far_slots = self._end_slots[near][edges], self._end_slots[1 - near][edges]
         rows = sizes[first:last]
         near_edge, near_choice = _ragged(sizes[sources])
         far_edge, far_choice = _ragged(sizes[targets])
-        near_offsets = np.concatenate([[0], np.cumsum(sizes[sources])])
-        widths = sizes[sources][far_edge]
-        far_starts = np.concatenate([[0], np.cumsum(widths)])[:-1].astype(np.intp)
-        far_row, column = _ragged(widths)
-        spread = near_offsets[:-1][far_edge][far_row] + column
         near_var, far_var = sources[near_edge], targets[far_edge]
-        slots = slice(int(slot_offsets[first]), int(slot_offsets[last]))
         row_degrees = np.repeat(degrees[first:last], rows)
         return _Level(
             first=first,
             choices=slice(int(offsets[first]), int(offsets[last])),
-            slots=slots,
-            slot_starts=np.concatenate([[0], np.cumsum(row_degrees)])[:-1].astype(np.intp),
-            row_starts=np.concatenate([[0], np.cumsum(rows)])[:-1].astype(np.intp),
+            slots=slice(int(slot_offsets[first]), int(slot_offsets[last])),
+            slot_starts=np.cumsum(row_degrees) - row_degrees,
+            row_starts=np.cumsum(rows) - rows,
             row_of=np.repeat(np.arange(last - first), rows),
             sources=offsets[near_var] + near_choice,
             shares=self.shares[near_var],
             opposite=slot_offsets[near_var] + near_choice * degrees[near_var] + near_slots[near_edge],
-            table=table,
-            spread=spread.astype(np.intp),
+            block=block,
+            edges=(sources, targets),
             far_sources=sources[far_edge],
-            far_starts=far_starts,
             targets=slot_offsets[far_var] + far_choice * degrees[far_var] + far_slots[far_edge],
-            edge_starts=np.concatenate([[0], np.cumsum(sizes[targets])])[:-1].astype(np.intp),
-            edge_of=far_edge,
             large=[],
         )
 
     @property
     def entries(self) -> int:
         """Number of table entries, each of which a sweep reads twice."""
-        return len(self._up_tables) + sum(edge.table.size for level in self._up for edge in level.large)
+        large = sum(edge.table.size for level in self._up for edge in level.large)
+        return sum(len(level.block.tables) for level in self._up) + large
 
     @property
     def levels(self) -> int:
@@ -235,7 +248,7 @@ class Sweeper:
         """One sweep in ascending order."""
         for level in self._up:
             self._gather(level)
-            self._send(level, self._up_tables)
+            self._send(level)
 
     def down(self) -> float:
         """One sweep in descending order; returns the lower bound."""
@@ -245,7 +258,7 @@ class Sweeper:
             least = np.minimum.reduceat(belief, level.row_starts)
             bound += float(least.sum())
             belief -= least[level.row_of]
-            bound += self._send(level, self._down_tables)
+            bound += self._send(level)
         return bound
 
     def _gather(self, level: _Level) -> Array:
@@ -255,7 +268,7 @@ class Sweeper:
         belief += self.costs[level.choices]
         return belief
 
-    def _send(self, level: _Level, tables: Array) -> float:
+    def _send(self, level: _Level) -> float:
         """Sends the level's messages, each with its least entry taken off; returns the sum of those."""
         bound = 0.0
         for edge in level.large:
@@ -266,12 +279,13 @@ class Sweeper:
         outgoing *= level.shares
         outgoing -= self.messages[level.opposite]
         # Taking into a buffer with "clip" is three times as fast as indexing, which checks and allocates.
-        entries = self._buffer[: len(level.spread)]
-        np.take(outgoing, level.spread, out=entries, mode="clip")
-        entries += tables[level.table]
-        message = np.minimum.reduceat(entries, level.far_starts)
-        least = np.minimum.reduceat(message, level.edge_starts)
-        message -= least[level.edge_of]
+        block = level.block
+        entries = self._buffer[: len(block.spread)]
+        np.take(outgoing, block.spread, out=entries, mode="clip")
+        entries += block.tables
+        message = np.minimum.reduceat(entries, block.far_starts)
+        least = np.minimum.reduceat(message, block.edge_starts)
+        message -= least[block.edge_of]
         self.messages[level.targets] = message
         return bound + float(least.sum())
 
@@ -306,15 +320,15 @@ class Sweeper:
         choices = np.zeros(len(self.sizes), dtype=np.intp)
         for level in self._up:
             self._settle(level, messages, choices)
-            self._tell(level, self._up_tables, messages, choices)
+            self._tell(level, messages, choices)
         for level in self._down:
-            self._tell(level, self._down_tables, messages, choices)
+            self._tell(level, messages, choices)
         for _ in range(rounds):
             before = choices.copy()
             for up, down in zip(self._up, self._down, strict=True):
                 self._settle(up, messages, choices)
-                self._tell(up, self._up_tables, messages, choices)
-                self._tell(down, self._down_tables, messages, choices)
+                self._tell(up, messages, choices)
+                self._tell(down, messages, choices)
             if (before == choices).all():
                 break
         return choices
@@ -327,21 +341,23 @@ class Sweeper:
         rows = level.row_of[best]
         choices[rows + level.first] = best - level.row_starts[rows]
 
-    def _tell(self, level: _Level, tables: Array, messages: Array, choices: Index) -> None:
+    def _tell(self, level: _Level, messages: Array, choices: Index) -> None:
         """Replaces the messages of the level by the tables' columns of its variables' choices."""
         for edge in level.large:
             column = edge.table.take(int(choices[edge.near]), axis=edge.axis)
             messages[edge.targets] = np.minimum(column, self.penalty)
         if len(level.targets):
             picked = choices[level.far_sources]
-            column = tables[level.table][level.far_starts + picked]
+            column = level.block.tables[level.block.far_starts + picked]
             messages[level.targets] = np.minimum(column, self.penalty)
 
     def cost(self, choices: Index) -> float:
         """The cost of an assignment (by place)."""
-        low, high = self._pairs
-        entries = self._pair_starts + choices[high] * self.sizes[low] + choices[low]
-        total = float(self.costs[self.offsets[:-1] + choices].sum() + self._up_tables[entries].sum())
+        total = float(self.costs[self.offsets[:-1] + choices].sum())
+        for level in self._up:
+            block, (near, far) = level.block, level.edges
+            starts = block.far_starts[block.edge_starts + choices[far]]
+            total += float(block.tables[starts + choices[near]].sum())
         lows, highs = self._ends
         for e in np.flatnonzero(self._is_large).tolist():
             k, j = int(choices[lows[e]]), int(choices[highs[e]])
@@ -349,9 +365,10 @@ class Sweeper:
         return total
 
 
-def _spread(table: Array) -> float:
-    finite = table[np.isfinite(table)]
-    return float(finite.max() - finite.min()) if finite.size else 0.0
+def _spread(tables: list[Array]) -> float:
+    """Between the least finite entry of all tables and the largest."""
+    finite = [entries for entries in (table[np.isfinite(table)] for table in tables) if entries.size]
+    return float(max(map(np.max, finite)) - min(map(np.min, finite))) if finite else 0.0
 
 
 def _ragged(lengths: Index) -> tuple[Index, Index]:
