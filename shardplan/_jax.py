@@ -335,6 +335,11 @@ def without_typed_layout(array: Any) -> Any:
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, typed.spec))  # type: ignore[attr-defined]
 
 
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is a real or a complex floating-point type, the narrow ones included."""
+    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
+
+
 def is_float(dtype: Any) -> bool:
     """Whether a dtype is a real floating-point type, the narrow ones included."""
     return bool(jax.dtypes.issubdtype(dtype, np.floating))

@@ -13,7 +13,7 @@ up before they are sent. Only values on a linear way to such a place get these f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from shardplan.control import Links
 from shardplan.program import Constant, Operation, Program
 from shardplan.reads import SLICES
 from shardplan.strategy import Choices
+
+_SPREADING = frozenset({"broadcast_in_dim", "convert_element_type"})
 
 
 class DeferredSums:
@@ -97,12 +99,11 @@ class DeferredSums:
         return values.union(*(o.results for o in cuts if self._linear(o, values) is not None))
 
     def is_zero(self, value: int | Constant | None) -> bool:
-        """Whether a value is zeros: a broadcast literal 0."""
-        maker = self._makers.get(value) if isinstance(value, int) else None
-        if maker is None or maker.primitive.name != "broadcast_in_dim":
-            return False
-        operand = maker.operands[0]
-        return isinstance(operand, Constant) and not np.any(operand.value)
+        """Whether a value is zeros: a literal 0, converted or broadcast."""
+        if isinstance(value, Constant):
+            return not np.any(value.value)
+        maker = self._makers.get(value) if value is not None else None
+        return maker is not None and maker.primitive.name in _SPREADING and self.is_zero(maker.operands[0])
 
     def _able(self, carries: set[int], through: bool = False) -> set[int]:
         """The values that can be left partial; ``through`` operations with strategies of their own as well."""
@@ -128,20 +129,27 @@ class DeferredSums:
 
     def _may(self, index: int) -> bool:
         value = self._program.values[index]
-        return bool(value.shape) and _jax.is_float(value.dtype) and index not in self._fixed
+        return bool(value.shape) and _jax.is_inexact(value.dtype) and index not in self._fixed
 
     def _linear(self, operation: Operation, able: Any) -> tuple[int, ...] | None:
         return next(self._all_linear(operation, able), None)
 
     def _all_linear(self, operation: Operation, able: Any) -> Iterator[tuple[int, ...]]:
-        """The sets of operands through which sums pass if what is able is partial; zeros are so as well."""
+        """The sets of operands through which sums pass if what is able is partial; zeros are so as well, but for
+        what a pad fills in: that is a scalar, which all devices have."""
         choices = self._choices.get(operation.index)
         for positions in choices.linear if choices is not None else ():
             operands = [operation.operands[position] for position in positions]
             waiting = [isinstance(operand, int) and operand in able for operand in operands]
             others = [operand for operand, waits in zip(operands, waiting, strict=True) if not waits]
-            if any(waiting) and all(self.is_zero(operand) and operand not in self._fixed for operand in others):
-                yield tuple(sorted(positions))
+            if any(waiting) and all(map(self._stays_zero, others)):
+                yield tuple(sorted(p for p in positions if self._has_dimensions(operation.operands[p])))
+
+    def _stays_zero(self, operand: int | Constant) -> bool:
+        return self.is_zero(operand) and (isinstance(operand, Constant) or operand not in self._fixed)
+
+    def _has_dimensions(self, operand: int | Constant) -> bool:
+        return isinstance(operand, int) and bool(self._program.values[operand].shape)
 
     def _useful(self, able: set[int], carries: Mapping[int, int]) -> set[int]:
         """The able values from which a meeting place is reached."""
@@ -194,8 +202,12 @@ class DeferredSums:
         wide, so as to send it narrow, saves nothing here: it gives another result.
         """
         made, times = self._made_in(able), self._program.times_of_values()
-        items = {value: max(self._item_bytes(value), made.get(value, 0)) * times[value] for value in able}
-        return {value: prod(self._program.values[value].shape) * item for value, item in items.items()}
+        found = {}
+        for value in able:
+            own = self._number_bytes(value)
+            tensor, wider = self._program.values[value], max(own, made.get(value, 0)) // own
+            found[value] = tensor.total_bytes * wider * times[value]
+        return found
 
     def _made_in(self, able: set[int]) -> dict[int, int]:
         """Bytes of the elements in which the sums were made that operations give or pass on."""
@@ -205,12 +217,14 @@ class DeferredSums:
                 passed = [
                     made[operand] for operand in operation.operands if isinstance(operand, int) and operand in made
                 ]
-                size = max(passed, default=self._item_bytes(value))
+                size = max(passed, default=self._number_bytes(value))
                 made |= dict.fromkeys(self._with_stacks((value,)), size)
         return made
 
-    def _item_bytes(self, value: int) -> int:
-        return _jax.item_bytes(self._program.values[value].dtype)
+    def _number_bytes(self, value: int) -> int:
+        """Bytes of the elements of a value, or of each of the two numbers of a complex one."""
+        dtype = self._program.values[value].dtype
+        return _jax.item_bytes(dtype) if _jax.is_float(dtype) else _jax.item_bytes(dtype) // 2
 
     def _rounded(self) -> frozenset[int]:
         """The values that pass on sums made in narrower elements, and are narrowed again: their own sums do not wait.
@@ -224,7 +238,7 @@ class DeferredSums:
             if operation.index not in self.operands:
                 continue
             value = operation.results[0]
-            own = self._item_bytes(value)
+            own = self._number_bytes(value)
             end = min(own, *(ends.get(result, own) for result in operation.results))
             waiting = {operation.operands[position] for linear in self.operands[operation.index] for position in linear}
             passed = self._with_sources(o for o in waiting if isinstance(o, int))

@@ -142,7 +142,8 @@ class Problem:
     def travelling(self, value: int) -> Any:
         """The element type in which a deferred sum is reduced; vectors (statistics, biases) are not narrowed."""
         tensor, wanted = self.program.values[value], self.reduce_dtype
-        if wanted is None or (_jax.item_bytes(wanted) < _jax.item_bytes(tensor.dtype) and len(tensor.shape) < 2):
+        narrower = wanted is not None and _jax.item_bytes(wanted) < _jax.item_bytes(tensor.dtype)
+        if wanted is None or not _jax.is_float(tensor.dtype) or (narrower and len(tensor.shape) < 2):
             return tensor.dtype
         return wanted
 

@@ -325,7 +325,10 @@ class Replay:
                 whole[position] = part
             return tuple(self._bind(operation, whole))
 
-        stacked = list(jax.vmap(on_part)(*(operands[position] for position in linear)))
+        parts = [operands[position] for position in linear]
+        apart = operation.primitive.name == "fft"  # XLA would gather the parts
+        run = jax.vmap(on_part)
+        stacked = list(self._on_all_blocks(run, operation, strategy, parts) if apart else run(*parts))
         done = []
         for number, (index, layout) in enumerate(zip(operation.results, strategy.results, strict=True)):
             steps = [step for step in self._schedule.result_steps(operation, number) if step.kind in REDUCTIONS]

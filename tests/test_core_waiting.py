@@ -73,9 +73,21 @@ def gates(x: Any, w: Any, ids: Any) -> Any:
     return w[:WIDTH] - up, w[WIDTH:] - down
 
 
+def convolved(x: Any, w: Any, ids: Any) -> Any:
+    """A convolution as long as what it reads, by transforms: its filters are made from features of the places."""
+
+    def loss(w: Any) -> Any:
+        rows, made = x.reshape(-1, WIDTH, INNER // WIDTH), w[:CHOICES, : INNER // WIDTH]
+        filters = jnp.tanh(jnp.cos(ids[:WIDTH]) @ made)
+        transformed = jnp.fft.rfft(rows, 2 * WIDTH, axis=1) * jnp.fft.rfft(filters, 2 * WIDTH, axis=0)
+        return jnp.sum(jnp.fft.irfft(transformed, 2 * WIDTH, axis=1)[:, :WIDTH] ** 2)
+
+    return w - jax.grad(loss)(w)
+
+
 PROGRAMS = {
     "lookup": chosen_rows, "weights": weighted_rows, "scatter": added_at, "scanned": scanned_experts, "gates": gates,
-    "zeros": filled_with(0), "fives": filled_with(5.0),
+    "zeros": filled_with(0), "fives": filled_with(5.0), "transforms": convolved,
 }  # fmt: skip
 
 
@@ -145,7 +157,7 @@ def test_open_sums_give_what_one_device_gives(program: str):
         passed |= waiting(drawn.schedule)
         for places in (ids, beyond):
             assert_equal_trees(run(drawn, mesh, x, w, places), function(x, w, places))
-    assert bool(passed & {"gather", "scatter-add", "reduce_sum", "dot_general", "split"}) == (program != "fives")
+    assert bool(passed & {"gather", "scatter-add", "reduce_sum", "dot_general", "split", "fft"}) == (program != "fives")
 
 
 def test_rows_are_added_up_before_they_are_sent():
@@ -177,6 +189,14 @@ def test_what_a_loop_cuts_off_a_sum_is_reduced_once():
     assert [(sent.step.kind, sent.times) for sent in plan.schedule.collectives() if sent.bytes > 4] == (
         [("reduce-scatter", 1)] * 2
     )
+
+
+def test_the_gradient_of_a_transformed_filter_is_reduced_where_it_is_small():
+    rows, matrix = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64 * TOKENS, INNER), (INNER, WIDTH)))
+    mesh, ids = AbstractMesh((8,), ("x",)), jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32)
+    plan = shardplan.plan(convolved, mesh, rows, matrix, ids, pins={"0": PartitionSpec("x")})
+    assert {"fft", "pad"} <= waiting(plan.schedule)
+    assert plan.communication_bytes == 2 * 7 / 8 * CHOICES * (INNER // WIDTH) * 4
 
 
 def test_sums_of_a_loop_are_whole_where_the_caller_gets_them():
