@@ -72,10 +72,19 @@ _SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
 
 
-def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Start | None:
+def coarse_start(
+    graph: Graph,
+    effort: Effort,
+    gap: float,
+    watch: Watch,
+    above: float | None = None,
+    known: Messages | None = None,
+) -> Start | None:
     """A start for a graph by its twins; `None` where it has none, or hardly any, or where usage is limited.
 
-    Choices of the graph that cannot be in anything better than what is found are dropped.
+    Choices of the graph that cannot be in anything better than what is found are dropped. above: a cost up to which
+    they are kept, where what is found need not be the best among its twins and those near it. known: messages that a
+    start gave before, at other costs.
     """
     if not graph.twins or graph.hint is not None or graph.usage_limit is not None:
         return None
@@ -97,7 +106,9 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     solver.prunes, solver.patience = False, 1
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
-        start = folded_start(small, replace(effort, seconds=_SHARE_OF_LAYERS * effort.seconds), _CLOSER * gap, quiet)
+        solver.messages = _taken_together(known or {}, places)
+        layers = replace(effort, seconds=_SHARE_OF_LAYERS * effort.seconds)
+        start = None if solver.messages else folded_start(small, layers, _CLOSER * gap, quiet)
         if start is not None:
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
@@ -106,13 +117,16 @@ def coarse_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     relaxation = solver.relaxation
     if relaxation is None:
         return None
-    parts = _Parts(_kept(small, places), _near(small, relaxation, places), replace(effort, sweeps=_SWEEPS), gap, quiet)
+    near = _near(small, relaxation, places) if above is None else {}
+    parts = _Parts(_kept(small, places), near, replace(effort, sweeps=_SWEEPS), gap, quiet)
     choices = parts.assignment(graph, solver.lower)
     estimate = solver.estimate + sum(parts.estimates)
-    if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
-        return Start({}, choices, solver.sweeps, estimate, solver.lower)
-    keep = None if choices is None else _fitting(graph, relaxation, places, choices)
     lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
+    if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
+        return Start(lifted, choices, solver.sweeps, estimate, solver.lower)
+    keep = None
+    if choices is not None and above != math.inf:
+        keep = _fitting(graph, relaxation, places, choices, above)
     if choices is not None and keep is not None:
         graph.hint, mark = choices, len(graph.undo)
         graph.restrict_all(keep)
@@ -164,6 +178,8 @@ class _Parts:
         if choices is None:
             return
         yield choices
+        if not self.near:
+            return
         near = {v: self.near[v] for v in live}
         with contextlib.suppress(Stop, Infeasible):
             choices = self._among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR))
@@ -208,12 +224,14 @@ class _Parts:
 
 
 def _fitting(
-    graph: Graph, relaxation: Relaxation, places: dict[int, Index], choices: dict[int, int]
+    graph: Graph, relaxation: Relaxation, places: dict[int, Index], choices: dict[int, int], above: float | None
 ) -> dict[int, NDArray[np.bool_]]:
-    """Per variable, the choices that may be in something better than an assignment: all twins, or none."""
+    """Per variable, the choices that may be in something better than an assignment, or than a cost above its: all
+    twins, or none."""
     upper = graph.cost(choices)
-    bound, above = relaxation.reduced_costs()
-    fits = above <= upper - bound + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
+    upper = upper if above is None else max(upper, above)
+    bound, rise = relaxation.reduced_costs()
+    fits = rise <= upper - bound + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
     masks = {}
     for place, v in enumerate(relaxation.order):
         masks[v] = fits[relaxation.sweeper.offsets[place] : relaxation.sweeper.offsets[place + 1]][places[v]]
@@ -257,6 +275,15 @@ def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:
                     made[key] = np.ascontiguousarray(_least(_least(table, place).T, places[w]).T)
                 small.set_edge(v, w, made[key])
     return small, places
+
+
+def _taken_together(messages: Messages, places: dict[int, Index]) -> Messages:
+    """Messages into the choices of a graph, equal for twins, as messages into those of the small one."""
+    found = {}
+    for (v, w), into in messages.items():
+        if v in places and w in places and len(into) == len(places[v]):
+            found[v, w] = into[np.unique(places[v], return_index=True)[1]]
+    return found
 
 
 def _least(array: Array, places: Index) -> Array:

@@ -33,6 +33,11 @@ _FAR = 0.02
 """The gap of a start from which on restricted networks are looked at before the whole is searched."""
 _ANSWERING = 0.07
 """The share of the sweeps' work that each of them may take."""
+_NEAR, _ENTRIES_TO_ASK = 0.02, 1000
+"""The gap at which it is asked whether an assignment serves, where so many table entries per variable are left: closing
+the gap takes longer than the answer."""
+_SECONDS_PER_VARIABLE, _SECONDS_PER_ENTRY = 6e-5, 1e-7
+"""What reducing takes, about, per variable of the network and table entry of what is left."""
 _PATIENCE = 0.12
 """The share of the work after which improving ends where it has not closed a good part of the gap."""
 _GAIN = 0.02
@@ -44,6 +49,8 @@ _CROSSING = 0.4
 _VARYING = 0.4
 """The share of the work that assignments of new choices may take, where prices leave as much."""
 
+_FEWEST_EVALUATIONS = 3
+"""Of prices, for which there must be work left before branches with prices of their own are made."""
 _BRANCHING = 0.5
 """The share of the time limit that branches with prices of their own may take, where work is not limited."""
 
@@ -90,7 +97,8 @@ def auto(run: Run) -> None:
 
 def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     """sweeping, closing: the shares of the time that these may take."""
-    known = run.network.hint if run.network.usage_limit is not None else None
+    limited = run.network.usage_limit is not None
+    known = run.network.hint if limited else None
     hint = run.choices if run.cost < math.inf else known.choices if known is not None else None
     with run.stage("reduce"):
         graph = Graph.of(run.network, hint, half(run.network) if hint is None else None)
@@ -105,6 +113,10 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left))
     with run.stage("reduce"):
         solver.reduce()
+        entries = _entries(graph)
+        run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * entries
+        if limited or entries < _ENTRIES_TO_ASK * len(run.network):
+            run.serves = None
         begun = graph.hint
         graph.hint = begun if run.cost < math.inf else None
     with run.stage("fold"):
@@ -192,7 +204,8 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.prune()
         branching = Branching(solver, _BRANCH, pricing)
         left = min(_BRANCHING * run.time_limit, run.work_limit) - pricing.estimate
-        while not solver.closed and branching.estimate < left and branching.step(left - branching.estimate):
+        few = left < _FEWEST_EVALUATIONS * pricing.longest  # too few for branches to close anything
+        while not (few or solver.closed) and branching.estimate < left and branching.step(left - branching.estimate):
             solver.watch.report()
         pricing.estimate += branching.estimate
         if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:
@@ -208,7 +221,13 @@ def _report(run: Run, solver: GraphSolver) -> None:
     run.iterations = solver.sweeps
     if solver.graph.hint is not None:
         run.offer_reduced(solver.graph, solver.graph.hint, solver.upper)
+        if run.serves is not None and not solver.closed and relative_gap(solver.upper, solver.lower) < _NEAR:
+            run.ask()
     run.check()
+
+
+def _entries(graph: Graph) -> int:
+    return sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
 
 
 def _improve(run: Run, solver: GraphSolver) -> None:

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from shardplan.search import tofu
 from shardplan.search.exact import auto, exact, lowest_peak
 from shardplan.search.graph import Infeasible
@@ -61,6 +64,7 @@ def solve(
     gap: float = 1e-6,
     progress: ProgressCallback | None = None,
     work_limit: float = math.inf,
+    serves: Callable[[NDArray[np.int64]], bool] | None = None,
 ) -> Solution:
     """Finds a choice for every variable with the least cost.
 
@@ -71,6 +75,8 @@ def solve(
     progress: called now and then with a `Progress`; the search ends when it returns False. A `KeyboardInterrupt`
         also ends it. Either way the best found so far is returned, with the status `interrupted`.
     work_limit: estimated seconds (`Solution.work`) after which the search ends, at the same place on every machine.
+    serves: may be asked of an assignment that is near the bound, where proving it takes long; the search ends with it
+        where it does not serve.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method `{method}`; there are {', '.join(sorted(METHODS))}")
@@ -81,7 +87,7 @@ def solve(
     if network.usage_limit is None:
         work_limit = min(work_limit, _COUNTED * time_limit)
     before = time.process_time()
-    run = Run(network, time_limit, gap, progress, work_limit)
+    run = Run(network, time_limit, gap, progress, work_limit, serves)
     try:
         _search(run, METHODS[method])
     except Stop:

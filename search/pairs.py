@@ -67,7 +67,7 @@ def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
             tables[u, v].append(table)
         else:
             other.add_edge(u, v, network.tables[table])
-    other.ties, other.usages = list(network.ties), list(network.usages)
+    other.ties, other.usages, other.twins = list(network.ties), list(network.usages), dict(network.twins)
     known: dict[object, _States] = {}
     for (u, v), together in by_pair.items():
         amounts = np.stack([usage.amounts for usage in together]).astype(np.float64)
@@ -79,6 +79,8 @@ def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
         pair = other.add_variable(np.zeros(states.left.shape[1]), f"{network.names[u]} with {network.names[v]}")
         other.add_edge(u, pair, states.left)
         other.add_edge(pair, v, states.right)
+        if v in network.twins:
+            other.twins[pair] = _twins(states, network.twins[v])
         for usage, used in zip(together, states.amounts, strict=True):
             other.add_usage(pair, used, usage.start, usage.end)
     return other
@@ -125,6 +127,14 @@ def _states(costs: Array, amounts: Array) -> _States:
     for state, (j, _) in enumerate(kinds):
         right[state, first[j]] = 0.0
     return _States(left, right, np.array([amount for _, amount in kinds]).T)
+
+
+def _twins(states: _States, labels: NDArray[np.intp]) -> NDArray[np.intp]:
+    """A label per state of a pair: that of v's choices that it is for, and what the pair uses."""
+    owners = [int(labels[np.isfinite(row)].min()) for row in states.right]
+    numbers: dict[object, int] = {}
+    kinds = zip(owners, states.amounts.T.tolist(), strict=True)
+    return np.array([numbers.setdefault((label, *used), len(numbers)) for label, used in kinds], dtype=np.intp)
 
 
 def _allowed(costs: Array, used: Array, amount: Sequence[float]) -> Array:

@@ -16,24 +16,27 @@ all. As soon as there is one, what cannot be in anything better is left out at a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver import pywraplp
 
 from shardplan.search.closing import SECONDS_PER_UNIT, close
+from shardplan.search.coarsening import coarse_start
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import begin_folded
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.memory import Profile
+from shardplan.search.planes import Plane, highest_between
 from shardplan.search.priced import PricedGraph, left_by
 from shardplan.search.recombining import Recombination
 from shardplan.search.reductions import shrink
+from shardplan.search.relaxation import Messages
 from shardplan.search.solver import GraphSolver
 
-__all__ = ["Plane", "Pricing", "highest_between"]
+__all__ = ["Pricing"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -53,7 +56,7 @@ _SHARE_OF_GAP = 0.2
 """How much the planes may leave above the bound, of the gap that is asked for."""
 _INWARDS = 0.3
 """Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
-_WORTH_BETWEEN, _POINTS_BETWEEN = 0.5, 65
+_WORTH_BETWEEN = 0.5
 """Between prices that are too low and prices that are high enough lie some at which usage is near the limit at all
 times: where these leave L such a share of the room that all prices do, they are tried first."""
 _FLATTEST, _STEEPEST = 1.5, 4.0
@@ -79,19 +82,6 @@ _RECOMBINING = 0.02
 """Likewise, per assignment that takes over parts of others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """An assignment of a graph, by place: L(q) is at most cost + q excess."""
-
-    cost: float
-    excess: Array
-    choices: Index
-
-    def at(self, prices: Array) -> float:
-        """What the plane leaves to L at these prices."""
-        return self.cost + float(prices @ self.excess)
-
-
 class Pricing:
     """Raises the lower bound of `solver`, whose graph has a usage limit and is reduced, and improves its assignment."""
 
@@ -110,10 +100,10 @@ class Pricing:
         """What the first prices are taken from."""
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
-        self._loose = False
-        """Whether the last evaluation left much open."""
-        self._brief = False
-        """Whether what is nearly the best at some prices has to do."""
+        self._loose = self._brief = False
+        """Whether the last evaluation left much open, and whether what is nearly the best at some prices has to do."""
+        self._messages: Messages = {}
+        """Those at the last prices, where twins were taken together."""
         self._mixed = 0
         """Of how many planes CP-SAT's best mixture is known."""
         self._recombined = 0, math.inf
@@ -122,8 +112,8 @@ class Pricing:
         """The last prices of several times at which all usages kept within the limit."""
         self.most = 0.0
         """The highest price that was tried."""
-        self.estimate = 0.0
-        """Seconds that it should have taken, the same on every machine."""
+        self.estimate = self.longest = 0.0
+        """Seconds that it should have taken, and the longest evaluation, the same on every machine."""
 
     @property
     def able(self) -> bool:
@@ -140,13 +130,13 @@ class Pricing:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
         self.priced = PricedGraph(self.solver.graph, self.profile, self.instants)
         prices = self._highest()[1] if self.most > 0 and self.planes else self._first()
-        ceiling, longest = math.inf, 0.0
+        ceiling = math.inf
         for _ in range(_EVALUATIONS):
             before = self.estimate
             wide = self.solver.upper - ceiling > _WIDE * abs(ceiling)
-            self._brief = wide and before + longest > seconds
+            self._brief = wide and before + self.longest > seconds
             self._evaluate(prices)
-            last, longest = prices, max(longest, self.estimate - before)
+            last, self.longest = prices, max(self.longest, self.estimate - before)
             if self._turned and not self._recombined[0] and not self.solver.closed:
                 self.recombine()
             if self.solver.closed or self.estimate > seconds:
@@ -160,8 +150,8 @@ class Pricing:
                 top, between = highest_between(self.planes, self.best, self.enough)
                 if top - self.bound > _WORTH_BETWEEN * (ceiling - self.bound):
                     prices = between
-            if np.allclose(prices, last, rtol=1e-6, atol=0.0):
-                break  # a plane that was not found exactly is in the way
+            if np.allclose(prices, last, rtol=1e-6, atol=0.0):  # a plane that was not found exactly is in the way
+                break
         self.solver.prices = self._by_time()
 
     def _first(self) -> Array:
@@ -200,15 +190,32 @@ class Pricing:
 
         effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else _EFFORT
         inner = GraphSolver(priced, math.inf, effort, precision, Watch(report, self.solver.watch.seconds_left))
-        begin_folded(inner, _EFFORT)
+        if self._begin(inner, _EFFORT) and not self._turned and inner.upper < math.inf:
+            inner.gap = math.inf  # these prices are too low to be the best: a plane will do
         return inner
+
+    def _begin(self, inner: GraphSolver, effort: Effort) -> bool:
+        """Reduces a graph at some prices, and starts from what twins taken together say, or repeated layers; whether
+        twins said something."""
+        inner.reduce(dominance=False)  # what others beat is found by messages sooner
+        start = coarse_start(inner.graph, effort, inner.gap, inner.watch, self.solver.upper, self._messages)
+        if start is None:
+            begin_folded(inner, effort)
+            return False
+        self._messages = start.messages
+        inner.begin(start.messages, start.choices)
+        inner.sweeps, inner.estimate = start.sweeps, start.estimate
+        inner.raise_lower(min(start.lower_bound, inner.upper))
+        return True
 
     def evaluate_roughly(self, rewards: Mapping[int, Array]) -> None:
         """Keeps an assignment that is nearly the best at the best prices, where choices have rewards besides."""
         priced = self.priced.at(self.best, rewards)
-        watch = Watch(priced.tick, self.solver.watch.seconds_left)
-        begin_folded(inner := GraphSolver(priced, math.inf, _ROUGH_EFFORT, _ROUGHLY, watch), _ROUGH_EFFORT)
-        inner.solve()
+        watch, known = Watch(priced.tick, self.solver.watch.seconds_left), self._messages
+        inner = GraphSolver(priced, math.inf, _ROUGH_EFFORT, _ROUGHLY, watch)
+        if not self._begin(inner, _ROUGH_EFFORT) or inner.upper == math.inf:
+            inner.solve()
+        self._messages = known
         self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
         if priced.hint is not None:
             self.take(self.priced.choices(priced))
@@ -222,7 +229,8 @@ class Pricing:
         if not inner.messages and priced.live() and solver.upper < math.inf:
             self._narrow(inner)
         narrowed = len(priced.undo)
-        inner.solve()
+        if not inner.closed:
+            inner.solve()
         self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
         solver.sweeps += inner.sweeps
         if inner.lower > self.bound:
@@ -386,14 +394,6 @@ class Pricing:
         graph.restrict_all(masks)
         graph.make_consistent()
         shrink(graph, dominance=False)
-
-
-def highest_between(planes: Sequence[Plane], low: Array, high: Array) -> tuple[float, Array]:
-    """The highest value that planes leave to L between two prices, and the prices where they do."""
-    points = low + np.linspace(0.0, 1.0, _POINTS_BETWEEN)[:, None] * (high - low)
-    ceilings = np.min([plane.cost + points @ plane.excess for plane in planes], axis=0)
-    highest = int(ceilings.argmax())
-    return float(ceilings[highest]), points[highest]
 
 
 def _choices(graph: Graph) -> int:

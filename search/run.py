@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -33,6 +33,7 @@ class Run:
         gap: float = 1e-6,
         progress: ProgressCallback | None = None,
         work_limit: float = math.inf,
+        serves: Callable[[NDArray[np.int64]], bool] | None = None,
     ) -> None:
         self.network = network
         self.gap = gap
@@ -43,6 +44,8 @@ class Run:
         self.started = time.monotonic()
         self.deadline = self.started + time_limit
         self.progress = progress
+        self.serves = serves
+        """Asked once, of an assignment that is near the bound: whether it is worth proving. See `ask`."""
         self.choices: NDArray[np.int64] | None = None
         self.cost = math.inf
         self.peak = (math.inf, 0)
@@ -122,6 +125,15 @@ class Run:
         self.least_peak_bound = max(self.least_peak_bound, least_peak)
         if self.least_peak_bound > (1 + 1e-9) * (self.network.usage_limit or math.inf):
             self.proven_infeasible = True
+
+    def ask(self) -> None:
+        """Ends the search where the best assignment, which is near the bound, turns out not to be what is wanted."""
+        serves, self.serves = self.serves, None
+        if serves is None:
+            return
+        self.settle()
+        if self.choices is not None and not serves(self.choices):
+            raise Stop
 
     def closed(self) -> bool:
         """Whether the asked gap is reached."""

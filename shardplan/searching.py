@@ -7,10 +7,11 @@ network, and solved again; so programs that fit, most of them, do not pay for th
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.errors import InfeasibleError
 from shardplan.memory.combining import ending_at_reductions
@@ -25,6 +26,9 @@ from shardplan.problem import Problem
 from shardplan.schedule import Schedule
 from shardplan.search import Hint, Network, Solution, extended, solve
 from shardplan.tables import megabytes
+
+# A plan near the best one without a limit that exceeds the limit by so much is not worth proving.
+_CLEARLY = 1.05
 
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5
@@ -93,17 +97,30 @@ def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
     limit_bytes = search.limit_bytes
-    schedule, solution = _solve(problem, problem.network, search, search.seconds)
-    if solution.status == "infeasible":
+
+    def serves(choices: NDArray[np.int64]) -> bool:
+        known = Solution(choices, np.inf, -np.inf, "feasible", search.method)
+        counted = _counted(problem, (Schedule(problem, problem.decode(choices)), known), search)
+        return counted.peak_bytes <= _CLEARLY * limit_bytes
+
+    asked = serves if limit_bytes < np.inf else None
+    best = _solve(problem, problem.network, search, search.seconds, serves=asked)
+    if best[1].status == "infeasible":
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
-    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_of(problem)))
-    found = _held((schedule, solution), [Lifetimes(problem, hiding_order(schedule, kernels), kernels)], search)
-    found = _with_copies(problem, found, search)
+    found = _counted(problem, best, search)
     if found.peak_bytes <= limit_bytes:
         return found
     return _search_again(problem, search, found, deadline)
+
+
+def _counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) -> Found:
+    """What is found, with what it holds in the order that XLA is taken to keep."""
+    schedule = best[0]
+    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_of(problem)))
+    found = _held(best, [Lifetimes(problem, hiding_order(schedule, kernels), kernels)], search)
+    return _with_copies(problem, found, search)
 
 
 def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
@@ -287,7 +304,12 @@ def _held(best: tuple[Schedule, Solution], orders: Sequence[Lifetimes], search: 
 
 
 def _solve(
-    problem: Problem, network: Network, search: Search, seconds: float, work: float = np.inf
+    problem: Problem,
+    network: Network,
+    search: Search,
+    seconds: float,
+    work: float = np.inf,
+    serves: Callable[[NDArray[np.int64]], bool] | None = None,
 ) -> tuple[Schedule, Solution]:
     """The best schedule within so many seconds and so much work, which only what is within a limit is held to.
 
@@ -296,7 +318,7 @@ def _solve(
     precision = _PRECISION if network.usage_limit is None else _PRECISION_WITHIN_LIMIT
     entries = sum(network.tables[table].size for _, _, table in network.edges)
     precision = max(precision, search.precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
-    solution = solve(network, method=search.method, gap=precision, time_limit=seconds, work_limit=work)
+    solution = solve(network, method=search.method, gap=precision, time_limit=seconds, work_limit=work, serves=serves)
     solution = replace(solution, choices=solution.choices[: len(problem.network)])
     if solution.status == "unknown" and network.usage_limit is None:
         solution = _as_it_is(problem, solution)

@@ -9,7 +9,8 @@ from shardplan.search import Hint, Network, PairUsage, extended, solve, testing,
 from shardplan.search.branching import Branching
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
-from shardplan.search.pricing import Plane, Pricing, highest_between
+from shardplan.search.planes import Plane, highest_between
+from shardplan.search.pricing import Pricing
 from shardplan.search.solver import GraphSolver
 
 
@@ -123,3 +124,31 @@ def test_a_bound_that_is_known_before_is_taken() -> None:
     net.add_usage(net.add_variable([0.0, 7.0]), [9, 1], 0, 1)
     net.hint = Hint(np.array([1]), {0: 0.1}, lower_bound=7.0)
     assert solve(net).status == "optimal"
+
+
+def test_states_of_a_pair_have_the_twins_of_their_choices():
+    network = Network(usage_limit=10)
+    tensor, copy = network.add_variable(np.zeros(3)), network.add_variable(np.zeros(3))
+    network.add_edge(tensor, copy, np.array([[0.0, 2.0, 2.0], [2.0, 0.0, 3.0], [2.0, 3.0, 0.0]]))
+    network.twins = {tensor: np.array([0, 1, 1]), copy: np.array([0, 1, 1])}
+    sizes = np.array([8.0, 4.0, 4.0])
+    usage = PairUsage(tensor, copy, np.where(np.eye(3, dtype=bool), 0.0, sizes), 0, 1)
+    other = with_pairs(network, [usage])
+    labels, pair = other.twins[2], other.usages[0]
+    amounts = pair.amounts
+    assert len(set(labels.tolist())) < len(labels)
+    for label in set(labels.tolist()):  # twins use the same, and as many choices of the copy have each
+        assert len(set(amounts[labels == label].tolist())) == 1
+
+
+def test_a_search_ends_with_an_assignment_that_does_not_serve():
+    rng = np.random.default_rng(3)
+    network = Network()
+    for _ in range(8):
+        network.add_variable(10.0 + 0.1 * rng.random(50))
+    for u, v in itertools.combinations(range(8), 2):
+        network.add_edge(u, v, 0.1 * rng.random((50, 50)))
+    asked = []
+    solution = solve(network, serves=lambda choices: bool(asked.append(choices.tolist())), work_limit=0.5)
+    assert len(asked) == 1 and solution.choices.tolist() == asked[0]
+    assert 1e-6 < solution.gap < 0.02
