@@ -2,37 +2,40 @@
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import shardplan
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.placing import Placing
+from shardplan.memory.recomputing import kernels_of
 
 
-def _placed(needs, takes, parts=(), starts=None, arguments=None):
-    """All nodes of a graph, the last one first; operations are those that are no collective's start or end."""
+def _placed(needs, takes, starts=None):
+    """All nodes of a graph, the last one first: arguments, and results among several, have numbers below 0."""
     starts = starts or {}
-    operations = range(len(needs) - 2 * len(starts))
     graph = SimpleNamespace(
-        needs={node: set(found) for node, found in needs.items()},
+        needs={node: set() for node in needs if node >= 0},
         takes=takes,
         place={node: float(node) for node in needs},
         starts=starts,
-        arguments={node: (arguments or {}).get(node, set()) for node in needs},
-        parts=set(parts),
-        program=SimpleNamespace(operations=operations),
+        through_values=lambda: {node: set(found) for node, found in needs.items()},
+        program=SimpleNamespace(operations=range(len(takes) - 2 * len(starts))),
     )
     return Placing(graph).run()
 
 
 @pytest.mark.parametrize(
-    ("reader", "parts", "order"),
+    ("reader", "needs", "order"),
     [
-        (5.0, (), [2, 1, 0]),  # it ran longer than a microsecond: what it needs can start
-        (0.2, (), [2, 0, 1]),  # what can start before is placed in between
-        (5.0, (1,), [2, 0, 1]),  # a library's result is taken from its workspace first
+        (5.0, {2: [1]}, [2, 1, 0]),  # it ran longer than a microsecond: what it needs can start
+        (0.2, {2: [1]}, [2, 0, 1]),  # what can start before is placed in between
+        (5.0, {2: [-1], -1: [1]}, [2, 0, 1]),  # a library's result is taken from its workspace first
     ],
 )
-def test_what_waits_is_placed_behind_what_can_start(reader, parts, order):
-    assert _placed({0: [], 1: [], 2: [1]}, {0: 9.0, 1: 9.0, 2: reader}, parts) == order
+def test_what_waits_is_placed_behind_what_can_start(reader, needs, order):
+    assert _placed({0: [], 1: [], **needs}, {0: 9.0, 1: 9.0, 2: reader}) == order
 
 
 def test_what_fits_a_wait_is_placed_into_it():
@@ -51,4 +54,16 @@ def test_what_reads_what_a_collective_brings_goes_before_what_leads_to_it():
 def test_an_argument_that_nothing_else_reads_counts_as_what_can_be_placed():
     takes = {0: 9.0, 1: 9.0}
     assert _placed({0: [], 1: []}, takes) == [1, 0]
-    assert _placed({0: [], 1: []}, takes, arguments={0: {7}}) == [0, 1]
+    assert _placed({0: [-8], 1: [], -8: []}, takes) == [0, 1]
+
+
+def test_what_is_computed_from_the_same_value_is_one_kernel():
+    def step(x, w):
+        y = x @ w
+        return jnp.sin(jnp.tanh(y) @ w) @ w, jnp.exp(y) @ w
+
+    rows, square = jax.ShapeDtypeStruct((512, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")
+    plan = shardplan.plan(step, 1, rows, square)
+    order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+    names = [plan.program.operations[index].primitive.name for index in order]
+    assert abs(names.index("tanh") - names.index("exp")) == 1

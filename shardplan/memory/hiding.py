@@ -96,7 +96,7 @@ class Graph:
         self.needs: dict[int, set[int]] = {}
         self.takes: dict[int, float] = {}
         self.place: dict[int, float] = {}
-        self.arguments: dict[int, set[int]] = {}  # the values from outside that each reads
+        self.values: dict[int, set[int]] = {}  # those that each reads as they are made, or lie outside
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
         self.makers = {result: operation for operation in self.program.operations for result in operation.results}
@@ -145,7 +145,9 @@ class Graph:
         return 0.0 if layout is None else bytes_in(self.schedule, value, layout)
 
     def join(self, kernels: Kernels) -> None:
-        """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced.
+        """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced,
+        and what is computed element by element of one before it that reads the same and is as large: that one makes
+        several results, and each is taken from them.
 
         What they need stands before that kernel, and what needs them behind, so that nothing waits for itself.
         """
@@ -153,19 +155,16 @@ class Graph:
         place = {node: number for number, node in enumerate(self.in_order())}
         owner: dict[int, int] = {}
         for index in sorted(self._reads):
-            operation, reads = self.program.operations[index], self._reads[index]
-            if operation.primitive.name in SUMS:
-                largest = max(reads, key=lambda v: self.program.values[v].total_bytes, default=-1)
-                needs = [(need, owner.get(need, need)) for need in self.needs[index]]
-                for other in reversed(touching.get(largest, [])[-_MOST_SOURCES:]):
-                    before = all(need == other or place[own] < place[other] for need, own in needs)
-                    alike = self._elements(self.program.operations[other]) == self._elements(operation)
-                    if alike and before and place[other] < place[index]:
-                        owner[index] = other
-                        self.joined.setdefault(other, []).append(index)
-                        break
-            if index not in owner and (operation.primitive.name in SUMS or index in kernels.fused):
-                for value in {*reads, *operation.results}:
+            sums = self.program.operations[index].primitive.name in SUMS
+            if not sums and index not in kernels.fused:
+                continue
+            other = self._joining(index, touching, place, owner)
+            if other is not None:
+                owner[index] = other
+                self.joined.setdefault(other, []).append(index)
+                self.parts |= set() if sums else {other}
+            else:
+                for value in {*self._reads[index], *self.program.operations[index].results}:
                     touching.setdefault(value, []).append(index)
         for index, other in self._joining_later(place, touching, owner).items():
             owner[index] = other
@@ -173,10 +172,48 @@ class Graph:
         for index, other in owner.items():
             self.needs[other] |= self.needs.pop(index) - {other}
             self.takes[other] += self.takes.pop(index)
-            self.arguments[other] |= self.arguments.pop(index)
+            self.values[other] |= self.values.pop(index)
         for node, needed in self.needs.items():
             if not needed.isdisjoint(owner):
                 self.needs[node] = {owner.get(need, need) for need in needed} - {node}
+
+    def _joining(
+        self,
+        index: int,
+        touching: Mapping[int, Sequence[int]],
+        place: Mapping[int, int],
+        owner: Mapping[int, int],
+    ) -> int | None:
+        """The kernel before an operation that takes it in, if there is one."""
+        operation, values = self.program.operations[index], self.program.values
+        sums, elements = operation.primitive.name in SUMS, self._elements(operation)
+        reads = sorted(self._reads[index], key=lambda value: (-values[value].total_bytes, value))
+        shared = reads[:1] if sums else [value for value in reads if prod(values[value].shape) == elements]
+        needs = [(need, owner.get(need, need)) for need in self.needs[index]]
+        for value in shared:
+            for other in reversed(touching.get(value, [])[-_MOST_SOURCES:]):
+                before = all(need == other or place[own] < place[other] for need, own in needs)
+                alike = self._elements(self.program.operations[other]) == elements
+                if alike and before and place[other] < place[index] and (sums or value in self._reads[other]):
+                    return other
+        return None
+
+    def through_values(self) -> dict[int, set[int]]:
+        """What each node needs, arguments and what is taken from several results included: values, by their complement,
+        each of which needs what makes it."""
+        owner = {part: node for node, parts in self.joined.items() for part in parts}
+        found = {node: {*needs} for node, needs in self.needs.items()}
+        for node, values in self.values.items():
+            for value in values:
+                maker = self._maker(value)
+                made = owner.get(maker, maker) if maker is not None else None
+                if made is None or (made in self.parts and made != node):
+                    found[node].add(~value)
+                    found.setdefault(~value, set()).update(() if made is None else (made,))
+        for node, needs in found.items():
+            if node >= 0:
+                needs.difference_update([made for need in needs if need < 0 for made in found[need]])
+        return found
 
     def _joining_later(
         self, place: Mapping[int, int], touching: Mapping[int, Sequence[int]], owner: Mapping[int, int]
@@ -222,7 +259,7 @@ class Graph:
             operation = self.program.operations[index]
             strategy = self.schedule.assignment.strategies.get(index)
             self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
-            self.arguments[index] = set()
+            self.values[index] = set()
             for position, result in enumerate(operation.results if strategy is not None else ()):
                 steps = self.schedule.result_steps(operation, position)
                 if strategy is not None and any(step.kind != "slice" for step in steps):
@@ -230,6 +267,7 @@ class Graph:
                     size = bytes_in(self.schedule, result, left)
                     end = self._collective(merged.get(index, ("result", result)), size, index)
                     self.needs[self.starts[end]].add(index)
+                    self.values[self.starts[end]].add(result)
                     sent[result] = end
         for index in self._reads:
             moved = dict(self._moved(index, sent))
@@ -238,8 +276,8 @@ class Graph:
                 need = moved.get(value, sent.get(value, maker))
                 if need is not None:
                     self.needs[index].add(need)
-                else:
-                    self.arguments[index].add(value)
+                if need == maker:
+                    self.values[index].add(value)
 
     def _maker(self, value: int) -> int | None:
         maker = self.makers.get(value)
@@ -263,8 +301,8 @@ class Graph:
                 maker = self._maker(value)
                 if maker is not None:
                     self.needs[self.starts[end]].add(sent.get(value, maker))
-                else:
-                    self.arguments[self.starts[end]].add(value)
+                if value not in sent:
+                    self.values[self.starts[end]].add(value)
                 found.append((value, end))
         return found
 
@@ -275,7 +313,7 @@ class Graph:
             self._ends[key] = start + 1
             self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
             self.takes[start], self.takes[start + 1] = 0.0, _COLLECTIVE
-            self.arguments[start], self.arguments[start + 1] = set(), set()
+            self.values[start], self.values[start + 1] = set(), set()
         end = self._ends[key]
         self.takes[end] += size / _SENT
         self.place[end - 1], self.place[end] = place + 0.3, place + 0.6

@@ -30,15 +30,15 @@ class Placing:
 
     def __init__(self, graph: Graph) -> None:
         self._graph, self._now = graph, 0.0
-        self._needs = {node: needs | {~value for value in graph.arguments[node]} for node, needs in graph.needs.items()}
-        self._readers: dict[int, set[int]] = {node: set() for node in graph.needs}
+        self._needs = graph.through_values()
+        self._readers: dict[int, set[int]] = {node: set() for node in self._needs}
         for node, needs in self._needs.items():
             for need in needs:
-                self._readers.setdefault(need, set()).add(node)
+                self._readers[need].add(node)
         self._depth = self._depths()
         self._ready_at: dict[int, float] = {}
         self._frees = {node: sum(self._readers[n] == {node} for n in needs) for node, needs in self._needs.items()}
-        self._brought = {node: not graph.starts.keys().isdisjoint(needs) for node, needs in graph.needs.items()}
+        self._brought = {node: not graph.starts.keys().isdisjoint(needs) for node, needs in self._needs.items()}
         self._fitting: list[_Key] = []  # what can start, by time
         self._freeing: list[_Key] = []  # the same, whatever time it takes
         self._waiting: list[tuple[float, int]] = []
@@ -48,11 +48,11 @@ class Placing:
     def _depths(self) -> dict[int, float]:
         """How long the collectives take that lead to a node, one after another."""
         depth: dict[int, float] = {}
-        for first in self._graph.needs:
+        for first in self._needs:
             stack = [first]
             while stack:
                 node = stack[-1]
-                needs = self._graph.needs[node]
+                needs = self._needs[node]
                 missing = [need for need in needs if need not in depth]
                 if node not in depth and missing:
                     stack += missing
@@ -127,24 +127,26 @@ class Placing:
         ends = node in graph.starts
         self._now = began + self._cost(node)
         self._sending = ends or (self._sending and node < len(graph.program.operations))
-        later = began + (graph.takes[node] if ends else _LATENCY)
-        for need in sorted(self._needs[node]):
-            readers = self._readers[need]
-            readers.discard(node)
-            self._ready_at[need] = max(self._ready_at.get(need, 0.0), later)
-            if len(readers) == 1:
-                self._frees_more(next(iter(readers)))
-            elif not readers:
-                self._can_start(need)
-
-    def _can_start(self, node: int) -> None:
-        at = max(self._now, self._ready_at[node])
-        if node in self._graph.parts or node < 0:  # an argument, or a result, which is taken from what a library made
-            self._now, at = at, at + _LATENCY
-        if node >= 0:
-            self._wait(node, at)
+        stack = [(node, began + (graph.takes[node] if ends else _LATENCY))]
+        while stack:
+            reader, later = stack.pop()
+            for need in sorted(self._needs[reader]):
+                readers = self._readers[need]
+                readers.discard(reader)
+                self._ready_at[need] = max(self._ready_at.get(need, 0.0), later)
+                if len(readers) == 1:
+                    self._frees_more(next(iter(readers)))
+                elif not readers:
+                    at = max(self._now, self._ready_at[need])
+                    if need >= 0:
+                        self._wait(need, at)
+                    else:  # an argument, or one of several results, which is placed at once
+                        self._now = at
+                        stack.append((need, at + _LATENCY))
 
     def _frees_more(self, reader: int) -> None:
+        if reader < 0:
+            return
         keys = self._keys(reader)[0]
         found = bisect_left(self._fitting, keys)
         available = found < len(self._fitting) and self._fitting[found] == keys
