@@ -4,20 +4,27 @@ JAX fills what is looked up outside of a table (the default of ``table[ids]`` an
 the devices hold different rows of the table, the gather ends in a sum over them; XLA cannot take the planned slice of
 that sum through the filling, and sends the whole sum to everyone. So the gather is run as if nothing were outside,
 its sum is reduced as planned, and the filling comes last.
+
+Where that sum waits for others (the eight corners of a cell in a grid of features, a bag of words), or is reduced in
+several steps, each device looks up what its block has, and zeros for the rest; the first one fills.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
 
+from shardplan.layout import MeshAxes
 from shardplan.program import Operation
+
+if TYPE_CHECKING:
+    from shardplan.strategy import Strategy
 
 
 def fills(operation: Operation) -> bool:
@@ -58,6 +65,49 @@ def filled(operation: Operation, table_shape: tuple[int, ...], indices: Any, fou
     leading = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
     inside = jax.lax.broadcast_in_dim(inside, found.shape, leading)
     return jnp.where(inside, found, jnp.full_like(found, operation.params["fill_value"]))
+
+
+def looks_up_rows(operation: Operation, strategy: Strategy) -> bool:
+    """Whether each device can look up what its own block of the table has: rows, none of which lies across two."""
+    if operation.primitive.name != "gather" or prod(operation.params["slice_sizes"]) == 1:
+        return False
+    sizes, data = operation.params["slice_sizes"], strategy.operands[0] or ()
+    indexed = operation.params["dimension_numbers"].start_index_map
+    return all(sizes[dim] == 1 for dim in indexed if data and data[dim])
+
+
+def lookup_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Callable[..., Any]:
+    """What a device does with its blocks inside of a ``shard_map``: its part of the sum that is the lookup."""
+    numbers, axes = operation.params["dimension_numbers"], strategy.operands[0] or ()
+    whole = operation.equation.invars[0].aval.shape  # type: ignore[attr-defined]
+    windows = operation.params["slice_sizes"]
+    fill = operation.params["fill_value"] if _has_filling(operation) else None
+
+    def blocks(table: Any, indices: Any) -> Any:
+        inside, own, first = jnp.bool_(True), jnp.bool_(True), jnp.bool_(True)
+        places = []
+        for column, dim in enumerate(numbers.start_index_map):
+            given = indices[..., column]
+            place = between(given, whole[dim] - windows[dim])
+            inside &= place == given
+            place = place.astype(jnp.int32 if whole[dim] < 2**31 else jnp.int64)
+            if axes[dim]:
+                number = jax.lax.axis_index(tuple(mesh.names[axis] for axis in axes[dim]))
+                place -= number * table.shape[dim]
+                own &= (place >= 0) & (place < table.shape[dim])
+                place, first = jnp.clip(place, 0, table.shape[dim] - 1), first & (number == 0)
+            places.append(place)
+        sizes = [min(size, rows) for size, rows in zip(windows, table.shape, strict=True)]
+        mode = GatherScatterMode.PROMISE_IN_BOUNDS
+        found = jax.lax.gather(table, jnp.stack(places, -1), numbers, tuple(sizes), mode=mode)
+        leading = [dim for dim in range(found.ndim) if dim not in numbers.offset_dims]
+        found = jnp.where(jax.lax.broadcast_in_dim(own, found.shape, leading), found, jnp.zeros_like(found))
+        if fill is None:
+            return found
+        filling = jnp.where(first, jnp.full_like(found, fill), jnp.zeros_like(found))
+        return jnp.where(jax.lax.broadcast_in_dim(inside, found.shape, leading), found, filling)
+
+    return blocks
 
 
 def starting_inside(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:

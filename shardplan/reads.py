@@ -17,7 +17,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from shardplan.layout import MeshAxes
-from shardplan.lookups import between
+from shardplan.lookups import between, lookup_block
 from shardplan.program import Operation
 
 if TYPE_CHECKING:
@@ -78,7 +78,10 @@ def reads_poorly(rule: Any, split: Any, n: int) -> bool:
 
 
 def read_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Callable[..., Any]:
-    """What a device does with its blocks inside of a ``shard_map``: its part of the sum that is the window."""
+    """What a device does with its blocks inside of a ``shard_map``: its part of the sum that is the window, or the
+    lookup."""
+    if not reads_place(operation, strategy):
+        return lookup_block(operation, strategy, mesh)
     moved, axes = windows_read(operation), strategy.operands[0] or ()
     whole = operation.equation.invars[0].aval.shape  # type: ignore[attr-defined]
 

@@ -298,7 +298,7 @@ class Replay:
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
         if splits_rows_or_groups(operation, strategy):
             return on_blocks(operation, strategy, self._schedule.space.mesh, run)
-        if reads_place(operation, strategy):
+        if operation.primitive.name == "gather" or reads_place(operation, strategy):
             return read_block(operation, strategy, self._schedule.space.mesh)
         return lambda *local: run(local)
 

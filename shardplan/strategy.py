@@ -297,7 +297,8 @@ def reduction_dtype(operation: Operation, dtype: Any, reduce_dtype: Any) -> Any:
     That is their own, as XLA does it, unless the user names another: a wider one for every sum of floats, a narrower
     one for contractions (gradients and activations) alone, since plain sums are statistics and losses.
     """
-    if reduce_dtype is None or not _jax.is_float(dtype) or operation.primitive.name == "shard_map":
+    exact = operation.primitive.name in ("shard_map", "gather")  # of the parts of a lookup all but one are zeros
+    if reduce_dtype is None or not _jax.is_float(dtype) or exact:
         return dtype
     narrower = _jax.item_bytes(reduce_dtype) < _jax.item_bytes(dtype)
     return dtype if narrower and operation.primitive.name not in _CONTRACTIONS else reduce_dtype

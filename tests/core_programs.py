@@ -59,7 +59,7 @@ def assert_equal_trees(found: Any, expected: Any, tolerance: float = 1e-4) -> No
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         one, other = np.asarray(one), np.asarray(other)
         if one.dtype.kind in "fc" and one.size:
-            scale = max(1e-3, float(np.max(np.abs(other))))
+            scale = float(np.max(np.abs(other), initial=1e-3, where=np.isfinite(other)))
             np.testing.assert_allclose(one / scale, other / scale, rtol=0, atol=tolerance)
         else:
             np.testing.assert_array_equal(one, other)
