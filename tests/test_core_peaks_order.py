@@ -9,7 +9,7 @@ import pytest
 import shardplan
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.placing import Placing
-from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.recomputing import adding_products, kernels_of
 
 
 def _placed(needs, takes, starts=None):
@@ -67,3 +67,18 @@ def test_what_is_computed_from_the_same_value_is_one_kernel():
     order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
     names = [plan.program.operations[index].primitive.name for index in order]
     assert abs(names.index("tanh") - names.index("exp")) == 1
+
+
+def test_a_product_added_to_one_of_merged_ones_waits_for_the_kernel_that_reads_another():
+    def step(x, w, v, y, z):
+        first, second = x @ w, x @ v
+        total = (second + y @ z) @ jnp.exp(z)
+        return total, jnp.tanh(first * (jnp.sin(z) @ jnp.cos(y))) @ w
+
+    square = jax.ShapeDtypeStruct((512, 512), "float32")
+    schedule = shardplan.plan(step, 1, *[square] * 5).schedule
+    kernels = adding_products(schedule, kernels_of(schedule.problem))
+    order = hiding_order(schedule, kernels)
+    [tanh] = [o.index for o in schedule.program.operations if o.primitive.name == "tanh"]
+    [addition] = [index for index in kernels.adding if schedule.program.operations[index].operands[0] == 6]
+    assert order.index(addition) > order.index(tanh)

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from shardplan.layout import Layout
+from shardplan.memory.accumulation import merged_in
 from shardplan.memory.combining import combined_reductions, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS as SUMS
@@ -74,6 +75,7 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
             break
     graph.join(kernels)
+    graph.wait_for_slices(kernels)
     placed = Placing(graph).run()
     order: list[int] = []
     done: set[int] = set()
@@ -197,6 +199,38 @@ class Graph:
                 if alike and before and place[other] < place[index] and (sums or value in self._reads[other]):
                     return other
         return None
+
+    def wait_for_slices(self, kernels: Kernels) -> None:
+        """Lets a product that is added to one of merged products wait for the kernel that takes this one out of them:
+        it is one with the first kernel as large that reads another one, such as a sum of many, where that can be."""
+        owner = {part: node for node, parts in self.joined.items() for part in parts}
+        operations = self.program.operations
+        added = {found.onto: index for index, found in kernels.adding.items() if index in self.needs}
+        reading: dict[int, list[int]] = {}
+        for node in sorted(self._reads.keys() & kernels.fused):
+            for value in self._reads[node]:
+                reading.setdefault(value, []).append(node)
+        for group in merged_in(self.schedule, operations):
+            results = [operations[index].results[0] for index in group]
+            nodes = sorted({node for result in results for node in reading.get(result, ())})
+            for index in (added[result] for result in results if result in added):
+                elements = self._elements(operations[index])
+                alike = (owner.get(node, node) for node in nodes if self._elements(operations[node]) == elements)
+                first = next(alike, None)
+                if first is not None and not self._needs_any(first, index):
+                    self.needs[index].add(first)
+
+    def _needs_any(self, node: int, wanted: int) -> bool:
+        """Whether a node needs another one, directly or not."""
+        seen, stack = {node}, [node]
+        while stack:
+            for need in self.needs[stack.pop()]:
+                if need == wanted:
+                    return True
+                if need not in seen:
+                    seen.add(need)
+                    stack.append(need)
+        return False
 
     def through_values(self) -> dict[int, set[int]]:
         """What each node needs, arguments and what is taken from several results included: values, by their complement,
