@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import Start, folded_start
-from shardplan.search.graph import Best, Follow, Graph, Infeasible, Keep
+from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.narrowing import Narrowing, entries_of, kept_twins, restricted_messages
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.repetition import fold
 from shardplan.search.run import Stop
@@ -50,6 +51,9 @@ Masks = dict[int, NDArray[np.bool_]]
 _WORTH_ENTRIES = 300_000
 _WORTH_SHARE = 0.5
 """Graphs with fewer table entries, or that keep more than this share of them, are not searched first."""
+
+_FIRST_SWEEPS, _MOST_SWEEPS = 60, 1000
+"""Of the small graph: before it is first seen what the twins of its best assignment cost, and then."""
 
 _SWEEPS = 200
 _NEAR, _SWEEPS_NEAR = 4, 100
@@ -88,11 +92,11 @@ def coarse_start(
     """
     if not graph.twins or graph.hint is not None or graph.usage_limit is not None:
         return None
-    before = _entries(graph)
+    before = entries_of(graph)
     if before < _WORTH_ENTRIES:
         return None
     small, places = coarse(graph)
-    if _entries(small) > _WORTH_SHARE * before:
+    if entries_of(small) > _WORTH_SHARE * before:
         return None
     allowed = _SHARE_OF_TIME * watch.seconds_left()
 
@@ -102,8 +106,11 @@ def coarse_start(
 
     quiet = Watch(tick, watch.seconds_left)
     small.tick = tick
-    solver = GraphSolver(small, math.inf, replace(effort, sweeps=_SWEEPS), _SHARE_OF_GAP * gap, quiet)
+    first = replace(effort, sweeps=_FIRST_SWEEPS if above is None else _SWEEPS)
+    solver = GraphSolver(small, math.inf, first, _SHARE_OF_GAP * gap, quiet)
     solver.prunes, solver.patience = False, 1
+    parts = _Parts(replace(effort, sweeps=_SWEEPS), gap, quiet)
+    narrowing = Narrowing(graph, solver, places, gap, parts.among_twins)
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
         solver.messages = _taken_together(known or {}, places)
@@ -114,12 +121,18 @@ def coarse_start(
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
             solver.effort = replace(effort, sweeps=start.sweeps + _SWEEPS)
         solver.sweep_until_prunable()
-    relaxation = solver.relaxation
+        narrows = start is None and above is None and not solver.closed
+        if narrows and narrowing.run(replace(effort, sweeps=_MOST_SWEEPS)):
+            lifted = {(v, w): into[places[v]] for (v, w), into in solver.messages.items()}
+            estimate = solver.estimate + sum(parts.estimates)
+            return Start(lifted, narrowing.choices, solver.sweeps, estimate, solver.lower)
+    relaxation, choices = solver.relaxation, narrowing.choices
     if relaxation is None:
-        return None
-    near = _near(small, relaxation, places) if above is None else {}
-    parts = _Parts(_kept(small, places), near, replace(effort, sweeps=_SWEEPS), gap, quiet)
-    choices = parts.assignment(graph, solver.lower)
+        return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
+    if not narrowing.proven:
+        parts.kept = kept_twins(small, places)
+        parts.near = _near(small, relaxation, places) if above is None else {}
+        choices = parts.assignment(graph, solver.lower, choices)
     estimate = solver.estimate + sum(parts.estimates)
     lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
     if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
@@ -132,32 +145,31 @@ def coarse_start(
         graph.restrict_all(keep)
         graph.make_consistent()
         choices, graph.hint = graph.hint, None
-        lifted = _restricted(lifted, graph.undo[mark:])
+        lifted = restricted_messages(lifted, graph.undo[mark:])
     return Start(lifted, choices, solver.sweeps, estimate, solver.lower)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Parts:
     """Choices of a graph among which a good assignment is, per variable: the twins of the best choice of the small
     graph, and those of the next best ones besides.
     """
 
-    kept: Masks
-    near: Masks
     effort: Effort
     gap: float
     watch: Watch
+    kept: Masks = field(default_factory=dict)
+    near: Masks = field(default_factory=dict)
     estimates: list[float] = field(default_factory=list)
     """Seconds that each search among them should have taken, the same on every machine."""
 
-    def assignment(self, graph: Graph, lower: float) -> dict[int, int] | None:
+    def assignment(self, graph: Graph, lower: float, best: dict[int, int] | None = None) -> dict[int, int] | None:
         """The best assignment that is found, or the first one that is within the gap of a lower bound.
 
         Twins that go together in one layer do so in all: layers that repeat are looked through once, and what is
         found is lifted to all of them. Where that does not close the gap, the whole graph is looked through.
         """
         folded = fold(graph)
-        best: dict[int, int] | None = None
         for part in (folded.graph, graph) if folded is not None else (graph,):
             for choices in self._found(part):
                 if folded is not None and part is not graph:
@@ -170,11 +182,8 @@ class _Parts:
 
     def _found(self, graph: Graph) -> Iterator[dict[int, int]]:
         """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
-        live, choices = graph.live(), None
-        narrow = replace(self.effort, closing=0.0, dives=False, merging=0)
-        kept = {v: self.kept[v] for v in live} if self.kept else {}
-        with contextlib.suppress(Stop, Infeasible):
-            choices = self._among_twins(graph, kept, narrow)
+        live = graph.live()
+        choices = self.among_twins(graph, {v: self.kept[v] for v in live} if self.kept else {})
         if choices is None:
             return
         yield choices
@@ -182,23 +191,26 @@ class _Parts:
             return
         near = {v: self.near[v] for v in live}
         with contextlib.suppress(Stop, Infeasible):
-            choices = self._among_near(graph, near, choices, replace(narrow, sweeps=_SWEEPS_NEAR))
+            choices = self._among_near(graph, near, choices)
         yield choices
 
-    def _among_twins(self, graph: Graph, keep: Masks, effort: Effort) -> dict[int, int] | None:
+    def among_twins(self, graph: Graph, keep: Masks) -> dict[int, int] | None:
         """The best assignment of a graph that is found among some choices of each variable."""
         if not keep:
             return None
         part = graph.copy()
         part.twins = {}
-        part.restrict_all(keep)
-        part.make_consistent()
-        solver = GraphSolver(part, math.inf, effort, _CLOSER * self.gap, self.watch)
-        solver.solve()
-        self.estimates.append(solver.estimate)
-        return _expanded(graph, part)
+        with contextlib.suppress(Stop, Infeasible):
+            part.restrict_all(keep)
+            part.make_consistent()
+            effort = replace(self.effort, closing=0.0, dives=False, merging=0)
+            solver = GraphSolver(part, math.inf, effort, _CLOSER * self.gap, self.watch)
+            solver.solve()
+            self.estimates.append(solver.estimate)
+            return _expanded(graph, part)
+        return None
 
-    def _among_near(self, graph: Graph, keep: Masks, choices: dict[int, int], effort: Effort) -> dict[int, int]:
+    def _among_near(self, graph: Graph, keep: Masks, choices: dict[int, int]) -> dict[int, int]:
         """A better assignment than `choices` among some choices of each variable, or the same.
 
         What is best with twins taken together may have no twins that go together round a cycle, where something that is
@@ -208,8 +220,9 @@ class _Parts:
         part.twins, part.hint = {}, dict(choices)
         part.restrict_all(keep)
         part.make_consistent()
-        if _entries(part) > _MOST_NEAR:
+        if entries_of(part) > _MOST_NEAR:
             return choices
+        effort = replace(self.effort, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
         solver = GraphSolver(part, math.inf, effort, 0.0, self.watch)
         solver.reduce(dominance=False)
         solver.prunes, solver.patience = False, effort.sweeps
@@ -237,16 +250,6 @@ def _fitting(
         masks[v] = fits[relaxation.sweeper.offsets[place] : relaxation.sweeper.offsets[place + 1]][places[v]]
         masks[v][choices[v]] = True
     return masks
-
-
-def _restricted(messages: Messages, steps: list[Best | Follow | Keep]) -> Messages:
-    """The messages into the choices that are kept."""
-    kept: dict[int, Index] = {}
-    for step in steps:
-        assert isinstance(step, Keep)
-        known = kept.get(step.variable)
-        kept[step.variable] = step.kept if known is None else known[step.kept]
-    return {(v, w): into[kept[v]] if v in kept else into for (v, w), into in messages.items()}
 
 
 def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:
@@ -293,13 +296,6 @@ def _least(array: Array, places: Index) -> Array:
     return np.minimum.reduceat(array[order], starts, axis=0)
 
 
-def _kept(small: Graph, places: dict[int, Index]) -> dict[int, NDArray[np.bool_]]:
-    """Per variable, the choices that became the one that the small graph's best assignment takes."""
-    if small.hint is None:
-        return {}
-    return {v: place == small.hint[v] for v, place in places.items()}
-
-
 def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index]) -> dict[int, NDArray[np.bool_]]:
     """Per variable, the choices that became one of the best few, or the one that the best assignment takes."""
     hint = small.hint or {}
@@ -318,7 +314,3 @@ def _expanded(graph: Graph, part: Graph) -> dict[int, int] | None:
         return None
     full = part.expand(part.hint)
     return {v: int(full[v]) for v in graph.live()}
-
-
-def _entries(graph: Graph) -> int:
-    return sum(table.size for v in graph.live() for w, table in graph.neighbours[v].items() if v < w)

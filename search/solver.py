@@ -44,6 +44,8 @@ class GraphSolver:
     def __init__(self, graph: Graph, upper: float, effort: Effort, gap: float, watch: Watch) -> None:
         self.graph, self.effort, self.gap = graph, effort, gap
         self.upper, self.lower = upper, -math.inf
+        self.ceiling = -math.inf
+        """Where the graph is a relaxation of another one, what assignments of that one are to cost less than."""
         self.watch = watch
         self.prices: dict[int, float] = {}
         self.sweeps = 0
@@ -205,7 +207,7 @@ class GraphSolver:
                 # Trials get rarer while they find nothing.
                 wait = 1 if self.upper < upper - 0.1 * (upper - self.lower) else 2 * wait
                 trial += wait
-            if self.closed or (self.prunes and relaxation.prunable(self.upper) > _WORTH_PRUNING):
+            if self.closed or (self.prunes and relaxation.prunable(max(self.upper, self.ceiling)) > _WORTH_PRUNING):
                 break
             if turn > self.patience and self._hardly_risen(bounds) and relaxation.settled:
                 self.stalled = True

@@ -87,13 +87,13 @@ def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch
     """A chain of forty that must agree on one of two twins: a few of its ends say which, and the bound closes it."""
     monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
     searched: list[int] = []
-    among = coarsening._Parts._among_twins
+    among = coarsening._Parts.among_twins
 
     def counted(parts: Any, graph: Graph, *rest: Any) -> dict[int, int] | None:
         searched.append(len(graph.live()))
         return among(parts, graph, *rest)
 
-    monkeypatch.setattr(coarsening._Parts, "_among_twins", counted)
+    monkeypatch.setattr(coarsening._Parts, "among_twins", counted)
     net = Network()
     for v in range(40):
         net.add_variable([5.0, 1.0, 1.0])
@@ -121,3 +121,37 @@ def test_the_next_best_choices_stand_in_where_no_twins_go_together(monkeypatch: 
     start = coarse_start(Graph.of(net), Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
     assert start is not None and start.choices is not None
     assert net.cost([start.choices[v] for v in range(3)]) == 3.0
+
+
+@pytest.mark.parametrize("gap", [1e-9, 0.02])
+def test_what_is_dropped_while_the_small_graph_is_swept_is_in_nothing_better(
+    monkeypatch: pytest.MonkeyPatch, gap: float
+) -> None:
+    """After a few sweeps, choices are dropped from a graph and its small one; the optimum stays, and so does the
+    bound's truth, whether twins are true ones or not."""
+    monkeypatch.setattr(coarsening, "_FIRST_SWEEPS", 2)
+    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(coarsening, "_WORTH_SHARE", 1.0)
+    dropped = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
+        net = testing.random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, 0.1)
+        net.twins = {v: np.arange(len(costs)) // 2 for v, costs in enumerate(net.costs)}
+        optimum = testing.brute_force(net)[1]
+        if not np.isfinite(optimum):
+            continue
+        graph = Graph.of(net)
+        choices = sum(graph.size(v) for v in graph.live())
+        start = coarse_start(graph, Effort(), gap, Watch(lambda: None, lambda: 60.0))
+        if start is None:
+            continue
+        assert start.lower_bound <= optimum + 1e-9
+        assert start.choices is None or graph.cost(start.choices) >= optimum - 1e-9
+        assert all(len(into) == graph.size(v) for (v, _), into in start.messages.items())
+        solver = GraphSolver(graph, math.inf, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+        solver.begin(start.messages, start.choices)
+        dropped += choices - sum(graph.size(v) for v in graph.live())
+        solver.solve()
+        assert solver.upper == pytest.approx(optimum)
+    assert dropped > 0
