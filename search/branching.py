@@ -70,7 +70,7 @@ class Branching:
             return False
         _, _, branch = heapq.heappop(self.open)
         graph, pricing = branch.graph, self._priced(branch)
-        split = (pricing.split() if pricing is not None else None) or _split(graph, branch.prices)
+        split = (_split_at_prices(pricing) if pricing is not None else None) or _split(graph, branch.prices)
         if split is None:
             # Nothing to tell apart by usage: this branch cannot be bounded any better here.
             self._push(branch)
@@ -133,6 +133,24 @@ class Branching:
             self._push(_Branch(graph, solver.prices, solver.lower, pricing, mark))
         else:
             self.settled = min(self.settled, solver.lower)
+
+
+def _split_at_prices(pricing: Pricing) -> tuple[int, NDArray[np.bool_]] | None:
+    """What branches should differ in: the variable that decides most between what is best at the known prices and
+    uses too much, and what is best there within the limit; and which of its choices use no more than half-way."""
+    prices = pricing.known_prices()
+    known = sorted((plane.at(prices), n) for n, plane in enumerate(pricing.planes) if plane.cost < math.inf)
+    over = [pricing.planes[n] for _, n in known if pricing.planes[n].excess.max() > 0]
+    within = [pricing.planes[n] for _, n in known if pricing.planes[n].excess.max() <= 0]
+    if not over or not within:
+        return None
+    priced = prices @ np.stack([pricing.profile.at(instant) for instant in pricing.instants])
+    first, second = (priced[pricing.offsets[:-1] + plane.choices] for plane in (over[0], within[0]))
+    place = int(np.abs(first - second).argmax())
+    if first[place] == second[place]:
+        return None
+    half = 0.5 * (first[place] + second[place])
+    return pricing.live[place], priced[pricing.offsets[place] : pricing.offsets[place + 1]] <= half
 
 
 def _split(graph: Graph, prices: dict[int, float]) -> tuple[int, NDArray[np.bool_]] | None:

@@ -135,12 +135,9 @@ def coarse_start(
         choices = parts.assignment(graph, solver.lower, choices)
     estimate = solver.estimate + sum(parts.estimates)
     lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
-    if choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap:
-        return Start(lifted, choices, solver.sweeps, estimate, solver.lower)
-    keep = None
-    if choices is not None and above != math.inf:
+    closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
+    if choices is not None and not closed and above != math.inf:
         keep = _fitting(graph, relaxation, places, choices, above)
-    if choices is not None and keep is not None:
         graph.hint, mark = choices, len(graph.undo)
         graph.restrict_all(keep)
         graph.make_consistent()

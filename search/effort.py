@@ -35,8 +35,10 @@ class Watch:
     """Whom a solver answers to.
 
     report: called after each step that may have changed a bound; it may raise, to end the search.
-    seconds_left: until the search has to end.
+    seconds_left: until the search has to end. ask: called where an assignment is as good as it gets for a while; it may
+    raise likewise.
     """
 
     report: Callable[[], None]
     seconds_left: Callable[[], float]
+    ask: Callable[[], None] = lambda: None

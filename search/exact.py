@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardplan.search.branching import Branching
+from shardplan.search.closing import SECONDS_PER_UNIT
 from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
@@ -17,7 +18,7 @@ from shardplan.search.network import EXCLUDED, Network
 from shardplan.search.pricing import Pricing
 from shardplan.search.reductions import reduce_graph
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.restricting import begin, lifted, restricted
+from shardplan.search.restricting import begin, lifted, originals, restricted
 from shardplan.search.run import Run
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
@@ -49,6 +50,11 @@ _CROSSING = 0.4
 _VARYING = 0.4
 """The share of the work that assignments of new choices may take, where prices leave as much."""
 
+_CLOSING, _LEAST_CLOSING = 0.8, 0.6
+"""The share of the work left that building CP-SAT's model of all that is left may take, and seconds that it gets then:
+small graphs are proven sooner so than by improving them."""
+_MOST_KNOWN = 8
+"""So many assignments are told the next search, which has one limit more."""
 _FEWEST_EVALUATIONS = 3
 """Of prices, for which there must be work left before branches with prices of their own are made."""
 _BRANCHING = 0.5
@@ -107,15 +113,19 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     def report() -> None:
         _report(run, solver)
 
+    def ask() -> None:
+        report()
+        run.ask()
+
     limit = min(run.time_limit, run.work_limit)
     effort = Effort(seconds=sweeping * limit, closing=closing * limit)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
-    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left))
+    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask))
     with run.stage("reduce"):
         solver.reduce()
         entries = _entries(graph)
         run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * entries
-        if limited or entries < _ENTRIES_TO_ASK * len(run.network):
+        if not limited and entries < _ENTRIES_TO_ASK * len(run.network):
             run.serves = None
         begun = graph.hint
         graph.hint = begun if run.cost < math.inf else None
@@ -191,13 +201,31 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.take(begun)
     elif known is not None and np.isfinite(cost := run.network.cost(known.choices)):
         pricing.begin(cost, *run.network.profile(known.choices))
+    if known is not None and known.known:
+        pricing.recall(originals(solver.graph), known.known)
+    try:
+        return _price_within(run, solver, pricing)
+    finally:
+        run.work += pricing.estimate
+        run.known = pricing.assignments(_MOST_KNOWN)
+        run.prices, run.priced_bound = pricing.by_time(), pricing.bound
+
+
+def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
+    """Prices, mixtures, branches: as much of them as the work allows; False where no assignment was found."""
     limit = min(run.time_limit, run.work_limit)
     pricing.raise_bound(_PRICING * limit)
     if not solver.closed and pricing.planes:
         pricing.recombine()
     if not solver.closed and pricing.needs_assignments:
         vary(pricing, min(limit - pricing.estimate, _VARYING * limit))
-    left, far = limit - pricing.estimate, solver.upper - solver.lower >= _PRUNABLE * abs(solver.lower)
+    left = limit - pricing.estimate
+    if not solver.closed and pricing.planes and solver.seconds_to_close < _CLOSING * left:
+        solver.effort = replace(solver.effort, closing=max(left, _LEAST_CLOSING) / SECONDS_PER_UNIT)
+        before = solver.estimate
+        solver.finish()
+        left -= solver.estimate - before
+    far = solver.upper - solver.lower >= _PRUNABLE * abs(solver.lower)
     if not solver.closed and far and left > 0:
         pricing.cross(min(left, _CROSSING * limit))
     if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
@@ -210,8 +238,6 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
         pricing.estimate += branching.estimate
         if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:
             solver.finish()
-    run.work += pricing.estimate
-    run.prices = solver.prices
     solver.watch.report()
     return solver.upper < math.inf
 
@@ -221,8 +247,10 @@ def _report(run: Run, solver: GraphSolver) -> None:
     run.iterations = solver.sweeps
     if solver.graph.hint is not None:
         run.offer_reduced(solver.graph, solver.graph.hint, solver.upper)
-        if run.serves is not None and not solver.closed and relative_gap(solver.upper, solver.lower) < _NEAR:
+        asks = run.serves is not None and run.network.usage_limit is None and not solver.closed
+        if asks and relative_gap(solver.upper, solver.lower) < _NEAR:
             run.ask()
+            run.serves = None
     run.check()
 
 

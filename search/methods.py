@@ -75,8 +75,8 @@ def solve(
     progress: called now and then with a `Progress`; the search ends when it returns False. A `KeyboardInterrupt`
         also ends it. Either way the best found so far is returned, with the status `interrupted`.
     work_limit: estimated seconds (`Solution.work`) after which the search ends, at the same place on every machine.
-    serves: may be asked of an assignment that is near the bound, where proving it takes long; the search ends with it
-        where it does not serve.
+    serves: may be asked of an assignment that is near the bound, where proving it takes long, or that is the best so
+        far within a usage limit; the search ends with it where it does not serve.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method `{method}`; there are {', '.join(sorted(METHODS))}")

@@ -74,12 +74,13 @@ class Hint:
     """What a search within a usage limit may begin with.
 
     choices: an assignment, which may exceed the limit. prices: per time, what a unit of usage costs about.
-    lower_bound: what no assignment within the limit costs less than.
+    lower_bound: what no assignment within the limit costs less than. known: assignments that were best at some prices.
     """
 
     choices: NDArray[np.int64]
     prices: Mapping[int, float] = field(default_factory=dict)
     lower_bound: float = -math.inf
+    known: Sequence[NDArray[np.int64]] = ()
 
 
 class Network:

@@ -16,12 +16,11 @@ all. As soon as there is one, what cannot be in anything better is left out at a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.linear_solver import pywraplp
 
 from shardplan.search.closing import SECONDS_PER_UNIT, close
 from shardplan.search.coarsening import coarse_start
@@ -29,7 +28,7 @@ from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import begin_folded
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.memory import Profile
-from shardplan.search.planes import Plane, highest_between
+from shardplan.search.planes import Plane, highest, highest_between
 from shardplan.search.priced import PricedGraph, left_by
 from shardplan.search.recombining import Recombination
 from shardplan.search.reductions import shrink
@@ -52,6 +51,8 @@ _SWEEPS_WHERE_LOW = 40
 _FIRST_SHARE = 0.15
 """What the excess that is known costs at the first prices, as a share of all the rest."""
 _MOST_TIMES = 24
+_MOST_LOW = 2
+"""After so many prices that are too low comes one that is high at all times."""
 _SHARE_OF_GAP = 0.2
 """How much the planes may leave above the bound, of the gap that is asked for."""
 _INWARDS = 0.3
@@ -63,16 +64,14 @@ _FLATTEST, _STEEPEST = 1.5, 4.0
 """How much higher than all before the next prices may be: the more, the less the last ones have changed the excess."""
 _BEYOND = 0.1
 """By what share of the gap the planes may leave L more than the best assignment costs."""
-_LOW = 1e-4
-"""What the prices weigh beside what the planes leave to L."""
 _WIDE = 0.01
 """Where the planes leave L so far below the best assignment, the last work goes into more of them, not into L."""
 _ROUGHLY = 2e-3
 """The gap at which prices are evaluated that are too low to keep within the limit."""
 _SHARE_OF_CUT = 0.1
 """How exactly prices are evaluated: to this share of what the plane that comes out takes off the ones before."""
-_SECONDS_PER_VARIABLE = 6e-5
-"""What copying and reducing take, about."""
+_SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
+"""What copying and reducing take, about, and what pruning and decoding take per variable that is left then."""
 _WORTH_PRUNING = 0.9
 _CROSSABLE = 40_000
 _LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
@@ -126,12 +125,27 @@ class Pricing:
         used = np.concatenate([[0.0], usage])[np.searchsorted(times, self.profile.instants[self.instants], "right")]
         self.begun = Plane(cost, used - self.profile.limit, np.zeros(0, dtype=np.intp))
 
+    def recall(self, numbers: Mapping[int, Index], known: Sequence[NDArray[np.int64]]) -> None:
+        """Takes assignments that were best at some prices of the network with fewer limits, where the graph still has
+        their choices. numbers: per variable and choice, the one of the network."""
+        for choices in known:
+            places = {v: np.flatnonzero(numbers[v] == choices[v]) for v in self.live}
+            if all(len(where) for where in places.values()):
+                self.take({v: int(where[0]) for v, where in places.items()})
+        self.most = max(self.solver.prices.values(), default=0.0) if self.planes else 0.0
+
+    def assignments(self, most: int) -> list[NDArray[np.int64]]:
+        """What leaves L least at the best prices, as assignments of the network."""
+        planes = sorted((plane for plane in self.planes if plane.cost < math.inf), key=lambda p: p.at(self.best))
+        chosen = [dict(zip(self.live, plane.choices.tolist(), strict=True)) for plane in planes[:most]]
+        return [self.solver.graph.expand(choices, self.mark) for choices in chosen]
+
     def raise_bound(self, seconds: float) -> None:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
         self.priced = PricedGraph(self.solver.graph, self.profile, self.instants)
         prices = self._highest()[1] if self.most > 0 and self.planes else self._first()
         ceiling = math.inf
-        for _ in range(_EVALUATIONS):
+        for number in range(_EVALUATIONS):
             before = self.estimate
             wide = self.solver.upper - ceiling > _WIDE * abs(ceiling)
             self._brief = wide and before + self.longest > seconds
@@ -142,6 +156,8 @@ class Pricing:
             if self.solver.closed or self.estimate > seconds:
                 break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
+            if number >= _MOST_LOW and not self._turned:
+                prices = np.full(len(prices), self._scale())  # at all times at once: whatever fits is worth knowing
             if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
                 break
             if np.count_nonzero(prices) > 1 and self._turned:
@@ -152,7 +168,7 @@ class Pricing:
                     prices = between
             if np.allclose(prices, last, rtol=1e-6, atol=0.0):  # a plane that was not found exactly is in the way
                 break
-        self.solver.prices = self._by_time()
+        self.solver.prices = self.by_time()
 
     def _first(self) -> Array:
         """The prices to begin with: those that are known, or such that a known excess costs a share of the rest."""
@@ -169,7 +185,8 @@ class Pricing:
         times = self.profile.instants[self.instants].tolist()
         return np.array([self.solver.prices.get(time, 0.0) for time in times])
 
-    def _by_time(self) -> dict[int, float]:
+    def by_time(self) -> dict[int, float]:
+        """The best prices."""
         times = self.profile.instants[self.instants].tolist()
         return {time: price for time, price in zip(times, self.best.tolist(), strict=True) if price > 0}
 
@@ -213,12 +230,19 @@ class Pricing:
         priced = self.priced.at(self.best, rewards)
         watch, known = Watch(priced.tick, self.solver.watch.seconds_left), self._messages
         inner = GraphSolver(priced, math.inf, _ROUGH_EFFORT, _ROUGHLY, watch)
-        if not self._begin(inner, _ROUGH_EFFORT) or inner.upper == math.inf:
-            inner.solve()
+        if self._begin(inner, _ROUGH_EFFORT) and inner.upper < math.inf:
+            inner.gap = math.inf
+        self._settle(inner)
         self._messages = known
-        self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
         if priced.hint is not None:
             self.take(self.priced.choices(priced))
+
+    def _settle(self, inner: GraphSolver) -> None:
+        """Solves a graph at some prices, and counts the work."""
+        variables = 0 if inner.closed else len(inner.graph.live())
+        if not inner.closed:
+            inner.solve()
+        self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live) + _SECONDS_PER_OPEN * variables
 
     def _evaluate(self, prices: Array) -> None:
         """Solves the graph at these prices."""
@@ -229,9 +253,7 @@ class Pricing:
         if not inner.messages and priced.live() and solver.upper < math.inf:
             self._narrow(inner)
         narrowed = len(priced.undo)
-        if not inner.closed:
-            inner.solve()
-        self.estimate += inner.estimate + _SECONDS_PER_VARIABLE * len(self.live)
+        self._settle(inner)
         solver.sweeps += inner.sweeps
         if inner.lower > self.bound:
             self.bound, self.best = inner.lower, prices
@@ -278,19 +300,9 @@ class Pricing:
     def _highest(self) -> tuple[float, Array]:
         """The highest value that the planes leave to L, and prices where they do: the lowest where that is more than
         the best assignment needs to be proven."""
-        program = pywraplp.Solver.CreateSolver("GLOP")
-        scale, unit = self._scale(), max(abs(self.planes[0].cost), 1e-30)
-        upper = self.solver.upper
-        enough = (upper + _BEYOND * (upper - self.solver.lower)) / unit if upper < math.inf else program.infinity()
-        value = program.NumVar(-program.infinity(), enough, "")
-        prices = [program.NumVar(0.0, 1.0, "") for _ in self.instants]
-        for plane in self.planes:
-            terms = [float(e) * (scale / unit) * p for e, p in zip(plane.excess, prices, strict=True) if e]
-            program.Add(value <= plane.cost / unit + sum(terms))
-        program.Maximize(value - _LOW * sum(prices))
-        if program.Solve() != pywraplp.Solver.OPTIMAL:
-            return self.bound, self.best
-        return unit * value.solution_value(), scale * np.array([p.solution_value() for p in prices])
+        upper, lower = self.solver.upper, self.solver.lower
+        enough = upper + _BEYOND * (upper - lower) if upper < math.inf else upper
+        return highest(self.planes, self._scale(), enough) or (self.bound, self.best)
 
     def _scale(self) -> float:
         """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
@@ -314,23 +326,6 @@ class Pricing:
                 choices.update(now)
                 self.take({v: choices[v] for v in self.live})
         self.most, self._recombined = known.most, known._recombined
-
-    def split(self) -> tuple[int, NDArray[np.bool_]] | None:
-        """What branches should differ in: the variable that decides most between what is best at the known prices and
-        uses too much, and what is best there within the limit; and which of its choices use no more than half-way."""
-        prices = self.known_prices()
-        known = sorted((plane.at(prices), n) for n, plane in enumerate(self.planes) if plane.cost < math.inf)
-        over = [self.planes[n] for _, n in known if self.planes[n].excess.max() > 0]
-        within = [self.planes[n] for _, n in known if self.planes[n].excess.max() <= 0]
-        if not over or not within:
-            return None
-        priced = prices @ np.stack([self.profile.at(instant) for instant in self.instants])
-        first, second = (priced[self.offsets[:-1] + plane.choices] for plane in (over[0], within[0]))
-        place = int(np.abs(first - second).argmax())
-        if first[place] == second[place]:
-            return None
-        half = 0.5 * (first[place] + second[place])
-        return self.live[place], priced[self.offsets[place] : self.offsets[place + 1]] <= half
 
     def cross(self, work: float = 0.0) -> None:
         """Mixes what was found at all prices; a mixture within the limit goes to the solver.
@@ -380,6 +375,8 @@ class Pricing:
                 if (found := mixture.choices) is not None and not any((found == p.choices).all() for p in planes):
                     self.take(dict(zip(self.live, found.tolist(), strict=True)))
             self._recombined = len(self.planes), solver.upper
+            self.solver.prices = self.by_time()
+            solver.watch.ask()
             if solver.closed or not solver.upper < before - tolerance:
                 return
 

@@ -31,7 +31,7 @@ from shardplan.search.graph import Graph, Infeasible, Keep
 from shardplan.search.network import Network
 from shardplan.search.solver import GraphSolver
 
-__all__ = ["Answer", "begin", "lifted", "restricted"]
+__all__ = ["Answer", "begin", "lifted", "originals", "restricted"]
 
 _LIFTING = Effort(sweeps=100, closing=0.0, dives=False, merging=0)
 
@@ -71,7 +71,7 @@ def restricted(
     try:
         graph = Graph.of(network)
         graph.tick = watch.report
-        chosen = _originals(graph)
+        chosen = originals(graph)
         graph.restrict_all({v: kept[v][chosen[v]] for v in graph.live() if v in kept})
         graph.make_consistent()
         solver = GraphSolver(graph, upper, effort, gap, watch)
@@ -91,7 +91,7 @@ def lifted(graph: Graph, choices: NDArray[np.int64]) -> dict[int, int] | None:
     part = graph.copy()
     part.twins = {}
     masks = {}
-    for v, numbers in _originals(graph).items():
+    for v, numbers in originals(graph).items():
         same = numbers == choices[v]
         masks[v] = same if same.any() else np.ones(len(same), dtype=bool)
     try:
@@ -107,7 +107,7 @@ def lifted(graph: Graph, choices: NDArray[np.int64]) -> dict[int, int] | None:
     return {v: int(full[v]) for v in graph.live()}
 
 
-def _originals(graph: Graph) -> dict[int, NDArray[np.intp]]:
+def originals(graph: Graph) -> dict[int, NDArray[np.intp]]:
     """Per variable that is left, and choice: the number that it had in the network."""
     kept: dict[int, NDArray[np.intp]] = {}
     for step in graph.undo:

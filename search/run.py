@@ -45,7 +45,12 @@ class Run:
         self.deadline = self.started + time_limit
         self.progress = progress
         self.serves = serves
-        """Asked once, of an assignment that is near the bound: whether it is worth proving. See `ask`."""
+        """Asked of a good assignment: whether it is worth proving. See `ask`."""
+        self.known: list[NDArray[np.int64]] = []
+        """Assignments that were best at some prices of usage."""
+        self.priced_bound = -math.inf
+        """What `prices` alone prove."""
+        self._asked = math.inf
         self.choices: NDArray[np.int64] | None = None
         self.cost = math.inf
         self.peak = (math.inf, 0)
@@ -127,12 +132,12 @@ class Run:
             self.proven_infeasible = True
 
     def ask(self) -> None:
-        """Ends the search where the best assignment, which is near the bound, turns out not to be what is wanted."""
-        serves, self.serves = self.serves, None
-        if serves is None:
-            return
+        """Ends the search where the best assignment turns out not to be what is wanted."""
         self.settle()
-        if self.choices is not None and not serves(self.choices):
+        if self.serves is None or self.choices is None or not self.cost < self._asked:
+            return
+        self._asked = self.cost
+        if not self.serves(self.choices):
             raise Stop
 
     def closed(self) -> bool:
@@ -174,6 +179,8 @@ class Run:
             peak_time=peak[1],
             least_peak_bound=min(self.least_peak_bound, peak[0]),
             prices=self.prices,
+            known=self.known,
+            priced_bound=self.priced_bound,
         )
 
     def _status(self, lower_bound: float) -> str:

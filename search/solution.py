@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,6 +43,8 @@ class Solution:
     peak_usage, peak_time: the highest usage of `choices`, and the first time that has it.
     least_peak_bound: no assignment has a lower peak than this (0 where nothing was proven).
     prices: what a unit of usage costs at the bound, per time at which it costs anything.
+    priced_bound: the lower bound that these prices prove by themselves.
+    known: assignments that were best at some prices, within the limit or not.
     """
 
     choices: NDArray[np.int64]
@@ -58,6 +60,8 @@ class Solution:
     peak_time: int = 0
     least_peak_bound: float = 0.0
     prices: Mapping[int, float] = field(default_factory=dict)
+    priced_bound: float = -math.inf
+    known: Sequence[NDArray[np.int64]] = ()
 
     @property
     def gap(self) -> float:

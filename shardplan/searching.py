@@ -172,6 +172,8 @@ class _Corrections:
         self.spent = 0.0
         self.places: set[int] = set()
         self.prices: dict[int, float] = {}
+        self.known: list[NDArray[np.int64]] = []
+        """Assignments that were best at some prices."""
         self.beyond: dict[int, float] = {}
         """Per place, bytes that a schedule needs which the network does not count."""
 
@@ -233,25 +235,36 @@ class _Corrections:
 
     def _search_once(self, found: Found) -> Found:
         network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
-        network.hint = replace(_hint(network, found, self.prices, self.places), lower_bound=self.lower)
+        known = [extended(network, choices) for choices in self.known]
+        network.hint = replace(_hint(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
         work = max(self.patience - self.spent, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
-            best = _solve(self.problem, network, self.search, left, work)
+            best = _solve(self.problem, network, self.search, left, work, self._serves)
             found = _held(best, [self.first.lifetimes], self.search)
             self.spent += found.solution.work
             if self.beyond:  # which need not be there in other schedules
                 found = replace(found, solution=replace(found.solution, least_peak_bound=0.0))
             self.keep(found)
+            self.known = [choices[: len(self.problem.network)] for choices in found.solution.known]
             settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
             if settled or found.peak_bytes <= self.search.limit_bytes or time.perf_counter() >= self.deadline:
                 break
             work *= _TIMES_LONGER_WHERE_NOTHING_FITS
         if np.isfinite(found.solution.cost):
             self.prices = {place: found.solution.prices.get(n, 0.0) for n, place in enumerate(sorted(self.places))}
-            if not self.beyond:
-                self.lower = max(self.lower, min(found.solution.lower_bound, found.solution.cost))
+            bound = found.solution.lower_bound
+            if self.beyond:  # which schedules need that are not bound to: prices have counted it
+                counted = sum(self.prices[place] * size for place, size in self.beyond.items())
+                bound = found.solution.priced_bound - counted
+            self.lower = max(self.lower, min(bound, found.solution.cost))
         return found
+
+    def _serves(self, choices: NDArray[np.int64]) -> bool:
+        """Whether an assignment of a network keeps within the limit at all places."""
+        schedule = Schedule(self.problem, self.problem.decode(choices))
+        profile = memory_profile(self.first.lifetimes, schedule, self.search.donated)
+        return float(profile.max()) <= self.search.limit_bytes
 
 
 def _hint(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:

@@ -70,7 +70,8 @@ def test_what_is_known_before_changes_no_optimum() -> None:
         free = solve(net)
         net.usage_limit = limit
         if np.isfinite(free.cost):
-            net.hint = Hint(free.choices, {0: 1.0})
+            some = np.random.default_rng(seed).integers(0, [len(costs) for costs in net.costs])
+            net.hint = Hint(free.choices, {0: 1.0}, known=[free.choices, some])
         _, optimum = testing.brute_force(net)
         solution = solve(net)
         assert solution.cost == optimum and solution.lower_bound <= optimum
@@ -152,3 +153,15 @@ def test_a_search_ends_with_an_assignment_that_does_not_serve():
     solution = solve(network, serves=lambda choices: bool(asked.append(choices.tolist())), work_limit=0.5)
     assert len(asked) == 1 and solution.choices.tolist() == asked[0]
     assert 1e-6 < solution.gap < 0.02
+
+
+def test_a_search_within_a_limit_tells_what_it_found():
+    net = Network(usage_limit=14.0)
+    for number in range(10):
+        net.add_usage(net.add_variable([0.0, 10.0 + number]), [2.0, 1.0], 0, 1)
+    refused = solve(net, serves=lambda choices: False)
+    best = solve(net)
+    assert len(refused.known) > 0 and refused.prices
+    assert refused.priced_bound <= best.cost <= refused.cost
+    net.hint = Hint(refused.choices, refused.prices, refused.priced_bound, refused.known)
+    assert solve(net).cost == best.cost
