@@ -158,7 +158,7 @@ def test_a_search_ends_with_an_assignment_that_does_not_serve():
 def test_a_search_within_a_limit_tells_what_it_found():
     net = Network(usage_limit=14.0)
     for number in range(10):
-        net.add_usage(net.add_variable([0.0, 10.0 + number]), [2.0, 1.0], 0, 1)
+        net.add_usage(net.add_variable([1.0, 11.0 + number]), [2.0, 1.0], 0, 1)
     refused = solve(net, serves=lambda choices: False)
     best = solve(net)
     assert len(refused.known) > 0 and refused.prices
