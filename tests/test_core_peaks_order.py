@@ -82,3 +82,13 @@ def test_a_product_added_to_one_of_merged_ones_waits_for_the_kernel_that_reads_a
     [tanh] = [o.index for o in schedule.program.operations if o.primitive.name == "tanh"]
     [addition] = [index for index in kernels.adding if schedule.program.operations[index].operands[0] == 6]
     assert order.index(addition) > order.index(tanh)
+
+
+def test_a_sum_that_takes_in_another_one_joins_no_kernel_itself():
+    def step(x, w):
+        total, product = jnp.sum(x), x @ w
+        return jnp.sum(x * product, axis=0), jnp.tanh(x + product @ w) @ w * total
+
+    square = jax.ShapeDtypeStruct((512, 512), "float32")
+    schedule = shardplan.plan(step, 1, square, square).schedule
+    assert sorted(hiding_order(schedule, kernels_of(schedule.problem))) == list(range(len(schedule.program.operations)))

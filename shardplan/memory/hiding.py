@@ -259,10 +259,10 @@ class Graph:
         for node, needs in self.needs.items():
             for need in needs:
                 needed[need] = min(place[node], needed.get(need, len(place)))
-        found = {}
+        found = dict[int, int]()
         for index in sorted(self._reads.keys() - owner.keys() - self.joined.keys()):
             operation = self.program.operations[index]
-            if operation.primitive.name not in SUMS:
+            if operation.primitive.name not in SUMS or index in found.values():
                 continue
             elements, until = self._elements(operation), needed.get(index, len(place))
             for value in sorted(self._reads[index]):
