@@ -53,6 +53,7 @@ _FIRST_SHARE = 0.15
 _MOST_TIMES = 24
 _MOST_LOW = 2
 """After so many prices that are too low comes one that is high at all times."""
+_FAR = 0.02  # assignments that leave such a gap are recombined once more, when better prices are known
 _SHARE_OF_GAP = 0.2
 """How much the planes may leave above the bound, of the gap that is asked for."""
 _INWARDS = 0.3
@@ -100,7 +101,7 @@ class Pricing:
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
         self._loose = self._brief = False
-        """Whether the last evaluation left much open, and whether what is nearly the best at some prices has to do."""
+        """Whether the last evaluation left much open, and whether what is nearly the best has to do."""
         self._messages: Messages = {}
         """Those at the last prices, where twins were taken together."""
         self._mixed = 0
@@ -144,14 +145,16 @@ class Pricing:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
         self.priced = PricedGraph(self.solver.graph, self.profile, self.instants)
         prices = self._highest()[1] if self.most > 0 and self.planes else self._first()
-        ceiling = math.inf
+        ceiling, again = math.inf, False
         for number in range(_EVALUATIONS):
             before = self.estimate
             wide = self.solver.upper - ceiling > _WIDE * abs(ceiling)
             self._brief = wide and before + self.longest > seconds
             self._evaluate(prices)
             last, self.longest = prices, max(self.longest, self.estimate - before)
-            if self._turned and not self._recombined[0] and not self.solver.closed:
+            far = self.solver.upper - self.bound > _FAR * abs(self.bound)
+            if self._turned and not self.solver.closed and (not self._recombined[0] or (far and not again)):
+                again = self._recombined[0] > 0
                 self.recombine()
             if self.solver.closed or self.estimate > seconds:
                 break
@@ -166,8 +169,8 @@ class Pricing:
                 top, between = highest_between(self.planes, self.best, self.enough)
                 if top - self.bound > _WORTH_BETWEEN * (ceiling - self.bound):
                     prices = between
-            if np.allclose(prices, last, rtol=1e-6, atol=0.0):  # a plane that was not found exactly is in the way
-                break
+            if np.allclose(prices, last, rtol=1e-6, atol=0.0):
+                break  # a plane that was not found exactly is in the way
         self.solver.prices = self.by_time()
 
     def _first(self) -> Array:
