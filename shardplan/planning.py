@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from shardplan import _jax
 from shardplan.balancing import LEAST_SHARE, search_balanced
 from shardplan.errors import PlanMismatchError
+from shardplan.finding import Search
 from shardplan.hard import hard_layouts, undivided
 from shardplan.hardware import load
 from shardplan.layout import LayoutSpace, to_spec
@@ -26,7 +27,6 @@ from shardplan.problem import Problem
 from shardplan.program import Program
 from shardplan.repeating import search_sharing
 from shardplan.schedule import Schedule
-from shardplan.searching import Search
 
 DEFAULT_HARDWARE = "h100"
 

@@ -28,10 +28,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from shardplan.finding import Found, Search
 from shardplan.overlap import memory_traffic, sent_seconds, time_prices
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
-from shardplan.searching import Found, Search, search_within
+from shardplan.searching import search_within
 
 
 @dataclass(frozen=True, slots=True)

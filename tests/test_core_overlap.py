@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import shardplan
 from shardplan.balancing import search_balanced
+from shardplan.finding import Search
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.options import Options
 from shardplan.overlap import step_time, timing_of
 from shardplan.planning import build_problem
 from shardplan.schedule import Schedule
-from shardplan.searching import Search
 from shardplan.tracing import trace_program
 
 MESH = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -25,6 +25,7 @@ from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import product_operands
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -50,12 +51,17 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
 
     ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
     """
+    return _kernels_of(problem, frozenset(copied))
+
+
+@once
+def _kernels_of(problem: Problem, copied: frozenset[tuple[int, int]]) -> Kernels:
     spread = {(index, 0) for index in spread_images(problem.program, problem.program.operations, copied)}
-    fused, read = fused_operations(problem), _read_from_memory(problem, spread | {*copied})
+    fused, read = fused_operations(problem), _read_from_memory(problem, spread | copied)
     read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
     read |= _turned(problem, fused, read)
     stored = stored_values(problem, fused, read)
-    return Kernels(fused, read, stored, frozenset(copied))
+    return Kernels(fused, read, stored, copied)
 
 
 def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> frozenset[int]:

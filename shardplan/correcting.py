@@ -1,0 +1,246 @@
+"""Correcting: searches within a memory limit, each at the places where what was found before exceeds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.finding import CLEARLY, Found, Search, counted, find, held
+from shardplan.memory.liveness import Lifetimes, memory_profile
+from shardplan.memory.usages import Usages
+from shardplan.problem import Problem
+from shardplan.schedule import Schedule
+from shardplan.search import Hint, Network, Solution, extended
+
+# A search within a limit ends with the best plan after so many times the work of planning without a limit: of the
+# search, and of what comes before it, so many seconds per operation; but not before the least patience, in seconds too,
+# by which most small programs are proven. Work is counted, not timed, so that the same program gets the same plan on
+# every machine.
+_TIMES_SLOWER_WITHIN_LIMIT = 2.0
+_SECONDS_PER_OPERATION = 3e-4
+_LEAST_PATIENCE = 0.2
+_LEAST_SHARE = 0.3
+_LEAST_WORK = 1.0
+_TIMES_LONGER_WHERE_NOTHING_FITS = 4
+_LEAST_SECONDS = 2.5
+
+# A search is held to the limit where memory is short, at a few places of the order. Where what it finds exceeds the
+# limit elsewhere, the highest of these places are added, at some distance from each other. Where it exceeds the limit
+# at the very places, by what the network does not count, that is counted there from then on.
+_MOST_CORRECTIONS = 8
+_PLACES_AT_ONCE = 6
+_DISTANCE = 20
+_MOST_PROLONGATIONS = 3
+
+# What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
+# before may exceed it in its own: the searches go over to that, so often, where it is not far above. Else they ask for
+# as much less, as they do where so many of them have found nothing.
+_MOST_ORDERS = 2
+_FAR = 1.1
+_MANY = 4
+
+# Where nothing fits, the least peak is looked for half-way between the least that is found and what is proven, until
+# they are this near, but not far below the limit before anything fits. Any schedule that is not far too dear will do.
+_MOST_TRIALS = 8
+_NEAR_LEAST = 0.01
+_BELOW_LIMIT = 0.95
+_PRECISION_OF_TRIALS = 0.2
+_MISSED = 1.001
+
+
+class Corrections:
+    """Searches within the limit, each at the places where what was found before exceeds it."""
+
+    def __init__(self, problem: Problem, search: Search, first: Found, deadline: float) -> None:
+        self.problem, self.search, self.first, self.deadline = problem, search, first, deadline
+        self.limit_bytes = search.limit_bytes
+        """The limit itself: that of ``search`` may be lowered."""
+        self.least = first
+        """The schedule of the least peak, in its own order."""
+        self.best: Found | None = None
+        """The cheapest schedule within the limit, in its own order."""
+        self.unlimited = first.solution.lower_bound
+        self.orders = 0
+        planning = first.solution.work + _SECONDS_PER_OPERATION * len(problem.program.operations)
+        self.patience = max(_LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * planning)
+        self.spent = 0.0
+        self.known: list[NDArray[np.int64]] = []
+        """Assignments that were best at some prices."""
+        self.places: set[int] = set()
+        self.prices: dict[int, float] = {}
+        self.lifetimes = first.lifetimes
+        self.count_in(first.lifetimes)
+
+    def count_in(self, lifetimes: Lifetimes) -> None:
+        """Searches in this order from here on: memory is short while the same operations run, but nothing that is
+        proven holds any more."""
+        moved = {place: lifetimes.place[o.index] for place, o in enumerate(self.lifetimes.order)}
+        moved[self.lifetimes.end] = lifetimes.end
+        self.places = {moved[place] for place in self.places}
+        self.prices = {moved[place]: price for place, price in self.prices.items()}
+        self.lifetimes = lifetimes
+        self.usages = Usages(lifetimes, self.problem, self.search.donated)
+        self.lower, self.least_bound = self.unlimited, 0.0
+        """What no cost is below, within the limit, and no peak."""
+        self.beyond: dict[int, float] = {}
+        """Per place, bytes that a schedule needs which the network does not count."""
+
+    def follow(self, found: Found) -> None:
+        """Searches on from a schedule, until what is found is within the limit."""
+        for number in range(_MOST_CORRECTIONS):
+            if not self._exclude(found):
+                return
+            found, own = self._search_once(found)
+            if own.peak_bytes <= self.limit_bytes or (self.best is not None and self.spent > self.patience):
+                return
+            fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes
+            if fits and self.orders < _MOST_ORDERS and own.peak_bytes <= _FAR * self.limit_bytes:
+                self.orders, found = self.orders + 1, own
+                self.count_in(own.lifetimes)
+            elif fits or (near and number >= _MANY):
+                lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
+                lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / _FAR)
+                self.search = replace(self.search, limit_bytes=lower)
+            elif time.perf_counter() > self.deadline or self.least_bound > self.search.limit_bytes:
+                return
+
+    def keep(self, found: Found) -> Found:
+        """Takes a schedule into account as it is in its own order, which it gives, unless it is far above the limit."""
+        self.least_bound = max(self.least_bound, found.solution.least_peak_bound)
+        lower = self.best is None and found.peak_bytes < self.least.peak_bytes
+        if not lower and found.peak_bytes > CLEARLY * self.limit_bytes:
+            return found
+        own = counted(self.problem, (found.schedule, found.solution), self.search)
+        self.least = min(self.least, own, key=lambda f: f.peak_bytes)
+        cost = self.problem.network.cost(own.solution.choices)
+        if own.peak_bytes <= self.limit_bytes and cost < self._best_cost:
+            self.best = replace(own, solution=replace(own.solution, cost=cost, status="feasible"))
+        return own
+
+    def best_proven(self) -> Found:
+        """The best schedule, with the bound of all searches."""
+        assert self.best is not None
+        lower = min(self.lower, self._best_cost)
+        return replace(self.best, solution=replace(self.best.solution, lower_bound=lower))
+
+    @property
+    def _best_cost(self) -> float:
+        return np.inf if self.best is None else self.best.solution.cost
+
+    def _exclude(self, found: Found) -> bool:
+        """Sees to it that the next network is one in which this schedule exceeds the limit, if it does; False where
+        that is so already, and nothing better can be found."""
+        above = {*_places_above(self.usages, found, self.search)} - self.places
+        self.places |= above
+        changed = self.usages.follow(found.schedule)
+        limit = self.search.limit_bytes
+        if found.peak_bytes <= limit or above:
+            return True
+        exact = memory_profile(self.usages.lifetimes, found.schedule, self.search.donated)
+        for place, size in self._counted(found).items():
+            if exact[place] > limit >= size + self.beyond.get(place, 0.0):
+                self.beyond[place] = float(exact[place]) - size
+                changed = True
+        return changed
+
+    def _counted(self, found: Found) -> dict[int, float]:
+        """What the network counts at the places."""
+        places = sorted(self.places)
+        network = self.usages.network(self.search.limit_bytes, places, self.beyond)
+        times, used = network.profile(extended(network, found.solution.choices))
+        used = np.append(0.0, used)[np.searchsorted(times, np.arange(len(places)), side="right")]
+        return dict(zip(places, (used - [self.beyond.get(place, 0.0) for place in places]).tolist(), strict=True))
+
+    def _search_once(self, found: Found) -> tuple[Found, Found]:
+        """What is found in the order of the search, and in its own."""
+        network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
+        known = [extended(network, choices) for choices in self.known]
+        network.hint = replace(_hint(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
+        work = max(self.patience - self.spent, _LEAST_SHARE * self.patience)
+        for _ in range(_MOST_PROLONGATIONS):
+            left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
+            best = find(self.problem, network, self.search, left, work, self._serves)
+            found = held(best, [self.lifetimes], self.search)
+            self.spent += found.solution.work
+            if self.beyond:  # which need not be there in other schedules
+                found = replace(found, solution=replace(found.solution, least_peak_bound=0.0))
+            own = self.keep(found)
+            self.known = [choices[: len(self.problem.network)] for choices in found.solution.known]
+            settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
+            if settled or found.peak_bytes <= self.search.limit_bytes or time.perf_counter() >= self.deadline:
+                break
+            work *= _TIMES_LONGER_WHERE_NOTHING_FITS
+        if np.isfinite(found.solution.cost):
+            self.prices = {place: found.solution.prices.get(n, 0.0) for n, place in enumerate(sorted(self.places))}
+            bound = found.solution.lower_bound
+            if self.beyond:  # which schedules need that are not bound to: prices have counted it
+                counted = sum(self.prices[place] * size for place, size in self.beyond.items())
+                bound = found.solution.priced_bound - counted
+            if self.search.limit_bytes == self.limit_bytes:
+                self.lower = max(self.lower, min(bound, found.solution.cost))
+        return found, own
+
+    def _serves(self, choices: NDArray[np.int64]) -> bool:
+        """Whether an assignment of a network keeps within the limit at all places; if it does, it may do in its own
+        order too, though what is found at last does not."""
+        choices = choices[: len(self.problem.network)]
+        solution = Solution(choices, np.inf, -np.inf, "feasible", self.search.method)
+        found = held((Schedule(self.problem, self.problem.decode(choices)), solution), [self.lifetimes], self.search)
+        if found.peak_bytes > self.search.limit_bytes:
+            return False
+        self.keep(found)
+        return True
+
+
+def _hint(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
+    """What is known before a search: a schedule, and the prices of places in the search before."""
+    by_time = {time: prices.get(place, 0.0) for time, place in enumerate(sorted(places))}
+    return Hint(extended(network, found.solution.choices), by_time)
+
+
+def _places_above(usages: Usages, found: Found, search: Search) -> Iterator[int]:
+    """The places of the order at which a schedule exceeds the limit most, each at some distance from the others."""
+    profile = memory_profile(usages.lifetimes, found.schedule, search.donated)
+    for _ in range(_PLACES_AT_ONCE):
+        place = int(profile.argmax())
+        if profile[place] <= search.limit_bytes:
+            return
+        yield place
+        profile[max(0, place - _DISTANCE) : place + _DISTANCE + 1] = 0.0
+
+
+def look_for_least(known: Corrections) -> None:
+    """Looks for the schedule of the least peak, and for what no peak is below, until one is within the limit."""
+    search, deadline = known.search, known.deadline
+    if known.lifetimes is not known.first.lifetimes:
+        known.count_in(known.first.lifetimes)
+    unreached, orders = known.least_bound, 0
+    places: set[int] = set()
+    least = held((known.least.schedule, known.least.solution), [known.lifetimes], search)
+    for _ in range(_MOST_TRIALS):
+        usages = known.usages
+        near = least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes
+        if near or known.best is not None or time.perf_counter() > deadline:
+            break
+        target, below = 0.5 * (unreached + least.peak_bytes), _BELOW_LIMIT * known.limit_bytes
+        target = max(target, below) if below < least.peak_bytes else target
+        trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
+        places |= set(_places_above(usages, least, trial))
+        usages.follow(least.schedule)
+        network = usages.network(target, places)
+        network.hint = _hint(network, least, {}, places)
+        left = max(_LEAST_SECONDS, deadline - time.perf_counter())
+        found = held(find(known.problem, network, trial, left, _LEAST_WORK), [usages.lifetimes], trial)
+        own = known.keep(found)
+        above = set(_places_above(usages, found, trial)) - places
+        if found.peak_bytes > _MISSED * target and not (above and np.isfinite(found.solution.cost)):
+            unreached = target
+        places |= above
+        least = min(least, found, key=lambda one: one.peak_bytes)
+        if found.peak_bytes <= target and target < own.peak_bytes <= _FAR * target and orders < _MOST_ORDERS:
+            known.count_in(own.lifetimes)
+            least, orders, places = own, orders + 1, set()

@@ -1,0 +1,124 @@
+"""Finding: one search of a network, and what a device holds with the schedule that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.errors import InfeasibleError
+from shardplan.memory.combining import ending_at_reductions
+from shardplan.memory.convolutions import CONVOLUTION, copied_with_neighbours
+from shardplan.memory.greedy_order import greedy_order, weights_gradients
+from shardplan.memory.hiding import hiding_order
+from shardplan.memory.liveness import Lifetimes, memory_profile
+from shardplan.memory.order import execution_order
+from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.problem import Problem
+from shardplan.schedule import Schedule
+from shardplan.search import Network, Solution, solve
+
+# A plan near the best one without a limit that exceeds the limit by so much is not worth proving, nor one within it
+# worth counting in its own order.
+CLEARLY = 1.05
+
+# The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
+_PRECISION = 1e-5
+
+# Networks with more table entries than this (many layers on three or more mesh axes) take a minute for that, and a few
+# seconds for a tenth of a percent, which is good enough there.
+_LARGE = 5e7
+_PRECISION_OF_LARGE = 1e-3
+
+# Within a memory limit the last thousandth of a percent is what takes longest: a tenth of a percent has to do.
+_PRECISION_WITHIN_LIMIT = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A schedule with the evidence of the search, and the bytes that a device holds at its peak."""
+
+    schedule: Schedule
+    solution: Solution
+    peak_bytes: float
+    lifetimes: Lifetimes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How to search: by a method of ``shardplan.search``, for so long, within so many bytes per device.
+
+    ``donated`` are positions of inputs whose memory the outputs take.
+    """
+
+    method: str
+    seconds: float
+    limit_bytes: float
+    donated: frozenset[int]
+    precision: float = 0.0
+    """The gap at which a search may stop, where it is above what searches stop at anyhow."""
+
+
+def find(
+    problem: Problem,
+    network: Network,
+    search: Search,
+    seconds: float,
+    work: float = np.inf,
+    serves: Callable[[NDArray[np.int64]], bool] | None = None,
+) -> tuple[Schedule, Solution]:
+    """The best schedule within so many seconds and so much work, which only what is within a limit is held to.
+
+    ``network`` is the problem's, which may have further variables behind.
+    """
+    precision = _PRECISION if network.usage_limit is None else _PRECISION_WITHIN_LIMIT
+    entries = sum(network.tables[table].size for _, _, table in network.edges)
+    precision = max(precision, search.precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
+    solution = solve(network, method=search.method, gap=precision, time_limit=seconds, work_limit=work, serves=serves)
+    solution = replace(solution, choices=solution.choices[: len(problem.network)])
+    if solution.status == "unknown" and network.usage_limit is None:
+        solution = _as_it_is(problem, solution)
+    return Schedule(problem, problem.decode(solution.choices)), solution
+
+
+def _as_it_is(problem: Problem, solution: Solution) -> Solution:
+    """Where the time was over before anything was found: the first choices, which split nothing, where they may."""
+    cost = problem.network.cost(solution.choices)
+    if not np.isfinite(cost):
+        raise InfeasibleError("no layout of the step was found in the time: give it more (time_limit)")
+    return replace(solution, cost=cost, status="feasible")
+
+
+def counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) -> Found:
+    """What is found, with what it holds in the order that XLA is taken to keep."""
+    schedule = best[0]
+    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_of(problem)))
+    found = held(best, [Lifetimes(problem, hiding_order(schedule, kernels), kernels)], search)
+    return _with_copies(problem, found, search)
+
+
+def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
+    """What is found, in the order of a program whose convolutions copy their images with rows of neighbours first."""
+    copied = copied_with_neighbours(problem, found.schedule.assignment.strategies)
+    if not copied:
+        return found
+    program = problem.program
+    # XLA's simplifications, which let images and filters change places, do not look into islands
+    islands = [
+        o.index for o in program.operations if o.primitive.name == CONVOLUTION and found.schedule.island_dtype(o)
+    ]
+    kernels = kernels_of(problem, {*copied, *((index, 0) for index in islands)})
+    kernels = adding_products(found.schedule, kernels)
+    lifetimes = Lifetimes(problem, range(len(program.operations)), kernels).held
+    greedy = greedy_order(program, kernels.fused, lifetimes, copied, weights_gradients(program))
+    orders = (execution_order(program, kernels.fused), greedy)
+    return held((found.schedule, found.solution), [Lifetimes(problem, order, kernels) for order in orders], search)
+
+
+def held(best: tuple[Schedule, Solution], orders: Sequence[Lifetimes], search: Search) -> Found:
+    """What is found, with the order that holds least in memory."""
+    schedule, solution = best
+    peaks = [float(memory_profile(lifetimes, schedule, search.donated).max()) for lifetimes in orders]
+    return Found(schedule, solution, min(peaks), orders[int(np.argmin(peaks))])
