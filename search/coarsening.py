@@ -56,9 +56,9 @@ _FIRST_SWEEPS, _MOST_SWEEPS = 60, 1000
 """Of the small graph: before it is first seen what the twins of its best assignment cost, and then."""
 
 _SWEEPS = 200
-_NEAR, _SWEEPS_NEAR = 4, 100
+_NEAR, _SWEEPS_NEAR = (4, 8), 100
 """Where the best assignment of the small graph has no twins that go together well, so many choices of each of its
-variables are looked through, with their twins, by so many sweeps."""
+variables are looked through, with their twins, by so many sweeps; then more of them."""
 
 _MOST_NEAR = 2_000_000
 """Table entries up to which that is worth its time."""
@@ -131,7 +131,7 @@ def coarse_start(
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
     if not narrowing.proven:
         parts.kept = kept_twins(small, places)
-        parts.near = _near(small, relaxation, places) if above is None else {}
+        parts.near = [_near(small, relaxation, places, count) for count in _NEAR] if above is None else []
         choices = parts.assignment(graph, solver.lower, choices)
     estimate = solver.estimate + sum(parts.estimates)
     lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
@@ -156,7 +156,7 @@ class _Parts:
     gap: float
     watch: Watch
     kept: Masks = field(default_factory=dict)
-    near: Masks = field(default_factory=dict)
+    near: list[Masks] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)
     """Seconds that each search among them should have taken, the same on every machine."""
 
@@ -184,12 +184,9 @@ class _Parts:
         if choices is None:
             return
         yield choices
-        if not self.near:
-            return
-        near = {v: self.near[v] for v in live}
-        with contextlib.suppress(Stop, Infeasible):
-            choices = self._among_near(graph, near, choices)
-        yield choices
+        for near in self.near:  # each from the twins: what is best of a few layers need not be of all
+            with contextlib.suppress(Stop, Infeasible):
+                yield self._among_near(graph, {v: near[v] for v in live}, choices)
 
     def among_twins(self, graph: Graph, keep: Masks) -> dict[int, int] | None:
         """The best assignment of a graph that is found among some choices of each variable."""
@@ -293,10 +290,10 @@ def _least(array: Array, places: Index) -> Array:
     return np.minimum.reduceat(array[order], starts, axis=0)
 
 
-def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index]) -> dict[int, NDArray[np.bool_]]:
-    """Per variable, the choices that became one of the best few, or the one that the best assignment takes."""
+def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index], count: int) -> Masks:
+    """Per variable, the choices that became one of so many best, or the one that the best assignment takes."""
     hint = small.hint or {}
-    best = relaxation.promising(_NEAR)
+    best = relaxation.promising(count)
     masks = {}
     for v, place in places.items():
         near = np.zeros(small.size(v), dtype=bool)

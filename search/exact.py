@@ -124,7 +124,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     with run.stage("reduce"):
         solver.reduce()
         entries = _entries(graph)
-        run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * entries
+        run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * _distinct_entries(graph)
         if not limited and entries < _ENTRIES_TO_ASK * len(run.network):
             run.serves = None
         begun = graph.hint
@@ -252,6 +252,12 @@ def _report(run: Run, solver: GraphSolver) -> None:
             run.ask()
             run.serves = None
     run.check()
+
+
+def _distinct_entries(graph: Graph) -> int:
+    """The entries of all tables, of which layers that repeat share one."""
+    tables = (t for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
+    return sum({id(table): table.size for table in tables}.values())
 
 
 def _entries(graph: Graph) -> int:

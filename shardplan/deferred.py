@@ -106,7 +106,21 @@ class DeferredSums:
         return maker is not None and maker.primitive.name in _SPREADING and self.is_zero(maker.operands[0])
 
     def _able(self, carries: set[int], through: bool = False) -> set[int]:
-        """The values that can be left partial; ``through`` operations with strategies of their own as well."""
+        """The values that can be left partial; ``through`` operations with strategies of their own as well.
+
+        What is made of values alone that are reduced in any case, for something else that reads them, is not among
+        them: it is had without sending anything.
+        """
+        needed: set[int] = set()
+        while True:
+            able = self._passing(carries, through, needed)
+            more = self._needed(able)
+            if more <= needed:
+                return able
+            needed |= more
+
+    def _passing(self, carries: set[int], through: bool, needed: set[int]) -> set[int]:
+        """The values that can be left partial, if no operation passes only what is ``needed`` as a whole."""
         able = self._with_stacks(filter(self._may, carries))
         for operation in self._program.operations:
             choices = self._choices.get(operation.index)
@@ -116,9 +130,14 @@ class DeferredSums:
             cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums as it is
             moves = choices.follows_result or cuts
             passes = (through or moves) and self._linear(operation, able) is not None
-            if sums or passes:
+            if sums or (passes and not self._waiting(operation, able) <= needed):
                 able |= self._with_stacks(operation.results)
         return able
+
+    def _waiting(self, operation: Operation, able: set[int]) -> set[int]:
+        """The operands of an operation that are partial together."""
+        linear = self._linear(operation, able) or ()
+        return {o for n in linear if isinstance(o := operation.operands[n], int) and o in able}
 
     def _sums(self, operation: Operation) -> bool:
         """Whether the result of an operation may come out as parts of a sum."""
@@ -152,18 +171,52 @@ class DeferredSums:
         return isinstance(operand, int) and bool(self._program.values[operand].shape)
 
     def _useful(self, able: set[int], carries: Mapping[int, int]) -> set[int]:
-        """The able values from which a meeting place is reached."""
+        """The able values from which a place is reached where sums of several origins meet that nothing else reads."""
+        origins, needed = self._origins(able), self._needed(able)
         ends = carries.keys() & able
         ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
         for operation in reversed(self._program.operations):
-            linear = self._linear(operation, able)
-            if linear is None or not able.issuperset(operation.results):
+            operands = self._waiting(operation, able)
+            if not operands or not able.issuperset(operation.results):
                 continue
-            operands = {operation.operands[position] for position in linear} & able
-            if len(operands) > 1 or not useful.isdisjoint(operation.results):
-                useful |= {*operation.results, *self._with_sources(operands)}  # type: ignore[arg-type]
+            meet = len({origins.get(operand, operand) for operand in operands - needed}) > 1
+            if meet or not useful.isdisjoint(operation.results):
+                useful |= {*operation.results, *self._with_sources(operands)}
         return useful
+
+    def _needed(self, able: set[int]) -> set[int]:
+        """The able values that are reduced in any case: something reads them which no sum passes through, or what is
+        made of them alone, which is no smaller, is reduced."""
+        found = {output for output in self._program.outputs if isinstance(output, int)}
+        values = self._program.values
+        for operation in reversed(self._program.operations):
+            if operation.bodies:
+                continue
+            waiting = self._waiting(operation, able) if able.issuperset(operation.results) else set()
+            found.update(o for o in operation.operands if isinstance(o, int) and o not in waiting)
+            if len(waiting) == 1:
+                (value,) = waiting
+                sizes = [values[result].total_bytes for result in operation.results if result in found]
+                if max(sizes, default=0) >= values[value].total_bytes:
+                    found.add(value)
+        return found & able
+
+    def _origins(self, able: set[int]) -> dict[int, int]:
+        """Per able value, the sum that all its parts come from; itself where they come from several.
+
+        What is made of one sum alone, as by rotating the halves of a vector, is no smaller for being added up again.
+        """
+        found: dict[int, int] = {}
+        for operation in self._program.operations:
+            if not operation.results or not able.issuperset(operation.results):
+                continue
+            known = {found.get(o, o) for o in self._waiting(operation, able)}
+            if self._sums(operation):
+                known.add(operation.results[0])
+            origin = known.pop() if len(known) == 1 else operation.results[0]
+            found |= dict.fromkeys(self._with_stacks(operation.results), origin)
+        return found
 
     def _shrinking(self, able: set[int]) -> set[int]:
         """The able values of which less is sent if all their readers pass them on, with what the readers make of them.
@@ -171,7 +224,7 @@ class DeferredSums:
         What is sent per step at least, in bytes: of a value, itself each time that it is made, or what is made of it
         where all readers pass it on.
         """
-        sizes = self._sizes(able)
+        sizes, needed = self._sizes(able), self._needed(able)
         readers: dict[int, list[Operation]] = {value: [] for value in able}
         for operation in self._program.operations:
             for value in able & {o for o in operation.operands if isinstance(o, int) and not operation.bodies}:
@@ -182,7 +235,7 @@ class DeferredSums:
         found: set[int] = set()
         for value in sorted(able, reverse=True):
             stacks = self._becomes.get(value, [])
-            parts = [self._share(operation, value, able, sent) for operation in readers[value]]
+            parts = [self._share(operation, value, able, needed, sent) for operation in readers[value]]
             parts += [sent.get(stack, inf) for stack in stacks]
             sent[value] = sizes[value]
             if parts and value not in whole and (total := sum(parts)) < sizes[value]:
@@ -247,11 +300,13 @@ class DeferredSums:
                 found.add(value)
         return frozenset(found)
 
-    def _share(self, operation: Operation, value: int, able: set[int], sent: Mapping[int, float]) -> float:
+    def _share(
+        self, operation: Operation, value: int, able: set[int], needed: set[int], sent: Mapping[int, float]
+    ) -> float:
         """What must be sent of an operation's result for the sake of one of its operands, in bytes."""
         result = operation.results[0] if len(operation.results) == 1 else -1
         for linear in self._all_linear(operation, able):
             waiting = {operation.operands[position] for position in linear} & able
             if value in waiting and result in sent:
-                return sent[result] / len(waiting)
+                return sent[result] / max(len(waiting - needed), 1)
         return inf

@@ -283,3 +283,16 @@ def test_the_sum_of_single_elements_is_scattered_only_where_none_is_filled_in(mo
     table, ids = jax.ShapeDtypeStruct((512,), jnp.float32), jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32)
     plan = shardplan.plan(lambda t, i: jnp.take(t, i, mode=mode), mesh, table, ids, pins=pins)
     assert [sent.kind for sent in plan.collectives] == [kind]
+
+
+def residual(table: Any, w: Any, ids: Any) -> Any:
+    """Looked up rows that a norm reads besides the addition, as in every transformer."""
+    x = table[ids[:, 0]]
+    return jnp.tanh(x + (x / jnp.linalg.norm(x)) @ w)
+
+
+def test_what_is_reduced_in_any_case_for_another_reader_does_not_wait():
+    shapes = [((TOKENS, WIDTH), jnp.float32), ((WIDTH, WIDTH), jnp.float32), ((TOKENS, CHOICES), jnp.int32)]
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    plan = shardplan.plan(residual, AbstractMesh((8,), ("data",)), *arguments)
+    assert not plan.schedule.problem.deferred.values
