@@ -130,14 +130,17 @@ class DeferredSums:
             cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums as it is
             moves = choices.follows_result or cuts
             passes = (through or moves) and self._linear(operation, able) is not None
-            if sums or (passes and not self._waiting(operation, able) <= needed):
+            if sums or (passes and any(not waiting <= needed for waiting in self._waiting(operation, able))):
                 able |= self._with_stacks(operation.results)
         return able
 
-    def _waiting(self, operation: Operation, able: set[int]) -> set[int]:
-        """The operands of an operation that are partial together."""
-        linear = self._linear(operation, able) or ()
-        return {o for n in linear if isinstance(o := operation.operands[n], int) and o in able}
+    def _waiting(self, operation: Operation, able: set[int]) -> list[set[int]]:
+        """The sets of operands of an operation that can be partial together."""
+        operands = operation.operands
+        return [
+            {o for n in linear if isinstance(o := operands[n], int) and o in able}
+            for linear in self._all_linear(operation, able)
+        ]
 
     def _sums(self, operation: Operation) -> bool:
         """Whether the result of an operation may come out as parts of a sum."""
@@ -155,9 +158,14 @@ class DeferredSums:
 
     def _all_linear(self, operation: Operation, able: Any) -> Iterator[tuple[int, ...]]:
         """The sets of operands through which sums pass if what is able is partial; zeros are so as well, but for
-        what a pad fills in: that is a scalar, which all devices have."""
+        what a pad fills in: that is a scalar, which all devices have. What is made last comes first: of a gradient
+        and what it is multiplied by, the gradient."""
+
+        def made(positions: Iterable[int]) -> int:
+            return max((o for n in positions if isinstance(o := operation.operands[n], int)), default=-1)
+
         choices = self._choices.get(operation.index)
-        for positions in choices.linear if choices is not None else ():
+        for positions in sorted(choices.linear, key=made, reverse=True) if choices is not None else ():
             operands = [operation.operands[position] for position in positions]
             waiting = [isinstance(operand, int) and operand in able for operand in operands]
             others = [operand for operand, waits in zip(operands, waiting, strict=True) if not waits]
@@ -177,8 +185,8 @@ class DeferredSums:
         ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
         for operation in reversed(self._program.operations):
-            operands = self._waiting(operation, able)
-            if not operands or not able.issuperset(operation.results):
+            operands = next(iter(self._waiting(operation, able)), None)
+            if operands is None or not able.issuperset(operation.results):
                 continue
             meet = len({origins.get(operand, operand) for operand in operands - needed}) > 1
             if meet or not useful.isdisjoint(operation.results):
@@ -193,13 +201,10 @@ class DeferredSums:
         for operation in reversed(self._program.operations):
             if operation.bodies:
                 continue
-            waiting = self._waiting(operation, able) if able.issuperset(operation.results) else set()
-            found.update(o for o in operation.operands if isinstance(o, int) and o not in waiting)
-            if len(waiting) == 1:
-                (value,) = waiting
-                sizes = [values[result].total_bytes for result in operation.results if result in found]
-                if max(sizes, default=0) >= values[value].total_bytes:
-                    found.add(value)
+            sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
+            found.update(o for o in operation.operands if isinstance(o, int) and not any(o in one for one in sets))
+            size = max((values[result].total_bytes for result in operation.results if result in found), default=0)
+            found.update(o for one in sets if len(one) == 1 for o in one if values[o].total_bytes <= size)
         return found & able
 
     def _origins(self, able: set[int]) -> dict[int, int]:
@@ -211,7 +216,7 @@ class DeferredSums:
         for operation in self._program.operations:
             if not operation.results or not able.issuperset(operation.results):
                 continue
-            known = {found.get(o, o) for o in self._waiting(operation, able)}
+            known = {found.get(o, o) for waiting in self._waiting(operation, able)[:1] for o in waiting}
             if self._sums(operation):
                 known.add(operation.results[0])
             origin = known.pop() if len(known) == 1 else operation.results[0]
