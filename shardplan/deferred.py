@@ -44,6 +44,11 @@ class DeferredSums:
         self._fixed = fixed
         self._makers = {result: o for o in program.operations for result in o.results}
         self._links = tuple(link for around in links.values() for link in (*around.enter, *around.inside))
+        self._open = frozenset(filter(self._may, range(len(program.values))))
+        self._summing = frozenset(o.index for o in program.operations if self._sums(o))
+        self._passed = {o.index: passed for o in program.operations if (passed := self._passed_by(o))}
+        """Per operation, the sets of positions of operands that are partial together: with the operands there, and
+        those of them that are zeros."""
         self._becomes = self._stacked()
         self._came = {target: source for source, targets in self._becomes.items() for target in targets}
         same = {value: other for found in links.values() for value, other in found.same.items()}
@@ -70,7 +75,7 @@ class DeferredSums:
         stacks, and its slices are the sums."""
         found: dict[int, list[int]] = {}
         for link in self._links:
-            if link.stacked and isinstance(link.source, int) and self._may(link.target) and self._may(link.source):
+            if link.stacked and link.source in self._open and link.target in self._open:
                 found.setdefault(link.source, []).append(link.target)
         return found
 
@@ -121,26 +126,17 @@ class DeferredSums:
 
     def _passing(self, carries: set[int], through: bool, needed: set[int]) -> set[int]:
         """The values that can be left partial, if no operation passes only what is ``needed`` as a whole."""
-        able = self._with_stacks(filter(self._may, carries))
+        able = self._with_stacks(self._open & carries)
         for operation in self._program.operations:
             choices = self._choices.get(operation.index)
-            if choices is None or not operation.results or not all(map(self._may, operation.results)):
+            if choices is None or not operation.results or not self._open.issuperset(operation.results):
                 continue
-            sums = self._sums(operation)
             cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums as it is
-            moves = choices.follows_result or cuts
-            passes = (through or moves) and self._linear(operation, able) is not None
-            if sums or (passes and any(not waiting <= needed for waiting in self._waiting(operation, able))):
+            moves = through or choices.follows_result or cuts
+            passes = moves and any(not waiting <= needed for waiting in self._waiting(operation, able))
+            if passes or operation.index in self._summing:
                 able |= self._with_stacks(operation.results)
         return able
-
-    def _waiting(self, operation: Operation, able: set[int]) -> list[set[int]]:
-        """The sets of operands of an operation that can be partial together."""
-        operands = operation.operands
-        return [
-            {o for n in linear if isinstance(o := operands[n], int) and o in able}
-            for linear in self._all_linear(operation, able)
-        ]
 
     def _sums(self, operation: Operation) -> bool:
         """Whether the result of an operation may come out as parts of a sum."""
@@ -157,23 +153,34 @@ class DeferredSums:
         return next(self._all_linear(operation, able), None)
 
     def _all_linear(self, operation: Operation, able: Any) -> Iterator[tuple[int, ...]]:
-        """The sets of operands through which sums pass if what is able is partial; zeros are so as well, but for
-        what a pad fills in: that is a scalar, which all devices have. What is made last comes first: of a gradient
-        and what it is multiplied by, the gradient."""
+        """The sets of operands through which sums pass if what is able is partial; zeros are so as well."""
+        for positions, values, zeros in self._passed.get(operation.index, ()):
+            if any(v in able for v in values) and all(v in able or v in zeros for v in values):
+                yield positions
 
-        def made(positions: Iterable[int]) -> int:
-            return max((o for n in positions if isinstance(o := operation.operands[n], int)), default=-1)
+    def _waiting(self, operation: Operation, able: set[int]) -> list[set[int]]:
+        """The values of these sets that are able."""
+        return [
+            {value for value in values if value in able}
+            for _, values, zeros in self._passed.get(operation.index, ())
+            if any(v in able for v in values) and all(v in able or v in zeros for v in values)
+        ]
 
-        choices = self._choices.get(operation.index)
-        for positions in sorted(choices.linear, key=made, reverse=True) if choices is not None else ():
-            operands = [operation.operands[position] for position in positions]
-            waiting = [isinstance(operand, int) and operand in able for operand in operands]
-            others = [operand for operand, waits in zip(operands, waiting, strict=True) if not waits]
-            if any(waiting) and all(map(self._stays_zero, others)):
-                yield tuple(sorted(p for p in positions if self._has_dimensions(operation.operands[p])))
+    def _passed_by(self, operation: Operation) -> list[tuple[tuple[int, ...], tuple[int, ...], frozenset[int]]]:
+        """The sets of an operation's operands in which it is linear, if what is not a value is zeros: without what a
+        pad fills in, as that is a scalar, which all devices have. What is made last comes first: of a gradient and
+        what it is multiplied by, the gradient."""
+        choices, operands = self._choices.get(operation.index), operation.operands
+        found = []
+        for linear in choices.linear if choices is not None else ():
+            values = tuple(o for n in sorted(linear) if isinstance(o := operands[n], int))
+            if values and all(self.is_zero(operands[n]) for n in linear if not isinstance(operands[n], int)):
+                positions = tuple(n for n in sorted(linear) if self._has_dimensions(operands[n]))
+                found.append((positions, values, frozenset(filter(self._stays_zero, values))))
+        return sorted(found, key=lambda passed: max(passed[1]), reverse=True)
 
-    def _stays_zero(self, operand: int | Constant) -> bool:
-        return self.is_zero(operand) and (isinstance(operand, Constant) or operand not in self._fixed)
+    def _stays_zero(self, value: int) -> bool:
+        return self.is_zero(value) and value not in self._fixed
 
     def _has_dimensions(self, operand: int | Constant) -> bool:
         return isinstance(operand, int) and bool(self._program.values[operand].shape)
@@ -217,7 +224,7 @@ class DeferredSums:
             if not operation.results or not able.issuperset(operation.results):
                 continue
             known = {found.get(o, o) for waiting in self._waiting(operation, able)[:1] for o in waiting}
-            if self._sums(operation):
+            if operation.index in self._summing:
                 known.add(operation.results[0])
             origin = known.pop() if len(known) == 1 else operation.results[0]
             found |= dict.fromkeys(self._with_stacks(operation.results), origin)
@@ -289,7 +296,7 @@ class DeferredSums:
 
         These are made in the wider elements, and reduced so before they are rounded.
         """
-        made = self._made_in(self._able(set(), through=True))
+        made = self._made_in(self._passing(set(), True, set()))
         ends: dict[int, int] = {}
         found = set()
         for operation in reversed(self._program.operations):
@@ -301,7 +308,7 @@ class DeferredSums:
             waiting = {operation.operands[position] for linear in self.operands[operation.index] for position in linear}
             passed = self._with_sources(o for o in waiting if isinstance(o, int))
             ends |= {o: min(end, ends.get(o, end)) for o in passed}
-            if made.get(value, own) < own and end < own and self._sums(operation):
+            if made.get(value, own) < own and end < own and operation.index in self._summing:
                 found.add(value)
         return frozenset(found)
 
