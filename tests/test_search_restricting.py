@@ -113,6 +113,7 @@ def test_a_search_without_a_limit_ends_by_its_work_on_a_slow_machine_too() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no mesh axis .* divides dimension 0")
 def test_a_mesh_of_three_axes_is_no_worse_than_one_of_fewer() -> None:
     """Products over triangles of a square of features: many dimensions, none of which is split by nature."""
 
