@@ -137,3 +137,14 @@ def test_what_a_scan_reads_and_stacks_lies_beside_the_argument_that_it_replaces_
     one = jax.sharding.AbstractMesh((1,), ("x",))
     peaks = [shardplan.plan(step, one, caches, x, donate_argnums=0).peak_bytes for step in (stacked, carried)]
     assert 2 * whole < peaks[0] < 3 * whole and peaks[1] < 2 * whole
+
+
+def test_a_slice_that_only_repeated_operations_read_is_not_held():
+    def step(xs, *slices):
+        def body(carry, ab):
+            return carry + jnp.sin(ab[0]) * jnp.sin(ab[-1]), None
+
+        return jax.lax.scan(body, jnp.zeros(64), (xs, *(xs for _ in slices)))[0]
+
+    xs, flag = jax.ShapeDtypeStruct((16, 64), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
+    assert _peak_of(step, xs, flag)[0] == _peak_of(step, xs)[0] + 1

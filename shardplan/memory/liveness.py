@@ -115,7 +115,7 @@ class Lifetimes:
     def _hold_slices(self, readers: _Readers, same: Mapping[int, int], last_read: dict[int, int]) -> None:
         """Slices of stacks are held from their first reader on; other operands of bodies are outer ones, or carries."""
         for link in (link for links in self._problem.links.values() for link in links.enter if link.stacked):
-            if link.target in readers:
+            if link.target in readers and link.target in last_read:  # what only repeated operations read is not
                 first, sliced = self.place[readers[link.target][0].index], same.get(link.target, link.target)
                 before = self.held.get(sliced, Lifetime(first, 0))
                 last_read[sliced] = max(last_read[link.target], before.end)
