@@ -75,7 +75,7 @@ class DeferredSums:
         stacks, and its slices are the sums."""
         found: dict[int, list[int]] = {}
         for link in self._links:
-            if link.stacked and link.source in self._open and link.target in self._open:
+            if link.stacked and isinstance(link.source, int) and {link.source, link.target} <= self._open:
                 found.setdefault(link.source, []).append(link.target)
         return found
 
