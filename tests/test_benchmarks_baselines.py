@@ -10,7 +10,7 @@ from benchmarks.baselines import AXES, Baseline, lower, specs_of
 from benchmarks.recipes import baselines_of
 from shardplan.models import NAMES, load, mlp
 
-QUICK = {("mlp", "Megatron"), ("mlp", "FSDP x Megatron 2 x 4")}
+QUICK = {("mlp", "FSDP x Megatron 2 x 4")}
 TITLED = lambda value: value.title if isinstance(value, Baseline) else value  # noqa: E731
 CASES = [
     pytest.param(name, baseline, marks=[] if (name, baseline.title) in QUICK else [pytest.mark.slow])

@@ -60,7 +60,7 @@ def test_step_keeps_the_state_and_computes_in_the_dtype(name: str, dtype):
     assert {equation.outvars[0].aval.dtype for equation in contractions} == {jnp.dtype(dtype)}
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt")) for name in SMALL])
 def test_arrays_have_the_shapes_and_the_step_learns(name: str):
     training = SMALL[name](jnp.float32)
     state, batch = training.init(), training.example()

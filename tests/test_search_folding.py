@@ -205,6 +205,7 @@ def test_what_prices_leave_out_is_in_nothing_better(seed: int) -> None:
             assert int(np.searchsorted(numbers[v], best[v])) in kept[v]
 
 
+@pytest.mark.slow
 def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, sweeps = [], []
     for layers in (12, 24):
