@@ -77,12 +77,7 @@ _SHARE_OF_TIME = 0.2
 
 
 def coarse_start(
-    graph: Graph,
-    effort: Effort,
-    gap: float,
-    watch: Watch,
-    above: float | None = None,
-    known: Messages | None = None,
+    graph: Graph, effort: Effort, gap: float, watch: Watch, above: float | None = None, known: Messages | None = None
 ) -> Start | None:
     """A start for a graph by its twins; `None` where it has none, or hardly any, or where usage is limited.
 
@@ -123,7 +118,7 @@ def coarse_start(
         solver.sweep_until_prunable()
         narrows = start is None and above is None and not solver.closed
         if narrows and narrowing.run(replace(effort, sweeps=_MOST_SWEEPS)):
-            lifted = {(v, w): into[places[v]] for (v, w), into in solver.messages.items()}
+            lifted = _lifted(solver.messages, places)
             estimate = solver.estimate + sum(parts.estimates)
             return Start(lifted, narrowing.choices, solver.sweeps, estimate, solver.lower)
     relaxation, choices = solver.relaxation, narrowing.choices
@@ -133,17 +128,27 @@ def coarse_start(
         parts.kept = kept_twins(small, places)
         parts.near = [_near(small, relaxation, places, count) for count in _NEAR] if above is None else []
         choices = parts.assignment(graph, solver.lower, choices)
-    estimate = solver.estimate + sum(parts.estimates)
-    lifted = {(v, w): into[places[v]] for (v, w), into in relaxation.messages().items()}
+    lifted = _lifted(relaxation.messages(), places)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
     if choices is not None and not closed and above != math.inf:
-        keep = _fitting(graph, relaxation, places, choices, above)
-        graph.hint, mark = choices, len(graph.undo)
-        graph.restrict_all(keep)
-        graph.make_consistent()
-        choices, graph.hint = graph.hint, None
+        mark = len(graph.undo)
+        choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         lifted = restricted_messages(lifted, graph.undo[mark:])
-    return Start(lifted, choices, solver.sweeps, estimate, solver.lower)
+    return Start(lifted, choices, solver.sweeps, solver.estimate + sum(parts.estimates), solver.lower)
+
+
+def _lifted(messages: Messages, places: dict[int, Index]) -> Messages:
+    """Messages into the choices of the small graph, as messages into those of the whole one, equal for twins."""
+    return {(v, w): into[places[v]] for (v, w), into in messages.items()}
+
+
+def _dropped(graph: Graph, choices: dict[int, int], keep: Masks) -> dict[int, int] | None:
+    """The assignment, of a graph that has lost all choices but those to keep."""
+    graph.hint = choices
+    graph.restrict_all(keep)
+    graph.make_consistent()
+    choices_left, graph.hint = graph.hint, None
+    return choices_left
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.mirroring import half
+from shardplan.search.narrowing import entries_of
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
 from shardplan.search.pricing import Pricing
@@ -123,7 +124,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask))
     with run.stage("reduce"):
         solver.reduce()
-        entries = _entries(graph)
+        entries = entries_of(graph)
         run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * _distinct_entries(graph)
         if not limited and entries < _ENTRIES_TO_ASK * len(run.network):
             run.serves = None
@@ -258,10 +259,6 @@ def _distinct_entries(graph: Graph) -> int:
     """The entries of all tables, of which layers that repeat share one."""
     tables = (t for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
     return sum({id(table): table.size for table in tables}.values())
-
-
-def _entries(graph: Graph) -> int:
-    return sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
 
 
 def _improve(run: Run, solver: GraphSolver) -> None:

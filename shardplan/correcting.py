@@ -178,8 +178,7 @@ class Corrections:
             self.prices = {place: found.solution.prices.get(n, 0.0) for n, place in enumerate(sorted(self.places))}
             bound = found.solution.lower_bound
             if self.beyond:  # which schedules need that are not bound to: prices have counted it
-                counted = sum(self.prices[place] * size for place, size in self.beyond.items())
-                bound = found.solution.priced_bound - counted
+                bound = found.solution.priced_bound - sum(self.prices[p] * size for p, size in self.beyond.items())
             if self.search.limit_bytes == self.limit_bytes:
                 self.lower = max(self.lower, min(bound, found.solution.cost))
         return found, own
