@@ -20,7 +20,7 @@ from shardplan.search.pricing import Pricing
 from shardplan.search.reductions import reduce_graph
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.restricting import begin, lifted, originals, restricted
-from shardplan.search.run import Run
+from shardplan.search.run import Run, Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
 from shardplan.search.varying import vary
@@ -44,6 +44,9 @@ _PATIENCE = 0.12
 """The share of the work after which improving ends where it has not closed a good part of the gap."""
 _GAIN = 0.02
 """That part."""
+_NEAR_PEAK, _SWEEPS_WITHOUT_LOWER_PEAK = 1e-3, 20
+"""Where no assignment keeps within the limit, the one of the least peak is good enough so near what is proven, or after
+so many sweeps that have not come nearer by as much."""
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
 _CROSSING = 0.4
@@ -135,16 +138,19 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     with run.stage("price"):
         priced = _price(run, solver, begun)
     if not priced and not solver.closed:
+        if limited and run.cost == math.inf and graph.live() and graph.hint is None:
+            with run.stage("fit"):
+                lowest_peak(run)
+            if run.proven_infeasible:
+                raise Stop
+            if run.cost < math.inf:
+                run.work += solver.estimate
+                return _minimise(run, sweeping, closing)
         _search(run, solver, bound)
     run.work += solver.estimate
     report()
     if solver.lower == math.inf:
         raise Infeasible("nothing satisfies the exclusions and the usage limit")
-    if graph.hint is None and graph.usage_limit is not None and run.cost == math.inf:
-        with run.stage("fit"):
-            lowest_peak(run)
-        if run.cost < math.inf:
-            return _minimise(run, sweeping, closing)
     return solver
 
 
@@ -323,18 +329,23 @@ def lowest_peak(run: Run, sweeps: int = 300) -> None:
         run.peak_bound(run.peak[0])
         return
     relaxation = Relaxation(graph)
+    before, waited = (0.0, math.inf), 0
     for _ in range(sweeps):
         relaxation.improve(math.inf)
         run.check()
         run.iterations += 1
+        run.work += relaxation.seconds_per_sweep
         total = float(relaxation.best_prices.sum())
         if relaxation.bound > 0 and total > 0:
             run.peak_bound(graph.usage_limit + relaxation.bound / total)  # type: ignore[operator]
         if relaxation.choices is not None:
             break
-        if relaxation.leanest is not None and relaxation.sweeps % 20 == 0:
-            run.offer(graph.expand(relaxation.by_variable(relaxation.leanest)))
-            run.check()
+        now = run.least_peak_bound, relaxation.peak
+        moved = now[0] > (1 + _NEAR_PEAK) * before[0] or now[1] < (1 - _NEAR_PEAK) * before[1]
+        before, waited = (now, 0) if moved else (before, waited + 1)
+        met = now[1] < (1 + _NEAR_PEAK) * now[0]
+        if run.proven_infeasible and (met or waited >= _SWEEPS_WITHOUT_LOWER_PEAK):
+            break
     found = relaxation.choices if relaxation.choices is not None else relaxation.leanest
     if found is not None:
         run.offer(graph.expand(relaxation.by_variable(found)))

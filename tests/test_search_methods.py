@@ -204,3 +204,12 @@ def test_a_search_that_is_cut_by_work_ends_at_the_same_place_on_a_slow_machine()
     assert (quick.choices == slow.choices).all()
     assert (quick.work, quick.lower_bound, quick.iterations) == (slow.work, slow.lower_bound, slow.iterations)
     assert slow.work >= 0.3
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_least_peak_is_looked_for_as_long_as_that_helps() -> None:
+    net = memory_bound_gpt(0.01)
+    solution = solve(net)
+    assert solution.status == "infeasible"
+    assert solution.iterations < 200
+    assert solution.least_peak_bound <= solution.peak_usage < 1.01 * solution.least_peak_bound
