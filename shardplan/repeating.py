@@ -55,9 +55,9 @@ def search_sharing(problem: Problem, search: Search, rebuild: Callable[..., Prob
     deadline = time.perf_counter() + search.seconds
     found = search_within(problem, search)
     traffic = _traffic_that_counts(found.schedule) if rebuild is not None else {}
-    if rebuild is None or not traffic:
+    left = deadline - time.perf_counter()
+    if rebuild is None or not traffic or left <= 0:
         return found
-    left = max(deadline - time.perf_counter(), 0.0)
     other = search_within(rebuild(traffic=traffic), replace(search, seconds=left))
     return min(found, other, key=lambda one: _step(one.schedule, traffic, traffic).seconds)
 

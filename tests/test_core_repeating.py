@@ -48,6 +48,12 @@ def test_memory_traffic_counts_where_a_step_would_be_repeated_work(tmp_path: Pat
     assert again.explain("0") == plan.explain("0")
 
 
+def test_a_plan_whose_time_is_over_is_the_one_that_counts_no_traffic() -> None:
+    plan = shardplan.plan(ordered, MESH, square(8192), time_limit=1e-6)
+    assert not plan.statistics["traffic"]
+    assert plan.communication_bytes == 0
+
+
 @pytest.mark.parametrize(("size", "objective"), [(512, "bytes"), (8192, "time")])
 def test_it_does_not_count_where_sending_takes_longer_and_always_does_in_seconds(size: int, objective: str) -> None:
     plan = shardplan.plan(ordered, MESH, square(size), objective=objective)
