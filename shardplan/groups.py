@@ -69,7 +69,7 @@ def rows_of_groups(sizes: Any, first: Any, count: int) -> tuple[Any, Any]:
 
 
 def on_blocks(
-    operation: Operation, strategy: Strategy, mesh: MeshAxes, run: Callable[[Sequence[Any]], Any]
+    operation: Operation, strategy: Strategy, mesh: MeshAxes, run: Callable[..., Any]
 ) -> Callable[..., Any]:
     """What a device computes of its blocks inside a ``shard_map``: ``run`` is the operation on whole arrays.
 
@@ -88,15 +88,15 @@ def on_blocks(
         count = rows.shape[ragged]
         begins, local = rows_of_groups(sizes, place(of_rows) * count, count)
         if not of_groups:
-            return run((rows, other, local.astype(sizes.dtype)))
+            return run(rows, other, local.astype(sizes.dtype))
         share = sizes.shape[0] // mesh.degree(of_groups)
         mine = place(of_groups) * share
         local = jax.lax.dynamic_slice_in_dim(local, mine, share).astype(sizes.dtype)
         shift = begins[mine]
         rows = jnp.roll(rows, -shift, ragged)
         if _sums_rows(operation):
-            return run((rows, jnp.roll(other, -shift, contracted_with[contracted.index(ragged)]), local))
+            return run(rows, jnp.roll(other, -shift, contracted_with[contracted.index(ragged)]), local)
         before = [dim for dim in range(ragged) if dim not in batch and dim not in contracted]
-        return jnp.roll(run((rows, other, local)), shift, len(batch) + len(before))
+        return jnp.roll(run(rows, other, local), shift, len(batch) + len(before))
 
     return blocks

@@ -7,6 +7,9 @@ its sum is reduced as planned, and the filling comes last.
 
 Where that sum waits for others (the eight corners of a cell in a grid of features, a bag of words), or is reduced in
 several steps, each device looks up what its block has, and zeros for the rest; the first one fills.
+
+The gradient of a lookup adds rows to a table of zeros. Where the rows are split, each device adds up its own, and the
+devices' tables are the parts of a sum; of a table that is not zeros the first one has it in its part.
 """
 
 from __future__ import annotations
@@ -106,6 +109,27 @@ def lookup_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Ca
             return found
         filling = jnp.where(first, jnp.full_like(found, fill), jnp.zeros_like(found))
         return jnp.where(jax.lax.broadcast_in_dim(inside, found.shape, leading), found, filling)
+
+    return blocks
+
+
+def adds_whole_rows(operation: Operation, strategy: Strategy) -> bool:
+    """Whether each device can add its own rows to its block of the table: one whose rows are all there."""
+    data = strategy.operands[0] or ()
+    indexed = operation.params["dimension_numbers"].scatter_dims_to_operand_dims
+    return not any(data[dim] for dim in indexed)
+
+
+def adding_block(strategy: Strategy, mesh: MeshAxes, add: Callable[..., Any]) -> Callable[..., Any]:
+    """What a device does with its blocks inside of a ``shard_map``: its part of the sum that is the updated table.
+
+    ``add`` runs the operation on blocks.
+    """
+    names = tuple(mesh.names[axis] for axis in sorted(strategy.pending[0]))
+
+    def blocks(table: Any, indices: Any, rows: Any) -> Any:
+        first = jax.lax.axis_index(names) == 0
+        return add(jnp.where(first, table, jnp.zeros_like(table)), indices, rows)
 
     return blocks
 

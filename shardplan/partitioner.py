@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from shardplan.groups import RAGGED, splits_rows_or_groups
-from shardplan.lookups import fills_elements, looks_up_rows
+from shardplan.lookups import adds_whole_rows, fills_elements, looks_up_rows
 from shardplan.program import Operation
 from shardplan.reads import SLICES, gives_whole_windows, reads_place, reads_poorly
 from shardplan.rules.expression import Apply, Position, Term, children
@@ -27,7 +27,9 @@ from shardplan.updates import runs_by_place, splits_places, windows
 if TYPE_CHECKING:
     from shardplan.strategy import Strategy
 
-ISLANDS = frozenset({"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated", "gather"})
+ISLANDS = frozenset(
+    {"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated", "gather", "scatter-add"}
+)
 
 PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum", "split", *SLICES})
 """Operations that have strategies of their own and that XLA runs on all devices' parts of a sum, each on its own."""
@@ -119,13 +121,15 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
 
     That is so where its parameters name no sizes but the groups of a convolution, of which a block may have fewer, and
     where no block needs rows of its neighbours: contractions, sums and convolutions, which are those that XLA reduces
-    worse, lookups of rows, and reads of one window (see `reads`). Blocks in a ``shard_map`` are equal. Products of rows
-    in groups and convolutions in groups may have a whole result.
+    worse, lookups of rows and the sums of their gradients (see `lookups`), and reads of one window (see `reads`). Blocks
+    in a ``shard_map`` are equal. Products of rows in groups and convolutions in groups may have a whole result.
     """
     places = reads_place(operation, strategy)
     if (operation.primitive.name not in ISLANDS and not places) or strategy.halos or strategy.padded:
         return False
     if operation.primitive.name == "gather" and not places and not looks_up_rows(operation, strategy):
+        return False
+    if operation.primitive.name == "scatter-add" and not adds_whole_rows(operation, strategy):
         return False
     if set(strategy.reducers) == {None}:
         return splits_rows_or_groups(operation, strategy) or _by_groups(operation)

@@ -21,7 +21,7 @@ from shardplan.control import Link, Links
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
-from shardplan.lookups import filled, fills, starting_inside, unfilled_params
+from shardplan.lookups import adding_block, filled, fills, starting_inside, unfilled_params
 from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
@@ -240,8 +240,7 @@ class Replay:
         return (result,), [len(steps)]
 
     def _run_apart(self, operation: Operation, strategy: Strategy, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Runs an operation block by block, where no block needs anything of another; the results are split as what is
-        read is, and no further."""
+        """Runs an operation on blocks that need nothing of each other; the results are split as what is read, no further."""
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
 
         def blocks(*local: Any) -> tuple[Any, ...]:
@@ -292,7 +291,7 @@ class Replay:
     def _on_blocks(self, operation: Operation, strategy: Strategy) -> Callable[..., Any]:
         """The operation on the blocks of one device, inside of an island."""
 
-        def run(local: Sequence[Any]) -> Any:
+        def run(*local: Any) -> Any:
             return _jax.bind_again(operation.equation, operation.primitive, params, local)[0]
 
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
@@ -300,7 +299,8 @@ class Replay:
             return on_blocks(operation, strategy, self._schedule.space.mesh, run)
         if operation.primitive.name == "gather" or reads_place(operation, strategy):
             return read_block(operation, strategy, self._schedule.space.mesh)
-        return lambda *local: run(local)
+        adds = operation.primitive.name == "scatter-add"
+        return adding_block(strategy, self._schedule.space.mesh, run) if adds else run
 
     def _island(self, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any) -> Island:
         return Island(self._mesh, self._schedule.space.mesh, pending, steps, travelling)

@@ -95,9 +95,24 @@ def convolved(x: Any, w: Any, ids: Any) -> Any:
     return w - jax.grad(loss)(w)
 
 
+def tied(x: Any, w: Any, ids: Any) -> Any:
+    """A table in which rows are looked up, and that is multiplied with: one gradient adds rows, another is a product."""
+
+    def loss(table: Any, w: Any) -> Any:
+        return jnp.sum(jax.nn.softmax(jnp.tanh(table[ids] @ w) @ (table @ w).T)[..., 0])
+
+    return jax.tree.map(jnp.subtract, (x, w), jax.grad(loss, (0, 1))(x, w))
+
+
+def bags(x: Any, w: Any, ids: Any) -> Any:
+    """Rows that are added to one that is no zeros, in two ways; some lie outside."""
+    rows = jnp.cos(ids.astype(jnp.float32))[..., None] * jnp.arange(1.0, INNER + 1)
+    return jnp.tanh((x.at[ids].add(rows, mode="drop") + x.at[2 * ids].add(rows, mode="clip")) * jnp.mean(w))
+
+
 PROGRAMS = {
     "lookup": chosen_rows, "weights": weighted_rows, "scatter": added_at, "scanned": scanned_experts, "gates": gates,
-    "zeros": filled_with(0), "fives": filled_with(5.0), "transforms": convolved,
+    "zeros": filled_with(0), "fives": filled_with(5.0), "transforms": convolved, "tied": tied, "bags": bags,
     "corners": corners(), "clipped": corners(mode="clip"), "filled corners": corners(mode="fill", fill_value=5.0),
 }  # fmt: skip
 
@@ -168,7 +183,7 @@ def test_open_sums_give_what_one_device_gives(program: str):
         passed |= waiting(drawn.schedule)
         for places in (ids, beyond):
             assert_equal_trees(run(drawn, mesh, x, w, places), function(x, w, places))
-    passing = {"gather", "scatter-add", "reduce_sum", "dot_general", "split", "fft", "mul"}
+    passing = {"gather", "scatter-add", "reduce_sum", "dot_general", "split", "fft", "mul", "add"}
     assert passed & passing
     assert program != "fives" or "gather" not in passed  # the sum of what is filled in is another number
 
@@ -187,6 +202,16 @@ def test_rows_are_added_up_before_they_are_sent():
     plan = shardplan.plan(added_at, mesh, rows, matrix, jax.ShapeDtypeStruct((TOKENS, CHOICES), jnp.int32), pins=pins)
     assert waiting(plan.schedule) == {"scatter-add"}
     assert plan.communication_bytes == 7 / 8 * 8 * WIDTH * 4
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
+def test_a_table_that_is_looked_up_and_multiplied_with_has_its_gradient_reduced_once(sizes: tuple[int, ...]):
+    mesh, count = AbstractMesh(sizes, ("x", "y")[-len(sizes) :]), 1 << 20
+    table, matrix = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64 * TOKENS, INNER), (INNER, INNER)))
+    pins = {"2": PartitionSpec(mesh.axis_names)}
+    plan = shardplan.plan(tied, mesh, table, matrix, jax.ShapeDtypeStruct((count, 1), jnp.int32), pins=pins)
+    assert "add_any" in waiting(plan.schedule)
+    assert plan.communication_bytes == 2 * 7 / 8 * (64 * TOKENS + INNER) * INNER * 4
 
 
 def test_sums_wait_in_stacks_and_in_their_slices():
@@ -265,7 +290,7 @@ def test_widened_sums_give_what_one_device_gives():
 @pytest.mark.parametrize(
     ("program", "drawn", "seed"),
     # of the dozens of reshards that drawn layouts make, XLA merges some that are equal
-    [("lookup", 1e9, 0), ("weights", 1e9, 1), ("scatter", 1e9, 0), ("gates", 0.0, 0), ("corners", 0.0, 0)],
+    [("lookup", 1e9, 0), ("weights", 1e9, 1), ("scatter", 1e9, 0), ("gates", 0.0, 0), ("corners", 0.0, 0), ("tied", 0.0, 0)],
 )
 def test_waiting_sums_are_compiled_as_planned(program: str, drawn: float, seed: int):
     mesh, arrays = gpu_mesh("h100", (2, 4), ("x", "y")), arguments()
