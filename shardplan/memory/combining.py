@@ -19,7 +19,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.fusion import is_view, pointwise_operations
 from shardplan.memory.order import execution_order, operands_first
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_results
@@ -34,7 +34,6 @@ _COMBINED_BYTES = 30 * 2**20
 _MOST_PARTNERS = 8
 """Reductions that one kernel reads, of those that are looked at."""
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
@@ -92,7 +91,7 @@ def _with_partners(schedule: Schedule) -> list[Operation]:
         size = prod(program.values[result].shape)
         if operation.index in strategies and any(s.kind in REDUCTIONS for s in schedule.result_steps(operation, 0)):
             sources[result] = frozenset({operation.index})
-        elif operation.index in pointwise or operation.primitive.name in _VIEWS:
+        elif operation.index in pointwise or is_view(program, operation):
             read = [
                 o
                 for o in operation.operands
@@ -106,8 +105,15 @@ def _with_partners(schedule: Schedule) -> list[Operation]:
                     partners.setdefault(index, []).extend(sorted(found - {index}))
     order, done = list[Operation](), set[int]()
     for index in execution_order(program):
-        for one in (index, *partners.get(index, ())) if index not in done else ():
-            order += operands_first(program, makers, one, done)
+        waiting = [operands_first(program, makers, index, done)]
+        while waiting:
+            following = next(waiting[-1], None)
+            if following is None:
+                waiting.pop()
+                continue
+            order.append(following)
+            together = [other for other in partners.get(following.index, ()) if other not in done]
+            waiting += [operands_first(program, makers, other, done) for other in reversed(together)]
     return order
 
 

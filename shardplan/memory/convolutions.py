@@ -3,7 +3,8 @@
 cuDNN reads one block of memory per operand. Where an image is split along its windows, each device puts the rows of its
 neighbours around its own in a copy, which lives while the convolution runs. The kernel that makes it computes the image
 on the way: what is cheap to compute (a rectifier) is then stored nowhere. Where a transposed convolution spreads its
-image, zeros are written between the elements, in a copy. The gradient of its filters, which are larger than the image,
+image, zeros are written between the elements, in a copy, and so they are around an image that is padded more at one end
+than at the other. The gradient of its filters, which are larger than the image,
 needs none, unless it runs in an island. Filters that the step is given in another order than cuDNN's are transposed
 once for the whole step, and so are images.
 """
@@ -101,8 +102,8 @@ def unreversed(program: Program) -> dict[int, int]:
 def spread_images(
     program: Program, operations: Iterable[Operation], copied: Collection[tuple[int, int]] = ()
 ) -> dict[int, float]:
-    """The convolutions that read a copy of their image with zeros between its elements, by index, and how many times
-    larger it is.
+    """The convolutions that read a copy of their image with zeros between its elements, or around them, by index, and
+    how many times larger it is.
 
     Where filters are reversed, cuDNN computes the gradient of an image, without a copy. Where filters are larger than
     their images (the gradient of a transposed convolution's filters), XLA lets both change places: the image becomes
@@ -115,9 +116,33 @@ def spread_images(
             reversed_filters.update(operation.results)
         elif operation.primitive.name == CONVOLUTION and operation.operands[1] not in reversed_filters:
             times = prod(operation.params["lhs_dilation"])
+            padded = _times_padded(program, operation)
             if times > 1 and ((operation.index, 0) in copied or not _change_places(program, operation)):
                 found[operation.index] = float(times)
+            elif padded > 1 and times == 1 and (operation.index, 0) not in copied:
+                found[operation.index] = padded
     return found
+
+
+def _times_padded(program: Program, operation: Operation) -> float:
+    """How many times larger an image is with the zeros around it that XLA writes: cuDNN pads both ends alike, so that
+    where they differ (a stride of 2 over an even size, a causal convolution) it is given a padded copy, and for the
+    gradient of filters one that is padded by the difference."""
+    image = operand_type(program, operation.operands[0]).shape
+    padding = [(max(low, 0), max(high, 0)) for low, high in operation.params["padding"]]
+    if all(low == high for low, high in padding):
+        return 1.0
+    if _filters_larger(program, operation):
+        padding = [(low - min(low, high), high - min(low, high)) for low, high in padding]
+    sizes = [image[dim] for dim in operation.params["dimension_numbers"].lhs_spec[2:]]
+    return prod((low + size + high) / size for size, (low, high) in zip(sizes, padding, strict=True))
+
+
+def _filters_larger(program: Program, operation: Operation) -> bool:
+    """Whether filters are larger than what a convolution makes, as in the gradient of filters."""
+    made, filters = program.values[operation.results[0]].shape, operand_type(program, operation.operands[1]).shape
+    numbers = operation.params["dimension_numbers"]
+    return prod(filters[d] for d in numbers.rhs_spec[2:]) > prod(made[d] for d in numbers.out_spec[2:])
 
 
 def _change_places(program: Program, operation: Operation) -> bool:

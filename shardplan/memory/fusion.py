@@ -11,12 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from math import prod
 
 from shardplan import _jax
 from shardplan.memory.products import is_outer, is_sum
+from shardplan.memory.sums import adds_few
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
+from shardplan.strategy import operand_type
 
 # Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations, and random bits, which
 # it computes from keys and counters; reductions, whose operands it computes on the way.
@@ -27,15 +30,42 @@ _MOVES = frozenset(
 REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
+_SEARCHES = frozenset({"argmax", "argmin"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
 _READS_ON_THE_WAY = frozenset(
     REDUCTIONS
     | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
 )
 _SUMMING_SCATTERS = frozenset({"scatter-add", "scatter_add"})
-SCATTERS = _SUMMING_SCATTERS | {"scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
+_SCATTERS = _SUMMING_SCATTERS | {"scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 _ADDITIONS = frozenset({"add", "add_any"})
+
+
+def is_scatter(program: Program, operation: Operation) -> bool:
+    """Whether an operation writes to many places that data say. What writes to one place (``x.at[:, 3].set(row)``) is
+    to XLA an update of a slice, which kernels compute on the way."""
+    if operation.primitive.name not in _SCATTERS:
+        return False
+    return _places(program, operation) != 1
+
+
+def is_view(program: Program, operation: Operation) -> bool:
+    """Whether an operation gives back what it reads, in another shape: so does taking the only element there is along
+    a dimension (``picked[..., 0]``), or adding up along it."""
+    name = operation.primitive.name
+    if name in _VIEWS:
+        return True
+    if name != "gather" and name not in REDUCTIONS - _SEARCHES:
+        return False
+    own, made = operand_type(program, operation.operands[0]), program.values[operation.results[0]]
+    return prod(own.shape) == prod(made.shape) and (name != "gather" or _places(program, operation) == 1)
+
+
+def _places(program: Program, operation: Operation) -> int:
+    """The number of places that the indices of a gather or a scatter say."""
+    return prod(operand_type(program, operation.operands[1]).shape[:-1])
 
 
 def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
@@ -73,7 +103,8 @@ def _merged_scatters(problem: Problem) -> dict[int, int]:
     readers = readers_of(operations)
     leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     zeros = {o.results[0] for o in operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o.operands[0])}
-    scatters = [o for o in operations if o.primitive.name in _SUMMING_SCATTERS and o.operands[0] in zeros]
+    adding = (o for o in operations if o.primitive.name in _SUMMING_SCATTERS and is_scatter(problem.program, o))
+    scatters = [o for o in adding if o.operands[0] in zeros]
     into_zeros = {operation.results[0] for operation in scatters}
     merged = {}
     for operation in scatters:
@@ -98,8 +129,12 @@ def _is_zero(operand: int | Constant) -> bool:
 
 def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
     name = operation.primitive.name
-    if name in _PRODUCTS:
+    if name in _PRODUCTS and not adds_few(problem.program, operation):
         return is_outer(problem.program, operation)
+    if name in _SCATTERS:
+        return not is_scatter(problem.program, operation)
+    if adds_few(problem.program, operation):
+        return True
     return problem.choices[operation.index].pointwise or name in _MOVES
 
 
@@ -111,7 +146,7 @@ def fuses_operands(problem: Problem, operation: Operation, position: int = 0) ->
     if operation.primitive is _jax.optimization_barrier or operation.bodies:
         return False
     name = operation.primitive.name
-    if name in SCATTERS:
+    if is_scatter(problem.program, operation):
         return position > 0
     added_up = name in _READS_ON_THE_WAY or is_sum(problem.program, operation)
     return added_up or _computes_on_the_way(problem, operation)

@@ -28,10 +28,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf, prod
 
-from shardplan.memory.fusion import REDUCTIONS
+import jax
+import numpy as np
+
+from shardplan.memory.fusion import REDUCTIONS, is_view
 from shardplan.memory.products import PRODUCT, is_outer, is_sum
+from shardplan.memory.sums import adds_few, adds_many
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
+from shardplan.strategy import operand_type
 
 _CYCLES = {
     "sin": 970, "cos": 970, "tan": 970, "pow": 510, "tanh": 400, "atan2": 431, "erf": 300, "erfc": 400, "erf_inv": 400,
@@ -43,6 +48,9 @@ together from other operations (an error function, random bits) counts as these 
 467 there, was compiled stored in bfloat16 and computed anew in float32: 400 is chosen between what these two say."""
 
 _OTHER_CYCLES = 5
+_COMPLEX_CYCLES = {"exp": 2020, "log": 600, "sqrt": 500, "div": 70, "mul": 30}
+"""The same for complex numbers: an exponential takes an exponential, a sine and a cosine. Others take twice as long."""
+
 _CYCLES_PER_BYTE = 20.0
 """What an H100 computes in the time in which it reads or writes one byte."""
 
@@ -78,7 +86,7 @@ class _Kernel:
 
     ``reads`` has the values that it reads, and how often it goes through each of them: once for its own elements
     (`_OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at other
-    places, as a slice, a broadcast or a sum does.
+    places, as a slice, a broadcast or a sum does. ``sums``: whether it adds up many numbers to one.
     """
 
     reads: dict[int, dict[int, float]]
@@ -86,6 +94,7 @@ class _Kernel:
     branches: int
     operations: int = 1
     moved: float = 0.0
+    sums: bool = False
 
 
 def stored_values(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> frozenset[int]:
@@ -141,10 +150,13 @@ class _Fusion:
         fused = is_outer(self._problem.program, operation) or is_sum(self._problem.program, operation)
         library = name == PRODUCT and not fused  # what reads its operand is a kernel that copies it
         cycles = 0 if library or name in _MOVING else _CYCLES.get(name, _OTHER_CYCLES)
+        if cycles and self._complex(operation):
+            cycles = _COMPLEX_CYCLES.get(name, 2 * cycles)
         if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
             cycles = _OTHER_CYCLES
-        if name in _RENAMING:
+        if name in _RENAMING or is_view(self._problem.program, operation):
             self._renamed.add(result)
+            cycles = 0
         if choices is not None and choices.pointwise:
             reads = {value: {_OWN: 1.0} for value in read}
         else:
@@ -154,7 +166,14 @@ class _Fusion:
                 reads[value][value] += 1.0 if library else self._times(operation, position, computed, value)
         if name == "concatenate" and any(times.get(value, 1.0) % 1.0 for value, times in reads.items()):
             cycles = _APART
-        return _Kernel(reads, elements * cycles, int(name in _BRANCHING))
+        program = self._problem.program
+        branches = int(name in _BRANCHING and not adds_few(program, operation))
+        return _Kernel(reads, elements * cycles, branches, sums=adds_many(program, operation))
+
+    def _complex(self, operation: Operation) -> bool:
+        """Whether an operation computes with complex numbers."""
+        types = [operand_type(self._problem.program, o).dtype for o in operation.operands]
+        return any(jax.dtypes.issubdtype(dtype, np.complexfloating) for dtype in types)
 
     def _times(self, operation: Operation, position: int, computed: float, value: int) -> float:
         """How often an operation that does not go element by element reads an operand's elements to compute so many."""
@@ -184,6 +203,8 @@ class _Fusion:
         own = self._kernels[value]
         for reader in self._saved[value]:
             kernel = self._kernels[reader]
+            if own.sums and kernel.sums:
+                return False
             copies = len(kernel.reads[value])
             branches = copies * own.branches + kernel.branches
             if len(kernel.reads.keys() | own.reads.keys()) > _MOST_READ or branches > _MOST_BRANCHES:
@@ -261,6 +282,7 @@ class _Fusion:
         kernel.cycles += times * own.cycles
         kernel.operations += len(places) * own.operations
         kernel.branches += len(places) * own.branches
+        kernel.sums |= own.sums
         kernel.moved = self._moved(reader)
 
 

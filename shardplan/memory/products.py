@@ -126,11 +126,12 @@ def _product_operand(
     sizes = [prod(value.shape[d] for d in side) for side in (free, contracted)]
     half = _jax.item_bytes(value.dtype) == 2
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if half and size > 1)
-    orders = [tuple(d for d in order if value.shape[d] > 1) for order in orders]
+    middle = [(*free, *batch, *contracted), (*contracted, *batch, *free)]
+    orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
     if batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted)):
-        orders = [orders[position]] * 2  # dimensions are joined in this order, behind which no transposition is seen
+        orders, middle = [orders[position]] * 2, []  # joined in this order, behind which no transposition is seen
     as_it_is = tuple(d for d in lying.get(operand, range(len(dimensions))) if value.shape[d] > 1)
-    order = as_it_is if as_it_is in orders else orders[position]
+    order = as_it_is if as_it_is in (*orders, *middle) else orders[position]
     return ProductOperand(operand, order, padding, copied=padding > 1 or order != as_it_is)
 
 

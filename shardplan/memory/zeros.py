@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.layout import Layout
-from shardplan.memory.fusion import SCATTERS
+from shardplan.memory.fusion import is_scatter
 from shardplan.memory.sizes import layout_left
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
@@ -46,9 +46,9 @@ def fillings_of(problem: Problem, order: Iterable[Operation]) -> list[Filling]:
         if operation.primitive.name == "broadcast_in_dim" and isinstance(operation.operands[0], Constant):
             numbers[operation.results[0]] = operation.operands[0].value
     values, found = problem.program.values, dict[tuple[object, ...], Filling]()
-    filled = {values[v].shape for o in problem.program.operations if (v := _filled_by(o, numbers)) is not None}
+    filled = {values[v].shape for o in problem.program.operations if (v := _filled_by(problem, o, numbers)) is not None}
     for operation in order if filled else ():
-        scatters = operation.primitive.name in SCATTERS
+        scatters = is_scatter(problem.program, operation)
         if not operation.results or values[operation.results[0]].shape not in filled:
             continue
         for number, value in _numbers_in(problem, operation, numbers):
@@ -62,8 +62,8 @@ def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, An
     """The numbers with which an operation computes at each element, or into which it scatters, each with a value of the
     shape and type of what is filled with it."""
     values, choices = problem.program.values, problem.choices.get(operation.index)
-    if operation.primitive.name in SCATTERS:
-        filled = _filled_by(operation, numbers)
+    if is_scatter(problem.program, operation):
+        filled = _filled_by(problem, operation, numbers)
         if filled is not None:
             yield numbers[filled], filled
     elif choices is not None and choices.pointwise:
@@ -76,9 +76,9 @@ def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, An
         yield from found.values()
 
 
-def _filled_by(operation: Operation, numbers: Container[int]) -> int | None:
+def _filled_by(problem: Problem, operation: Operation, numbers: Container[int]) -> int | None:
     """The value into which an operation scatters, where it is filled with one of the numbers."""
-    into = operation.operands[0] if operation.primitive.name in SCATTERS else None
+    into = operation.operands[0] if is_scatter(problem.program, operation) else None
     return into if isinstance(into, int) and into in numbers else None
 
 

@@ -1,0 +1,71 @@
+"""Reductions so small that XLA:GPU computes each result in a thread of its own, as part of the kernels that read it.
+
+A reduction of its own is a kernel whose threads reduce together. That needs enough to reduce: along what lies
+innermost a warp, or what divides a warp; along other dimensions at least a warp, and more where little lies inside of
+them. With less, a thread adds up what one result needs, wherever that is needed: a product of three coordinates, or a
+mean over a few neighbours. What adds up many is never part of what adds up many itself.
+
+>>> [reduces_together((1024, size), (1,)) for size in (3, 8, 31, 32)]
+[False, True, False, True]
+>>> [reduces_together((size, 1024), (0,)) for size in (16, 32)], reduces_together((32, 8), (0,))
+([False, True], False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+
+from shardplan.memory.products import is_sum
+from shardplan.program import Operation, Program
+from shardplan.strategy import operand_type
+
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"})
+
+_WARP = 32
+_MANY = 16
+"""Numbers that are reduced to one: as many or more are many."""
+
+_SHORT = ((2, 32), (4, 8), (8, 3))
+"""Reductions over fewer warps' worth than the first, with less inside of them than the second, are short."""
+
+
+def reduces_together(shape: Sequence[int], dims: Collection[int]) -> bool:
+    """Whether threads work together to reduce dimensions of a tensor of a shape (without those of size 1)."""
+    reduced = [dim in dims for dim in range(len(shape))]
+    kept = [dim for dim, gone in enumerate(reduced) if not gone]
+    if not kept or reduced[-1]:  # a row
+        first = max(kept, default=-1) + 1
+        size = prod(shape[first:])
+        return size >= _WARP or _WARP % max(size, 1) == 0
+    last = max(dim for dim, gone in enumerate(reduced) if gone)
+    size, inside = prod(shape[dim] for dim in dims), prod(shape[last + 1 :])
+    return size >= _WARP and not any(size < warps * _WARP and inside < least for warps, least in _SHORT)
+
+
+def _reduced(program: Program, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shape of what an operation reduces, and the dimensions over which it does."""
+    if operation.primitive.name in _REDUCTIONS:
+        return operand_type(program, operation.operands[0]).shape, tuple(operation.params["axes"])
+    if is_sum(program, operation):
+        shapes = [operand_type(program, operand).shape for operand in operation.operands]
+        larger = max(range(2), key=lambda position: prod(shapes[position]))
+        return shapes[larger], tuple(operation.params["dimension_numbers"][0][larger])
+    return None
+
+
+def adds_few(program: Program, operation: Operation) -> bool:
+    """Whether each result of a reduction is computed by a thread of its own."""
+    found = _reduced(program, operation)
+    if found is None:
+        return False
+    shape, dims = found
+    numbers = [dim for dim, size in enumerate(shape) if size > 1]
+    inner = {number for number, dim in enumerate(numbers) if dim in dims}
+    return not inner or not reduces_together([shape[dim] for dim in numbers], inner)
+
+
+def adds_many(program: Program, operation: Operation) -> bool:
+    """Whether a reduction is of those that never become part of another one."""
+    found = _reduced(program, operation)
+    return found is not None and prod(found[0][dim] for dim in found[1]) >= _MANY

@@ -1,0 +1,96 @@
+"""Predicted peaks: what kernels compute on the way that looks like an operation of its own."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.memory.combining import combined_reductions
+from shardplan.memory.convolutions import spread_images
+from shardplan.memory.products import product_operands
+from shardplan.memory.recomputing import kernels_of
+from shardplan.tracing import trace_program
+
+
+def _shape(*sizes, dtype="float32"):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _stored(step, *args):
+    problem = shardplan.plan(step, 1, *args).schedule.problem
+    makers = {result: o.primitive.name for o in problem.program.operations for result in o.results}
+    return [makers[value] for value in kernels_of(problem).stored]
+
+
+@pytest.mark.parametrize("update", ["set", "add"])
+def test_what_writes_to_one_place_is_part_of_the_kernel_that_computes_the_rest(update):
+    def step(x, rows):
+        cleared = jnp.exp(x)
+        return jnp.sum(getattr(cleared.at[:, 3], update)(rows) ** 2, axis=1)
+
+    sizes = 4 * (1024 * 1024 + 1024 + 1024)
+    assert shardplan.plan(step, 1, _shape(1024, 1024), _shape(1024)).peak_bytes == sizes
+
+
+@pytest.mark.parametrize(("size", "kept"), [(3, 0), (8, 1)])
+def test_sums_of_few_are_computed_where_they_are_read(size, kept):
+    def step(x, y):
+        weights = jnp.prod(x, axis=2)
+        return jnp.sum(weights[..., None] * y, axis=(0, 1))
+
+    args = _shape(1024, 1024, size), _shape(1024, 1024, 4)
+    inputs = sum(4 * 1024 * 1024 * arg.shape[-1] for arg in args) + 4 * 4
+    assert shardplan.plan(step, 1, *args).peak_bytes == inputs + kept * 4 * 1024 * 1024
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", []), ("complex64", ["exp"])])
+def test_an_exponential_of_complex_numbers_is_dear(dtype, stored):
+    def step(x):
+        rotated = jnp.exp(x)
+        return jnp.sum(rotated, axis=0), jnp.sum(rotated * x, axis=1)
+
+    assert _stored(step, _shape(4096, 4096, dtype=dtype)) == stored
+
+
+def test_a_product_reads_a_batch_dimension_between_the_others():
+    def step(queries, keys):
+        return jnp.einsum("tbd,sbd->bts", queries, keys), jnp.einsum("btd,sbd->bts", queries, keys)
+
+    program = trace_program(step, (_shape(16, 16, 8),) * 2, {})
+    copied = [operand.copied for operand in product_operands(program).values()]
+    assert copied == [False] * 4
+
+
+@pytest.mark.parametrize(("padding", "times"), [([(1, 1)], {}), ([(0, 1)], 9 / 8), ([(2, 0)], 10 / 8), ([(-1, 0)], {})])
+def test_images_that_are_padded_more_at_one_end_are_read_from_a_copy(padding, times):
+    numbers = ("NWC", "WIO", "NWC")
+
+    def step(image, filters):
+        made = jax.lax.conv_general_dilated(image, filters, (1,), padding, dimension_numbers=numbers)
+        return jnp.sum(made**2)
+
+    program = trace_program(step, (_shape(2, 8, 4), _shape(3, 4, 4)), {})
+    [convolution] = [o.index for o in program.operations if o.primitive.name == "conv_general_dilated"]
+    assert spread_images(program, program.operations) == (times and {convolution: times})
+
+
+def test_the_copy_for_the_gradient_of_filters_is_padded_by_the_difference():
+    def step(image, filters):
+        made = jax.lax.conv_general_dilated(image, filters, (2,), [(2, 3)], dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.sum(made**2)
+
+    program = trace_program(jax.grad(step, argnums=1), (_shape(2, 32, 4), _shape(7, 4, 4)), {})
+    assert [*spread_images(program, program.operations).values()] == [37 / 32, 33 / 32]
+
+
+def test_picked_logits_are_summed_together_with_the_exponentials_also_where_they_are_picked_in_two_steps():
+    def loss(weights, x, labels):
+        logits = x @ weights
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=1)
+        return jnp.sum(jax.nn.logsumexp(logits, axis=1) - picked[..., 0])
+
+    pins, mesh = {"0": jax.P(None, "x"), "1": jax.P(), "2": jax.P()}, jax.sharding.AbstractMesh((4,), ("x",))
+    args = _shape(256, 4096), _shape(512, 256), _shape(512, dtype="int32")
+    plan = shardplan.plan(jax.value_and_grad(loss), mesh, *args, pins=pins)
+    groups = [{operation.primitive.name for operation in group} for group in combined_reductions(plan.schedule)]
+    assert {"gather", "reduce_sum"} in groups
