@@ -8,8 +8,9 @@ each choice with that of its twins, as from any start.
 
 Which members go together is not said by the assignment that the small graph gives: the graph is searched for it with
 only the choices of these twins. Where that comes out dearer than the bound, which takes twins that do not go together,
-the few next best choices are looked through besides. Layers that repeat are searched once (`shardplan.search.folding`),
-then all of them. What is found that way within the asked gap of the bound needs no search of the whole graph.
+the few next best choices are looked through besides, from the same messages. Layers that repeat are searched once
+(`shardplan.search.folding`), then all of them. What is found that way within the asked gap of the bound needs no search
+of the whole graph.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,7 +38,7 @@ from shardplan.search.folding import Start, folded_start
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.narrowing import Narrowing, entries_of, kept_twins, restricted_messages
 from shardplan.search.relaxation import Messages, Relaxation
-from shardplan.search.repetition import fold
+from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, fold
 from shardplan.search.run import Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
@@ -126,6 +127,7 @@ def coarse_start(
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
     if not narrowing.proven:
         parts.kept = kept_twins(small, places)
+        parts.messages = _lifted(relaxation.messages(), places)
         parts.near = [_near(small, relaxation, places, count) for count in _NEAR] if above is None else []
         choices = parts.assignment(graph, solver.lower, choices)
     lifted = _lifted(relaxation.messages(), places)
@@ -154,7 +156,8 @@ def _dropped(graph: Graph, choices: dict[int, int], keep: Masks) -> dict[int, in
 @dataclass(slots=True)
 class _Parts:
     """Choices of a graph among which a good assignment is, per variable: the twins of the best choice of the small
-    graph, and those of the next best ones besides.
+    graph, and those of the next best ones besides. messages: of the graph, to look through the latter
+    from in a few of its layers, where they are good at once.
     """
 
     effort: Effort
@@ -162,6 +165,7 @@ class _Parts:
     watch: Watch
     kept: Masks = field(default_factory=dict)
     near: list[Masks] = field(default_factory=list)
+    messages: Messages = field(default_factory=dict)
     estimates: list[float] = field(default_factory=list)
     """Seconds that each search among them should have taken, the same on every machine."""
 
@@ -171,27 +175,42 @@ class _Parts:
         Twins that go together in one layer do so in all: layers that repeat are looked through once, and what is
         found is lifted to all of them. Where that does not close the gap, the whole graph is looked through.
         """
-        folded = fold(graph)
-        for part in (folded.graph, graph) if folded is not None else (graph,):
-            for choices in self._found(part):
-                if folded is not None and part is not graph:
-                    choices = {v: choices[stand_in] for v, stand_in in folded.variable.items()}
-                if best is None or graph.cost(choices) < graph.cost(best):
-                    best = choices
-                if relative_gap(graph.cost(best), lower) <= self.gap:
-                    return best
+        for ends in (FEW_ENDS, MORE_ENDS):
+            folded = fold(graph, ends)
+            if folded is None:
+                break
+            messages = {stood: self.messages[e] for e, stood in folded.edge.items() if e in self.messages}
+            lifted = (
+                {v: choices[stand_in] for v, stand_in in folded.variable.items()}
+                for choices in self._found(folded.graph, messages)
+            )
+            best = self._best(graph, lower, lifted, best)
+            if best is not None and relative_gap(graph.cost(best), lower) <= self.gap:
+                return best
+        return self._best(graph, lower, self._found(graph, {}), best)
+
+    def _best(
+        self, graph: Graph, lower: float, found: Iterable[dict[int, int]], best: dict[int, int] | None
+    ) -> dict[int, int] | None:
+        """The best of assignments, or the first one that is within the gap of a lower bound."""
+        for choices in found:
+            if best is None or graph.cost(choices) < graph.cost(best):
+                best = choices
+            if relative_gap(graph.cost(best), lower) <= self.gap:
+                break
         return best
 
-    def _found(self, graph: Graph) -> Iterator[dict[int, int]]:
+    def _found(self, graph: Graph, messages: Messages) -> Iterator[dict[int, int]]:
         """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
         live = graph.live()
         choices = self.among_twins(graph, {v: self.kept[v] for v in live} if self.kept else {})
-        if choices is None:
-            return
-        yield choices
+        if choices is not None:
+            yield choices
         for near in self.near:  # each from the twins: what is best of a few layers need not be of all
             with contextlib.suppress(Stop, Infeasible):
-                yield self._among_near(graph, {v: near[v] for v in live}, choices)
+                found = self._among_near(graph, {v: near[v] for v in live}, choices, messages)
+                if found is not None:
+                    yield found
 
     def among_twins(self, graph: Graph, keep: Masks) -> dict[int, int] | None:
         """The best assignment of a graph that is found among some choices of each variable."""
@@ -209,21 +228,26 @@ class _Parts:
             return _expanded(graph, part)
         return None
 
-    def _among_near(self, graph: Graph, keep: Masks, choices: dict[int, int]) -> dict[int, int]:
+    def _among_near(
+        self, graph: Graph, keep: Masks, choices: dict[int, int] | None, messages: Messages
+    ) -> dict[int, int] | None:
         """A better assignment than `choices` among some choices of each variable, or the same.
 
         What is best with twins taken together may have no twins that go together round a cycle, where something that is
         hardly dearer has. Messages among few choices are quick, and decode well long before they prove anything.
         """
         part = graph.copy()
-        part.twins, part.hint = {}, dict(choices)
+        part.twins, part.hint = {}, choices and dict(choices)
         part.restrict_all(keep)
         part.make_consistent()
         if entries_of(part) > _MOST_NEAR:
             return choices
         effort = replace(self.effort, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
-        solver = GraphSolver(part, math.inf, effort, 0.0, self.watch)
-        solver.reduce(dominance=False)
+        solver = GraphSolver(part, math.inf, effort, _CLOSER * self.gap if messages else 0.0, self.watch)
+        if messages:
+            solver.messages = restricted_messages(messages, part.undo)
+        else:
+            solver.reduce(dominance=False)
         solver.prunes, solver.patience = False, effort.sweeps
         if part.hint is not None:
             solver.upper = part.cost(part.hint)
@@ -232,7 +256,8 @@ class _Parts:
                 solver.sweep_until_prunable()
         self.estimates.append(solver.estimate)
         found = _expanded(graph, part)
-        return choices if found is None or graph.cost(found) >= graph.cost(choices) else found
+        better = found is not None and (choices is None or graph.cost(found) < graph.cost(choices))
+        return found if better else choices
 
 
 def _fitting(

@@ -1,11 +1,11 @@
 """Starting the search on a graph with repeated layers from the same graph with few of them.
 
-`shardplan.search.repetition` leaves out all layers but a few at either end. That small graph is searched first. What
-it gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest
-one that stayed. Lifted choices are an assignment like any other, whose cost is counted on the whole graph. Lifted
-messages are a start like any other: whatever the messages are, the bound of a sweep is true. So nothing rests on the
-layers being equal; where they are, a few sweeps of the whole graph reach the bound that took a hundred of the small
-one.
+`shardplan.search.repetition` leaves out all layers but a few at either end. That small graph is searched first. What it
+gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest one
+that stayed. Where choices that were lifted exclude each other, more layers are kept at either end. Lifted choices are
+an assignment like any other, whose cost is counted on the whole graph. Lifted messages are a start like any other:
+whatever the messages are, the bound of a sweep is true. So nothing rests on the layers being equal; where they are, a
+few sweeps of the whole graph reach the bound that took a hundred of the small one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Messages
-from shardplan.search.repetition import Folded, fold
+from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, Folded, fold
 from shardplan.search.run import Stop
 from shardplan.search.solver import GraphSolver
 
@@ -55,13 +55,19 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     Where usage is limited, layers are not alike: they use memory at other times. There is no start then. Where it has
     a price instead (`shardplan.search.pricing`), layers that use as much at the priced times are alike.
     """
-    folded = None if any(graph.spans) else fold(graph)
-    if folded is None:
-        return None
-    small = folded.graph
-    # The same share of the graph's constant cost, so that gaps compare.
-    small.constant = graph.constant * len(small.live()) / len(graph.live())
-    return _lifted(folded, _search(small, effort, gap, watch))
+    start: Start | None = None
+    folded = None if any(graph.spans) else fold(graph, FEW_ENDS)
+    while folded is not None:
+        small = folded.graph
+        # The same share of the graph's constant cost, so that gaps compare.
+        small.constant = graph.constant * len(small.live()) / len(graph.live())
+        found = _search(small, effort, gap, watch)
+        first, start = start, _lifted(folded, found)
+        if first is not None:
+            start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)
+        fits = start.choices is not None and graph.cost(start.choices) < math.inf
+        folded = fold(graph, MORE_ENDS) if first is None and not fits else None
+    return start
 
 
 def begin_folded(solver: GraphSolver, effort: Effort) -> None:
@@ -108,5 +114,7 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> Start:
 def _lifted(folded: Folded, found: Start) -> Start:
     """A start for the whole graph."""
     messages = {edge: found.messages[w] for edge, w in folded.edge.items() if w in found.messages}
-    choices = found.choices and {v: found.choices[stand_in] for v, stand_in in folded.variable.items()}
+    if found.choices is None:
+        return Start(messages, None, found.sweeps, found.estimate)
+    choices = {v: found.choices[stand_in] for v, stand_in in folded.variable.items()}
     return Start(messages, choices, found.sweeps, found.estimate)

@@ -26,11 +26,13 @@ from dataclasses import dataclass
 
 from shardplan.search.graph import Graph
 
-__all__ = ["Folded", "Repetition", "find_repetition", "fold"]
+__all__ = ["FEW_ENDS", "MORE_ENDS", "Folded", "Repetition", "find_repetition", "fold"]
 
 _ROUNDS = 4
 _FEWEST = 9
-_KEPT = 2
+FEW_ENDS, MORE_ENDS = 2, 6
+"""So many layers are kept at either end, and where what is best of them does not go together when it is lifted: choices
+near the ends need not go with themselves in the middle."""
 _SIZES_TRIED = 3
 _WORTH_FOLDING = 0.6
 
@@ -236,17 +238,18 @@ def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], ar
     return offsets
 
 
-def fold(graph: Graph) -> Folded | None:
+def fold(graph: Graph, ends: int = FEW_ENDS) -> Folded | None:
     """The graph without most of its repeated layers, where that makes it much smaller; without its usages.
 
-    There may be several repetitions, such as the layers of an encoder and those of a decoder.
+    ends: the layers that stay at either end. There may be several repetitions, such as the layers of an encoder and
+    those of a decoder.
     """
     result: Folded | None = None
     known: set[int] = set()
     while True:
         small = graph if result is None else result.graph
         found = find_repetition(small, known)
-        folded = None if found is None else _without_layers(small, found)
+        folded = None if found is None else _without_layers(small, found, ends)
         if found is None or folded is None:
             break
         known |= found.layer.keys()
@@ -265,11 +268,13 @@ def _composed(first: Folded, second: Folded) -> Folded:
     )
 
 
-def _without_layers(graph: Graph, found: Repetition) -> Folded | None:
+def _without_layers(graph: Graph, found: Repetition, ends: int) -> Folded | None:
     """A few layers at either end stay, as the ends may be best with layouts of their own. What led from the last layer
     before those left out to the first of these leads to the first one after them.
     """
-    start, stop = found.first + _KEPT, found.last + 1 - _KEPT
+    start, stop = found.first + ends, found.last + 1 - ends
+    if start >= stop:
+        return None
     gone = {v for v, layer in found.layer.items() if start <= layer < stop}
     small = Graph(len(graph.costs))
     small.tables, small.exclusions, small.tick = graph.tables, graph.exclusions, graph.tick

@@ -34,6 +34,8 @@ _SWEEPS_AFTER_MERGING = 4
 _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
 _SECONDS_PER_ENTRY = 2e-5
+_FAR = 0.005
+"""The gap of a start whose assignment is not as good as its messages."""
 _LAST_DIVE = 0.1
 """Of the work of sweeps, what a dive may take at least, and after sweeps that were cut off."""
 
@@ -193,7 +195,7 @@ class GraphSolver:
         relaxation.load(self.messages)
         self.relaxation = relaxation
         bounds: list[float] = []
-        # A start has an assignment that is as good as its messages.
+        # A start has an assignment that is as good as its messages, unless it turns out to be far from their bound.
         trial, wait = int(bool(self.messages) and self.upper < math.inf), 1
         while self.may_sweep():
             self._sweep_while_closing(relaxation) if self.messages and not bounds else self._sweep(relaxation, _SWEEPS)
@@ -201,7 +203,7 @@ class GraphSolver:
                 break
             bounds.append(self.lower)
             turn = len(bounds) - 1
-            if turn == trial:
+            if turn == trial or (turn == 0 and relative_gap(self.upper, self.lower) > _FAR):
                 upper = self.upper
                 self._try_promising(relaxation)
                 # Trials get rarer while they find nothing.

@@ -126,6 +126,25 @@ def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
     assert tight >= 0.6 * folded
 
 
+def test_choices_of_the_ends_that_do_not_go_with_themselves_are_looked_for_among_more_layers() -> None:
+    """Four layers are best as 0, 1, 3, 4, but 1 cannot follow itself: in the middle of forty stands 2."""
+    follows = np.full((5, 5), 10.0)
+    follows[1, 1] = follows[3, 3] = np.inf
+    follows[0, 1] = follows[1, 3] = follows[3, 4] = 0.0
+    follows[1, 2] = follows[2, 2] = follows[2, 3] = 1.0
+    net = Network()
+    chain = [net.add_variable(np.zeros(5)) for _ in range(40)]
+    for v, w in itertools.pairwise(chain):
+        net.add_edge(v, w, follows)
+    for v, favourite in ((chain[0], 0), (chain[-1], 4)):
+        end = net.add_variable(np.zeros(1))
+        net.add_edge(end, v, np.where(np.arange(5) == favourite, 0.0, 90.0)[None])
+    graph = Graph.of(net)
+    start = folded_start(graph, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    assert start is not None and start.choices is not None
+    assert graph.cost(start.choices) == 37.0
+
+
 def test_several_stacks_fold_and_every_variable_is_stood_for() -> None:
     net, _ = stacked((Layers(1), 20), (Layers(2), 25))
     graph = Graph.of(net)
@@ -225,6 +244,18 @@ def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.Monk
         assert whole.upper - whole.lower <= 1e-3 * whole.upper
     assert max(sizes) <= min(sizes) + 2
     assert max(sweeps) <= 2 * min(sweeps)
+
+
+def test_messages_are_tried_at_once_where_the_assignment_with_them_is_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph.of(testing.random_grid(np.random.default_rng(0), 4, 5, 4))
+    known = GraphSolver(graph.copy(), math.inf, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    known.prunes = False
+    messages = known.sweep_until_prunable().messages()
+    monkeypatch.setattr(Relaxation, "offer", lambda *_: None)  # nothing is found by the way
+    solver = GraphSolver(graph, math.inf, Effort(), 0.05, Watch(lambda: None, lambda: 60.0))
+    solver.begin(messages, {v: int(np.argmax(graph.costs[v])) for v in graph.live()})
+    solver.sweep_until_prunable()
+    assert solver.closed and solver.sweeps < 10
 
 
 def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
