@@ -254,6 +254,8 @@ class _Parts:
         with contextlib.suppress(Stop):
             if part.live():
                 solver.sweep_until_prunable()
+            else:
+                solver.accept({}, part.constant)
         self.estimates.append(solver.estimate)
         found = _expanded(graph, part)
         better = found is not None and (choices is None or graph.cost(found) < graph.cost(choices))
