@@ -13,7 +13,7 @@ With its own groups alone, a device gives zeros in the rows of the others: so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -68,9 +68,7 @@ def rows_of_groups(sizes: Any, first: Any, count: int) -> tuple[Any, Any]:
     return begins, ends - begins
 
 
-def on_blocks(
-    operation: Operation, strategy: Strategy, mesh: MeshAxes, run: Callable[..., Any]
-) -> Callable[..., Any]:
+def on_blocks(operation: Operation, strategy: Strategy, mesh: MeshAxes, run: Callable[..., Any]) -> Callable[..., Any]:
     """What a device computes of its blocks inside a ``shard_map``: ``run`` is the operation on whole arrays.
 
     Rows of the device's first group are turned to the front, where the operation expects them; its zeros, in rows of

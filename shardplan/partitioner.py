@@ -121,8 +121,8 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
 
     That is so where its parameters name no sizes but the groups of a convolution, of which a block may have fewer, and
     where no block needs rows of its neighbours: contractions, sums and convolutions, which are those that XLA reduces
-    worse, lookups of rows and the sums of their gradients (see `lookups`), and reads of one window (see `reads`). Blocks
-    in a ``shard_map`` are equal. Products of rows in groups and convolutions in groups may have a whole result.
+    worse, lookups of rows and their gradients' sums (see `lookups`), and reads of one window (see `reads`). Blocks in a
+    ``shard_map`` are equal. Products of rows in groups and convolutions in groups may have a whole result.
     """
     places = reads_place(operation, strategy)
     if (operation.primitive.name not in ISLANDS and not places) or strategy.halos or strategy.padded:

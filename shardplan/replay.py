@@ -240,7 +240,7 @@ class Replay:
         return (result,), [len(steps)]
 
     def _run_apart(self, operation: Operation, strategy: Strategy, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """Runs an operation on blocks that need nothing of each other; the results are split as what is read, no further."""
+        """Runs an operation on blocks that need nothing of each other; results are split as what is read is."""
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
 
         def blocks(*local: Any) -> tuple[Any, ...]:

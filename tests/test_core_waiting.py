@@ -96,7 +96,7 @@ def convolved(x: Any, w: Any, ids: Any) -> Any:
 
 
 def tied(x: Any, w: Any, ids: Any) -> Any:
-    """A table in which rows are looked up, and that is multiplied with: one gradient adds rows, another is a product."""
+    """A table in which rows are looked up, and that is multiplied with: a gradient adds rows, another is a product."""
 
     def loss(table: Any, w: Any) -> Any:
         return jnp.sum(jax.nn.softmax(jnp.tanh(table[ids] @ w) @ (table @ w).T)[..., 0])
@@ -290,7 +290,14 @@ def test_widened_sums_give_what_one_device_gives():
 @pytest.mark.parametrize(
     ("program", "drawn", "seed"),
     # of the dozens of reshards that drawn layouts make, XLA merges some that are equal
-    [("lookup", 1e9, 0), ("weights", 1e9, 1), ("scatter", 1e9, 0), ("gates", 0.0, 0), ("corners", 0.0, 0), ("tied", 0.0, 0)],
+    [
+        ("lookup", 1e9, 0),
+        ("weights", 1e9, 1),
+        ("scatter", 1e9, 0),
+        ("gates", 0.0, 0),
+        ("corners", 0.0, 0),
+        ("tied", 0.0, 0),
+    ],
 )
 def test_waiting_sums_are_compiled_as_planned(program: str, drawn: float, seed: int):
     mesh, arrays = gpu_mesh("h100", (2, 4), ("x", "y")), arguments()
