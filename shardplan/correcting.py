@@ -217,9 +217,9 @@ def look_for_least(known: Corrections) -> None:
     search, deadline = known.search, known.deadline
     if known.lifetimes is not known.first.lifetimes:
         known.count_in(known.first.lifetimes)
-    unreached, orders = known.least_bound, 0
+    unreached, orders, again = known.least_bound, 0, False
     places: set[int] = set()
-    least = held((known.least.schedule, known.least.solution), [known.lifetimes], search)
+    least = latest = held((known.least.schedule, known.least.solution), [known.lifetimes], search)
     for _ in range(_MOST_TRIALS):
         usages = known.usages
         near = least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes
@@ -229,17 +229,19 @@ def look_for_least(known: Corrections) -> None:
         target = max(target, below) if below < least.peak_bytes else target
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
         places |= set(_places_above(usages, least, trial))
-        usages.follow(least.schedule)
+        usages.follow(latest.schedule)
         network = usages.network(target, places)
         network.hint = _hint(network, least, {}, places)
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
         found = held(find(known.problem, network, trial, left, _LEAST_WORK), [usages.lifetimes], trial)
         own = known.keep(found)
-        above = set(_places_above(usages, found, trial)) - places
-        if found.peak_bytes > _MISSED * target and not (above and np.isfinite(found.solution.cost)):
+        above, latest = set(_places_above(usages, found, trial)) - places, found
+        again = (bool(above) or (usages.follow(found.schedule) and not again)) and np.isfinite(found.solution.cost)
+        if found.peak_bytes > _MISSED * target and not again:
             unreached = target
         places |= above
         least = min(least, found, key=lambda one: one.peak_bytes)
         if found.peak_bytes <= target and target < own.peak_bytes <= _FAR * target and orders < _MOST_ORDERS:
             known.count_in(own.lifetimes)
-            least, orders, places = own, orders + 1, set()
+            least = latest = own
+            orders, places = orders + 1, set()

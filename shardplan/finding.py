@@ -95,8 +95,10 @@ def counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) -
     """What is found, with what it holds in the order that XLA is taken to keep."""
     schedule = best[0]
     kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_of(problem)))
-    found = held(best, [Lifetimes(problem, hiding_order(schedule, kernels), kernels)], search)
-    return _with_copies(problem, found, search)
+    order, sending = hiding_order(schedule, kernels)
+    lifetimes = Lifetimes(problem, order, kernels)
+    peak = float(memory_profile(lifetimes, schedule, search.donated, sending).max())
+    return _with_copies(problem, Found(schedule, best[1], peak, lifetimes), search)
 
 
 def _with_copies(problem: Problem, found: Found, search: Search) -> Found:

@@ -82,7 +82,7 @@ def test_of_a_weights_gradients_added_up_one_after_another_every_other_addition_
     # the first sum, of two products, is the first product's; then a kernel adds one, and a product itself to the result
     assert [o.index in kernels.adding for o in sums[:4]] == [True, False, True, False]
     first, second = kernels.adding.values()
-    order = hiding_order(schedule, kernels)
+    order = hiding_order(schedule, kernels)[0]
     lifetimes = Lifetimes(schedule.problem, order, kernels)
     makers = {result: operation for operation in operations for result in operation.results}
     assert second.onto == sums[1].results[0] and makers[first.onto].index > first.product

@@ -28,7 +28,7 @@ from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 
-_COMBINED_BYTES = 30 * 2**20
+COMBINED_BYTES = 30 * 2**20
 """XLA:GPU merges all-reduces, or reduce-scatters, up to this size of their results on one device."""
 
 _MOST_PARTNERS = 8
@@ -48,7 +48,7 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
     same = repeated_results(program, program.operations)
-    for operation in _with_partners(schedule):
+    for operation in with_partners(schedule):
         index = operation.index
         strategy = schedule.assignment.strategies.get(index)
         read = [same.get(o, o) for o in operation.operands if isinstance(o, int)]
@@ -60,8 +60,8 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
             dtype = program.values[operation.results[0]].dtype
             kind = tuple((step.kind, step.axes) for step in reducing), strategy.reducers[0], dtype
             size = bytes_in(schedule, operation.results[0], reducing[-1].layout)
-            number, filled = filling.get(kind, (-1, _COMBINED_BYTES))
-            if number in found or filled + size > _COMBINED_BYTES:
+            number, filled = filling.get(kind, (-1, COMBINED_BYTES))
+            if number in found or filled + size > COMBINED_BYTES:
                 number, filled = len(groups), 0.0
                 groups.append([])
             groups[number].append(operation)
@@ -74,7 +74,7 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     return [[program.operations[index] for index in group] for group in numbers]
 
 
-def _with_partners(schedule: Schedule) -> list[Operation]:
+def with_partners(schedule: Schedule) -> list[Operation]:
     """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
     together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
     need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the

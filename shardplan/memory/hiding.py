@@ -17,7 +17,7 @@ ones first, whatever that holds in memory. Below, two kernels of a layer run bet
 >>> pins = {"0/*": jax.P(), "1": jax.P("x", None, None), "2": jax.P()}
 >>> plan = shardplan.plan(jax.grad(loss), mesh, weights, x, square, pins=pins)
 >>> [late] = [[o.index for o in group] for group in combined_reductions(plan.schedule)]
->>> order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+>>> order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))[0]
 >>> [order.index(index) > index for index in late]
 [True, False, False]
 """
@@ -25,75 +25,84 @@ ones first, whatever that holds in memory. Below, two kernels of a layer run bet
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from shardplan.layout import Layout
 from shardplan.memory.accumulation import merged_in
+from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import combined_reductions, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS as SUMS
-from shardplan.memory.liveness import bytes_in, layout_left
+from shardplan.memory.gathering import Gather, combined_gathers, gather_for
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing
-from shardplan.memory.products import PRODUCT, is_multiplied, is_sum
+from shardplan.memory.products import is_multiplied
 from shardplan.memory.recomputing import Kernels
-from shardplan.program import Constant, Operation
+from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.times import kernel_microseconds
+from shardplan.program import Operation
 from shardplan.schedule import Schedule
-from shardplan.strategy import operand_type
-
-_CONVOLUTION = 10.0
-"""Microseconds of any convolution, as it counts."""
 
 _COLLECTIVE, _SENT = 33.0, 0.35e6
 """Microseconds that it counts for a small collective of eight H100s, and the bytes that one moves per microsecond."""
-
-_BYTES = 3.35e6
-"""Bytes that an H100 reads or writes per microsecond."""
-
-_FLOPS = {2: 630e6, 4: 315e6}
-"""Operations of a product per microsecond, by the bytes of an element, behind `_PRODUCT`."""
-
-_PRODUCT = 6.5
-"""Microseconds that a product takes besides, which it counts in proportion outside of `_MEASURED`."""
-
-_MEASURED = (256, 4096)
-"""Dimensions of the products that XLA's times were measured with; others take as much per operation as the next one."""
 
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""
 
 
-def hiding_order(schedule: Schedule, kernels: Kernels) -> list[int]:
-    """The indices of all operations in the order in which they run; a loop's body stands before the loop.
+def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sending]:
+    """The indices of all operations in the order in which they run, a loop's body before the loop, and when collectives
+    run beside them.
 
     Bodies of loops and branches keep the order of the program.
     """
-    merged = combined_reductions(schedule)
-    for groups in (merged, without_leading(schedule, merged), []):
-        graph = Graph(schedule, kernels, groups)
+    merged, gathers = combined_reductions(schedule), combined_gathers(schedule)
+    for groups in ((merged, gathers), (without_leading(schedule, merged), gathers), (merged, []), ([], [])):
+        graph = Graph(schedule, kernels, *groups)
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
             break
     graph.join(kernels)
     graph.wait_for_slices(kernels)
-    placed = Placing(graph).run()
     order: list[int] = []
     done: set[int] = set()
-    operations = schedule.program.operations
-    for first in (
-        *(node for node in reversed(placed) if node < len(operations)),
-        *schedule.program.regions[0].operations,
-    ):
-        for index in (first, *graph.joined.get(first, ())):
+    placed, operations = list(reversed(Placing(graph).run())), schedule.program.operations
+    for node in placed:
+        for index in (node, *graph.joined.get(node, ())) if node < len(operations) else ():
             graph.append(index, order, done)
-    return order
+    for index in schedule.program.regions[0].operations:
+        graph.append(index, order, done)
+    return order, _sending(graph, placed)
+
+
+def _sending(graph: Graph, placed: Sequence[int]) -> Sending:
+    """When collectives run beside kernels. What a gather brings waits where others end before it is read: that is not
+    counted, since how many wait for one another depends on the times of all; so it begins by as many kernels before its
+    first reader as run beside it."""
+    ran: list[int] = []
+    after: dict[int, int] = {}  # per node, how many kernels run before it
+    read: dict[int, int] = {}  # per end, how many do before its first reader
+    for node in placed:
+        after[node] = len(ran)
+        if node < len(graph.program.operations):
+            for need in graph.needs[node]:
+                read.setdefault(need, len(ran))
+            ran.append(node)
+    beside = {end: after[end] - after[start] for end, start in graph.starts.items()}
+    begins = {gather: ran[read[end] - beside[end]] for gather, end in graph.gathers.items() if end in read}
+    return Sending(begins, {index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
 
 
 class Graph:
     """The kernels of the program's own region, by the index of the operation that ends them, and its collectives,
     each a start and an end, numbered after all operations: what each needs, and how long it takes."""
 
-    def __init__(self, schedule: Schedule, kernels: Kernels, combined: Sequence[Sequence[Operation]]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        kernels: Kernels,
+        combined: Sequence[Sequence[Operation]],
+        gathers: Sequence[Sequence[Gather]],
+    ) -> None:
         self.schedule, self.program = schedule, schedule.program
         self.needs: dict[int, set[int]] = {}
         self.takes: dict[int, float] = {}
@@ -103,8 +112,13 @@ class Graph:
         self.joined: dict[int, list[int]] = {}
         self.makers = {result: operation for operation in self.program.operations for result in operation.results}
         self._ends: dict[object, int] = {}
+        self.gathers: dict[Gather, int] = {}
+        self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
+        self._together = {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self._reads: dict[int, frozenset[int]] = {}
         self._sources: dict[int, frozenset[int]] = {}
+        self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
+        self._moved_by: dict[int, tuple[Gather, ...]] = {}
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in self.program.operations if self._is_part(o)}
         in_memory = kernels.stored | kernels.read
@@ -113,10 +127,14 @@ class Graph:
                 *(self._sources.get(o, frozenset((o,))) for o in operation.operands if isinstance(o, int))
             )
             stored = not in_memory.isdisjoint(operation.results)
+            brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
+            brought += tuple(self._read_otherwise(operation))
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
                 self._sources |= dict.fromkeys(operation.results, reads)
+                if brought:
+                    self._brought |= dict.fromkeys(operation.results, brought)
             elif operation.region == 0:
-                self._reads[operation.index] = reads
+                self._reads[operation.index], self._moved_by[operation.index] = reads, brought
         self._connect({o.index: number for number, group in enumerate(combined) for o in group})
 
     def _is_part(self, operation: Operation) -> bool:
@@ -141,10 +159,6 @@ class Graph:
                 if not missing[reader]:
                     heapq.heappush(ready, (self.place[reader], reader))
         return done
-
-    def _size(self, value: int) -> float:
-        layout = self.schedule.assignment.values.get(value)
-        return 0.0 if layout is None else bytes_in(self.schedule, value, layout)
 
     def join(self, kernels: Kernels) -> None:
         """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced,
@@ -302,7 +316,7 @@ class Graph:
                     end = self._collective(merged.get(index, ("result", result)), size, index)
                     self.needs[self.starts[end]].add(index)
                     self.values[self.starts[end]].add(result)
-                    sent[result] = end
+                    sent[result] = self.reduced[index] = end
         for index in self._reads:
             moved = dict(self._moved(index, sent))
             for value in self._reads[index]:
@@ -319,18 +333,14 @@ class Graph:
 
     def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
         """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
-        found, values = list[tuple[int, int]](), self.schedule.assignment.values
-        pairs: list[tuple[int | Constant, Layout | None]] = []
-        for part in (self._products.get(index, index), index)[index not in self._products :]:
-            strategy = self.schedule.assignment.strategies.get(part)
-            if strategy is not None:
-                pairs += zip(self.program.operations[part].operands, strategy.operands, strict=True)
-        for operand, layout in pairs:
-            if not isinstance(operand, int) or layout is None or values.get(operand, layout) == layout:
-                continue
-            if all(step.kind == "slice" for step in self.schedule.route(operand, layout).steps):
-                continue
-            end = self._collective((operand, layout), bytes_in(self.schedule, operand, layout), index - 1)
+        found = list[tuple[int, int]]()
+        product = self._products.get(index)
+        brought = self._moved_by.get(index, ())
+        if product is not None:
+            brought += tuple(self._read_otherwise(self.program.operations[product]))
+        for gather in brought:
+            end = self._gather(gather, index - 1)
+            operand = gather.value
             for value in self._sources.get(operand, frozenset((operand,))):
                 maker = self._maker(value)
                 if maker is not None:
@@ -339,6 +349,26 @@ class Graph:
                     self.values[self.starts[end]].add(value)
                 found.append((value, end))
         return found
+
+    def _read_otherwise(self, operation: Operation) -> Iterator[Gather]:
+        """What an operation reads in layouts that it has to be brought to."""
+        strategy, values = self.schedule.assignment.strategies.get(operation.index), self.schedule.assignment.values
+        if strategy is None:
+            return
+        for operand, layout in zip(operation.operands, strategy.operands, strict=True):
+            if not isinstance(operand, int) or layout is None or values.get(operand, layout) == layout:
+                continue
+            if any(step.kind != "slice" for step in self.schedule.route(operand, layout).steps):
+                yield gather_for(self.schedule, operation, operand, layout)
+
+    def _gather(self, gather: Gather, place: int) -> int:
+        """The end of what brings a value to another layout, which what is gathered together has in common."""
+        if gather not in self.gathers:
+            key = self._together.get(gather, gather)
+            place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
+            size = bytes_in(self.schedule, gather.value, gather.layout)
+            self.gathers[gather] = self._collective(key, size, place)
+        return self.gathers[gather]
 
     def _collective(self, key: object, size: float, place: int) -> int:
         """The end of a collective, which is made where there is none yet, or grows."""
@@ -355,38 +385,11 @@ class Graph:
 
     def _time(self, operation: Operation) -> float:
         """Microseconds that a kernel takes on one device."""
-        if operation.primitive.name == CONVOLUTION:
-            return _CONVOLUTION
         reads = self._reads.get(operation.index, frozenset())
         if operation.index in self._products:  # as long as without what it is added to
             operation = self.program.operations[self._products[operation.index]]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))
-        moved = sum(map(self._size, (*reads, *operation.results))) / _BYTES
-        if operation.primitive.name != PRODUCT or is_sum(self.program, operation):
-            return moved
-        return self._product_time(operation)
-
-    def _product_time(self, operation: Operation) -> float:
-        value = self.program.values[operation.results[0]]
-        width = value.total_bytes // max(1, prod(value.shape))
-        flops, measured = 1.0, 1.0
-        for count, size in enumerate(self._product_sizes(operation)):
-            flops *= size
-            measured *= min(max(size, _MEASURED[0]), _MEASURED[1]) if count else min(size, 4)
-        return flops / measured * (_PRODUCT + 2 * measured / _FLOPS.get(width, _FLOPS[4]))
-
-    def _product_sizes(self, operation: Operation) -> tuple[float, ...]:
-        """Of a product on one device: its batches, what it adds up, and what else each side has."""
-        strategy, sizes = self.schedule.assignment.strategies[operation.index], list[tuple[float, ...]]()
-        degrees = self.schedule.space.mesh.sizes
-        numbers = zip(*operation.params["dimension_numbers"], strict=True)
-        for operand, layout, dims in zip(operation.operands, strategy.operands, numbers, strict=True):
-            shape = operand_type(self.program, operand).shape
-            axes = layout[-len(shape) :] if layout is not None else ((),) * len(shape)
-            left = [size / prod(degrees[axis] for axis in split) for size, split in zip(shape, axes, strict=True)]
-            contracted, batch = (prod(left[dim] for dim in some) for some in dims)
-            sizes.append((batch, contracted, prod(left) / max(1e-9, batch * contracted)))
-        return *sizes[0], sizes[1][2]
+        return kernel_microseconds(self.schedule, operation, reads)
 
     def append(self, index: int, order: list[int], done: set[int]) -> None:
         """Appends an operation after all that it is computed from, and a loop after its body."""

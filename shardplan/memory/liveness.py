@@ -17,7 +17,7 @@ from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import with_products_late
-from shardplan.memory.combining import combined_reductions
+from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
 from shardplan.memory.convolutions import (
     POOLING_GRADIENT,
     neighbour_bytes,
@@ -26,6 +26,7 @@ from shardplan.memory.convolutions import (
     spread_copies,
 )
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
+from shardplan.memory.gathering import Gather
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.products import ProductOperand, is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
@@ -36,7 +37,7 @@ from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
 from shardplan.memory.zeros import filled_before, fillings_of
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation
+from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 _Readers = Mapping[int, Sequence[Operation]]
@@ -61,7 +62,7 @@ class Lifetimes:
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
-        readers = readers_of(self.order)
+        self.readers = readers = readers_of(self.order)
         self.fused = kernels.fused
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied))
@@ -239,21 +240,26 @@ class Held:
     lifetime: Lifetime
 
 
-def memory_profile(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> np.ndarray:
+def memory_profile(
+    lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int], sending: Sending | None = None
+) -> np.ndarray:
     """float [operations + 1]: bytes that one device holds while each operation runs, in their order, and at the end.
 
-    ``donated`` are the positions of the inputs whose memory the outputs tied to them take.
+    ``donated`` are the positions of the inputs whose memory the outputs tied to them take. Where ``sending`` does not
+    say otherwise, collectives begin and end with the operations that need them.
     """
     ends = np.zeros(lifetimes.end + 2)
-    for held in memory_held(lifetimes, schedule, donated):
+    for held in memory_held(lifetimes, schedule, donated, sending):
         ends[held.lifetime.start] += held.size
         ends[held.lifetime.end + 1] -= held.size
     return np.cumsum(ends)[:-1]
 
 
-def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> Iterator[Held]:
+def memory_held(
+    lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int], sending: Sending | None = None
+) -> Iterator[Held]:
     """Everything that a device holds at some time, as `memory_profile` adds it up."""
-    program = schedule.program
+    program, sending = schedule.program, sending or Sending()
 
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
         return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
@@ -280,20 +286,18 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
             yield hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
         elif isinstance(output, int) and output in lifetimes.beside:
             yield hold(output, schedule.assignment.values[output], lifetimes.held[output].start, lifetimes.end)
+    together = gathered_from(lifetimes, schedule, sending)
     for value in schedule.assignment.copies:
-        if schedule.copy(value) != schedule.assignment.values[value]:
-            yield hold(value, schedule.copy(value), *lifetimes.copied[value])
+        copy = schedule.copy(value)
+        if copy != schedule.assignment.values[value]:
+            first, last = lifetimes.copied[value]
+            yield hold(value, copy, min(first, together.get(Gather(value, copy), first)), last)
     reduced = reduced_at(lifetimes, schedule)
-    shared: dict[tuple[int, Layout], tuple[int, int]] = {}  # reshards that XLA merges and keeps for the last reader
+    for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():
+        yield hold(gather.value, gather.layout, first, last)
     for place, operation in enumerate(lifetimes.order):
         if place in lifetimes.in_libraries:
             yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
-        for value, layout, first, last in _brought_for(lifetimes, schedule, operation):
-            if not operation.bodies and schedule.gathered_anew(value, layout):
-                yield hold(value, layout, place, place)
-            else:
-                known = shared.get((value, layout), (first, last))
-                shared[value, layout] = (min(known[0], first), max(known[1], last))
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is not None and operation.primitive.name == POOLING_GRADIENT:
             yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
@@ -302,22 +306,14 @@ def memory_held(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int
                 break
             own = layout_left(schedule.problem, operation, strategy, position)
             if own != schedule.assignment.values[result] and result not in sliced:
-                yield hold(result, own, place, reduced.get(operation.index, place))
-    for (operand, wanted), (first, last) in shared.items():
-        yield hold(operand, wanted, first, last)
+                ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
+                yield hold(result, own, place, max(ends, reduced.get(operation.index, place)))
     for size, first, last in masked_rows(lifetimes.order, schedule):
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes.fillings, lifetimes.place, lifetimes.fused):
         yield Held(None, layout, size, Lifetime(first, last))
-
-
-def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
-    """The places of the order at which partial results are reduced that XLA reduces together, by the operation: none is
-    before all are made."""
-    groups = [[lifetimes.place[o.index] for o in group] for group in combined_reductions(schedule)]
-    return {lifetimes.order[place].index: max(group) for group in groups for place in group}
 
 
 def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
@@ -353,31 +349,3 @@ def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
         if isinstance(operand, int) and layout is not None:
             size = copy.padding * bytes_in(schedule, operand, layout)
             yield Held(copy.value, layout, size, Lifetime(first, last))
-
-
-def _brought_for(
-    lifetimes: Lifetimes, schedule: Schedule, operation: Operation
-) -> Iterator[tuple[int, Layout, int, int]]:
-    """Operands in layouts that an operation needs and nobody keeps, and from when to when it needs them."""
-    place, values = lifetimes.place[operation.index], schedule.assignment.values
-    wanted: list[tuple[int | Constant, Layout | None, int]] = [
-        (source, schedule.link_layout(link), lifetimes.start(operation))
-        for link, source in lifetimes.kept_around(operation)
-    ]
-    strategy = schedule.assignment.strategies.get(operation.index)
-    if strategy is not None:
-        wanted += [(o, layout, place) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
-    ends: dict[int | Constant, int] = {}
-    if operation.primitive is _jax.optimization_barrier:  # what passes it lives on in the same memory
-        pairs = zip(operation.operands, operation.results, strict=True)
-        ends = {operand: lifetimes.reads[result][1] for operand, result in pairs if result in lifetimes.reads}
-    for operand, layout, first in wanted:
-        if not isinstance(operand, int) or layout is None:
-            continue
-        if operand not in values:  # made from nothing, which kernels do on the way
-            if operation.bodies:
-                yield operand, layout, first, place
-            continue
-        copied = layout == schedule.copy(operand) and place <= lifetimes.copied[operand][1]
-        if layout != values[operand] and not copied:
-            yield operand, layout, first, ends.get(operand, place)

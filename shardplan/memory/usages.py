@@ -15,8 +15,8 @@ A limit is short of memory at few places of the order. So a search is held to it
 exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
 eliminated as without a limit. What is never counted (reshards that XLA merges and keeps), and what other places need,
 can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'. Which products XLA
-merges depends on their sizes, and which sums it reduces together depends on what is sent: those that it merges, or
-reduces together, in the schedule found before are taken as such.
+merges depends on their sizes, and what it reduces or gathers together depends on what is sent: those that it merges,
+reduces or gathers together in the schedule found before are taken as such.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
+from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
-from shardplan.memory.liveness import Lifetime, Lifetimes, reduced_at
+from shardplan.memory.liveness import Lifetime, Lifetimes
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.sizes import layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
@@ -80,6 +81,8 @@ class Usages:
         outputs = [(number, o) for number, o in enumerate(self.program.outputs) if isinstance(o, int)]
         self._lifetimes = lifetimes.held
         self._reduced: dict[int, int] = {}
+        self._begun: dict[int, int] = {}
+        self._spans: dict[tuple[int, int], Lifetime] = {}
         self._inputs = {*self.program.inputs, *self.program.captured}
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
         beside = lifetimes.beside if donated else frozenset[int]()
@@ -115,12 +118,16 @@ class Usages:
         return network
 
     def follow(self, schedule: Schedule) -> bool:
-        """Lets results of products that XLA merges, and partial results that it reduces together, live as long as with
-        this schedule; True where that is another."""
-        before = self._lifetimes, self._reduced
+        """Lets results of products that XLA merges, partial results that it reduces together and what is brought to
+        other layouts live as long as with this schedule; True where that is another."""
+        before = self._lifetimes, self._reduced, self._begun, self._spans
         self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
         self._reduced = reduced_at(self.lifetimes, schedule)
-        return before != (self._lifetimes, self._reduced)
+        together = gathered_from(self.lifetimes, schedule, Sending())
+        self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
+        spans = brought_spans(self.lifetimes, schedule, together).items()
+        self._spans = {(gather.value, index): Lifetime(*span) for gather, (index, *span) in spans if span[0] < span[1]}
+        return before != (self._lifetimes, self._reduced, self._begun, self._spans)
 
     def _counted_values(self, limit: float) -> frozenset[int]:
         """All values but the smallest."""
@@ -166,6 +173,7 @@ class Usages:
             sizes = self._sizes(value)
             equal = np.eye(len(sizes), dtype=bool)
             first, last = self.lifetimes.copied[value]
+            first = min(first, self._begun.get(value, first))
             yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             lifetime = self._held(value)
             if lifetime is not None:
@@ -198,7 +206,10 @@ class Usages:
     def _brought(self, moments: Array) -> Iterator[PairUsage]:
         """Operands and results on their way, at these moments."""
         problem, variables, lifetimes = self.problem, self.problem.variables, self.lifetimes
-        running = set(moments.tolist())
+        running, longer = set(moments.tolist()), {index for _, index in self._spans}
+        spans: dict[int, list[Lifetime]] = {}
+        for (value, _), span in self._spans.items():
+            spans.setdefault(value, []).append(span)
         for place, operation in enumerate(lifetimes.order):
             for link, value in lifetimes.kept_around(operation):
                 if value in variables.values:
@@ -210,9 +221,15 @@ class Usages:
             choices = problem.choices.get(operation.index)
             generates = not operation.results or operation.results[0] in problem.generated
             last = self._reduced.get(operation.index, place)
-            if (place in running or last > place) and choices is not None and not generates:
-                for brought in self._brought_by(operation):
-                    yield self._pair(brought, Lifetime(place, last if brought.result else place))
+            counts = place in running or last > place or operation.index in longer
+            for brought in self._brought_by(operation) if counts and choices is not None and not generates else ():
+                own = self._spans.get((brought.value, operation.index))
+                if brought.result:
+                    yield self._pair(brought, Lifetime(place, last))
+                elif own is not None:
+                    yield self._pair(brought, own)
+                elif not any(s.start <= place <= s.end for s in spans.get(brought.value, ())):  # else it is there
+                    yield self._pair(brought, Lifetime(place, place))
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)

@@ -1,0 +1,109 @@
+"""What collectives bring to other layouts: from when to when it is in memory, and what they reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardplan import _jax
+from shardplan.layout import Layout
+from shardplan.memory.combining import combined_reductions
+from shardplan.memory.gathering import Gather, combined_gathers, gather_for
+from shardplan.program import Constant, Operation
+from shardplan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from shardplan.memory.liveness import Lifetimes
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """When collectives run that others run beside: per value that is brought to another layout, the operation before
+    which that ``begins``, and per operation whose results are, the one behind which that ``ends``."""
+
+    begins: Mapping[Gather, int] = field(default_factory=dict)
+    ends: Mapping[int, int] = field(default_factory=dict)
+
+
+def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
+    """The places of the order at which partial results are reduced that XLA reduces together, by the operation: none is
+    before all are made."""
+    groups = [[lifetimes.place[o.index] for o in group] for group in combined_reductions(schedule)]
+    found = {lifetimes.order[place].index: max(group) for group in groups for place in group}
+    return found
+
+
+def brought_spans(
+    lifetimes: Lifetimes, schedule: Schedule, together: Mapping[Gather, int]
+) -> dict[Gather, tuple[int, int, int]]:
+    """What operations have brought to other layouts, and nobody keeps: per copy the first operation that reads it, by
+    its index, and from when to when it is in memory. XLA merges equal ones, and keeps the first for the last reader."""
+    found: dict[Gather, tuple[int, int, int]] = {}
+    for operation in lifetimes.order:
+        for value, layout, first, last in brought_for(lifetimes, schedule, operation):
+            gather = gather_for(schedule, operation, value, layout)
+            known = found.get(gather, (operation.index, first, last))
+            found[gather] = known[0], min(known[1], first, together.get(gather, first)), max(known[2], last)
+    return found
+
+
+def gathered_from(lifetimes: Lifetimes, schedule: Schedule, sending: Sending) -> dict[Gather, int]:
+    """The places of the order from which on copies are in memory that are so before they are read: what XLA gathers
+    together where the first is read."""
+    found: dict[Gather, int] = {}
+    for group in combined_gathers(schedule):
+        alone = [lifetimes.place[gather.alone] for gather in group if gather.alone is not None]
+        read = [lifetimes.reads[gather.value][0] for gather in group if gather.alone is None]
+        found |= dict.fromkeys(group, min(alone + read))
+    for gather, index in sending.begins.items():
+        found[gather] = min(lifetimes.place[index], found.get(gather, lifetimes.end))
+    return found
+
+
+def brought_for(
+    lifetimes: Lifetimes, schedule: Schedule, operation: Operation
+) -> Iterator[tuple[int, Layout, int, int]]:
+    """Operands in layouts that an operation needs and nobody keeps, and from when to when it needs them."""
+    place, values = lifetimes.place[operation.index], schedule.assignment.values
+    last = _computed_until(lifetimes, schedule, operation)
+    wanted: list[tuple[int | Constant, Layout | None, int]] = [
+        (source, schedule.link_layout(link), lifetimes.start(operation))
+        for link, source in lifetimes.kept_around(operation)
+    ]
+    strategy = schedule.assignment.strategies.get(operation.index)
+    if strategy is not None:
+        wanted += [(o, layout, place) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+    ends: dict[int | Constant, int] = {}
+    if operation.primitive is _jax.optimization_barrier:  # what passes it lives on in the same memory
+        pairs = zip(operation.operands, operation.results, strict=True)
+        ends = {operand: lifetimes.reads[result][1] for operand, result in pairs if result in lifetimes.reads}
+    for operand, layout, first in wanted:
+        if not isinstance(operand, int) or layout is None:
+            continue
+        if operand not in values:  # made from nothing, which kernels do on the way
+            if operation.bodies:
+                yield operand, layout, first, place
+            continue
+        copied = layout == schedule.copy(operand) and place <= lifetimes.copied[operand][1]
+        if layout != values[operand] and not copied:
+            yield operand, layout, first, ends.get(operand, last)
+
+
+def _computed_until(lifetimes: Lifetimes, schedule: Schedule, operation: Operation) -> int:
+    """The last place at which an operation is computed: on the way, that of the last kernel of which it is part."""
+    values, strategies = schedule.assignment.values, schedule.assignment.strategies
+    last, seen, stack = lifetimes.place[operation.index], {operation.index}, [operation]
+    while stack:
+        made = stack.pop()
+        if made.index not in lifetimes.fused or not lifetimes.held.keys().isdisjoint(made.results):
+            continue
+        for result in made.results:
+            for reader in lifetimes.readers.get(result, ()):
+                strategy = strategies.get(reader.index)
+                as_made = strategy is None or strategy.operands[reader.operands.index(result)] == values.get(result)
+                if as_made and reader.index not in seen:
+                    last = max(last, lifetimes.place[reader.index])
+                    seen.add(reader.index)
+                    stack.append(reader)
+    return last

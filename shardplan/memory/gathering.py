@@ -1,0 +1,93 @@
+"""Gathers over the same devices, which XLA merges into one collective, up to 30 MiB of results.
+
+It goes from what the step gives back to what it is computed from, operands first, as it does with reductions
+(`shardplan.memory.combining`): a gather joins those before it until one depends on another one, or they are too large.
+Weights that are stored in parts depend on nothing: they are gathered together. So do parts of activations that the
+backward pass gathers anew, once all are there. What is gathered together is in memory from the first of its readers on.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> def loss(weights, x):
+...     for w in weights:
+...         x = jnp.tanh(x @ w)
+...     return jnp.sum(x)
+>>> weights, x = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3, jax.ShapeDtypeStruct((4096, 64), "float32")
+>>> pins, mesh = {"0/*": jax.P("x"), "1": jax.P("x", None)}, jax.sharding.AbstractMesh((2,), ("x",))
+>>> plan = shardplan.plan(loss, mesh, weights, x, pins=pins)
+>>> [[plan.program.values[gather.value].name for gather in group] for group in combined_gathers(plan.schedule)]
+[['0/0', '0/1', '0/2']]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.layout import Layout
+from shardplan.memory.combining import COMBINED_BYTES, with_partners
+from shardplan.memory.repeated import repeated_results
+from shardplan.memory.sizes import bytes_in
+from shardplan.once import once
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+
+_Kind = tuple[tuple[int, ...], int]
+"""What is gathered together is alike in the mesh axes that it goes over, and in the dimension that these split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A value that is brought to a layout by a gather at last: for all who read it there, or for one operation, given
+    by its index, that ``alone`` reads this copy."""
+
+    value: int
+    layout: Layout
+    alone: int | None = None
+
+
+@once
+def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
+    """What is gathered together, outside of loops and branches: groups of two and more."""
+    groups = list[list[Gather]]()
+    filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
+    numbers: dict[Gather, int] = {}
+    behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
+    same = repeated_results(schedule.program, schedule.program.operations)
+    for operation in with_partners(schedule):
+        found = frozenset[int]().union(
+            *(behind.get(same.get(o, o), ()) for o in operation.operands if isinstance(o, int))
+        )
+        for gather, kind in _gathers_of(schedule, operation):
+            if gather not in numbers:
+                size = bytes_in(schedule, gather.value, gather.layout)
+                number, filled = filling.get(kind, (-1, COMBINED_BYTES))
+                if number in behind.get(gather.value, ()) or filled + size > COMBINED_BYTES:
+                    number, filled = len(groups), 0.0
+                    groups.append([])
+                groups[number].append(gather)
+                numbers[gather], filling[kind] = number, (number, filled + size)
+            found |= {numbers[gather]}
+        if found:
+            found &= {number for number, _ in filling.values()}
+        behind |= dict.fromkeys(operation.results, found)
+    return [group for group in groups if len(group) > 1]
+
+
+def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Layout) -> Gather:
+    """The gather that brings a value to the layout that an operation reads, if one does."""
+    alone = not operation.bodies and schedule.gathered_anew(value, layout)
+    return Gather(value, layout, operation.index if alone else None)
+
+
+def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gather, _Kind]]:
+    """The gathers that an operation of the program's own region reads, with the kind of each."""
+    strategy, values = schedule.assignment.strategies.get(operation.index), schedule.assignment.values
+    if strategy is None or operation.region:
+        return
+    for operand, layout in zip(operation.operands, strategy.operands, strict=True):
+        if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
+            steps = schedule.route(operand, layout).steps
+            if steps and steps[-1].kind == "all-gather":
+                before = steps[-2].layout if len(steps) > 1 else schedule.route(operand, layout).source
+                shape = schedule.program.values[operand].shape
+                gathered = [old != new for old, new, size in zip(before, layout, shape, strict=True) if size > 1]
+                yield gather_for(schedule, operation, operand, layout), (steps[-1].axes, gathered.index(True))

@@ -1,0 +1,63 @@
+"""How long XLA takes kernels to run on one H100, as its last scheduler (`shardplan.memory.hiding`) fills waits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import prod
+
+from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.products import PRODUCT, is_sum
+from shardplan.memory.sizes import bytes_in
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+from shardplan.strategy import operand_type
+
+_CONVOLUTION = 10.0
+"""Microseconds of any convolution, as it counts."""
+
+_BYTES = 3.35e6
+"""Bytes that an H100 reads or writes per microsecond."""
+
+_FLOPS = {2: 630e6, 4: 315e6}
+"""Operations of a product per microsecond, by the bytes of an element, behind `_PRODUCT`."""
+
+_PRODUCT = 6.5
+"""Microseconds that a product takes besides, which it counts in proportion outside of `_MEASURED`."""
+
+_MEASURED = (256, 4096)
+"""Dimensions of the products that XLA's times were measured with; others take as much per operation as the next one."""
+
+
+def kernel_microseconds(schedule: Schedule, operation: Operation, reads: Collection[int]) -> float:
+    """Microseconds that the kernel of an operation takes on one device, which reads these values."""
+    if operation.primitive.name == CONVOLUTION:
+        return _CONVOLUTION
+    if operation.primitive.name == PRODUCT and not is_sum(schedule.program, operation):
+        return _product_microseconds(schedule, operation)
+    values = schedule.assignment.values
+    moved = (bytes_in(schedule, value, values[value]) for value in (*reads, *operation.results) if value in values)
+    return sum(moved) / _BYTES
+
+
+def _product_microseconds(schedule: Schedule, operation: Operation) -> float:
+    value = schedule.program.values[operation.results[0]]
+    width = value.total_bytes // max(1, prod(value.shape))
+    flops, measured = 1.0, 1.0
+    for count, size in enumerate(_product_sizes(schedule, operation)):
+        flops *= size
+        measured *= min(max(size, _MEASURED[0]), _MEASURED[1]) if count else min(size, 4)
+    return flops / measured * (_PRODUCT + 2 * measured / _FLOPS.get(width, _FLOPS[4]))
+
+
+def _product_sizes(schedule: Schedule, operation: Operation) -> tuple[float, ...]:
+    """Of a product on one device: its batches, what it adds up, and what else each side has."""
+    strategy, sizes = schedule.assignment.strategies[operation.index], list[tuple[float, ...]]()
+    degrees = schedule.space.mesh.sizes
+    numbers = zip(*operation.params["dimension_numbers"], strict=True)
+    for operand, layout, dims in zip(operation.operands, strategy.operands, numbers, strict=True):
+        shape = operand_type(schedule.program, operand).shape
+        axes = layout[-len(shape) :] if layout is not None else ((),) * len(shape)
+        left = [size / prod(degrees[axis] for axis in split) for size, split in zip(shape, axes, strict=True)]
+        contracted, batch = (prod(left[dim] for dim in some) for some in dims)
+        sizes.append((batch, contracted, prod(left) / max(1e-9, batch * contracted)))
+    return *sizes[0], sizes[1][2]

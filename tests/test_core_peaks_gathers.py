@@ -1,0 +1,141 @@
+"""What XLA gathers together, and from when to when what collectives bring is in memory."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.memory.bringing import Sending
+from shardplan.memory.gathering import combined_gathers, gather_for
+from shardplan.memory.hiding import hiding_order
+from shardplan.memory.liveness import Lifetimes, memory_held
+from shardplan.memory.recomputing import kernels_of
+from shardplan.schedule import Schedule
+
+MESH = jax.sharding.AbstractMesh((2,), ("x",))
+
+
+def _square(size, dtype="float32"):
+    return jax.ShapeDtypeStruct((size, size), dtype)
+
+
+def _loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def _with_stored_parts(widths, specs):
+    rows = jax.ShapeDtypeStruct((8192, widths[0].shape[0]), "float32")
+    pins = {"1": jax.P("x", None)} | {f"0/{number}": spec for number, spec in enumerate(specs)}
+    return shardplan.plan(_loss, MESH, widths, rows, pins=pins)
+
+
+def _gathered(plan):
+    return [[plan.program.values[gather.value].name for gather in group] for group in combined_gathers(plan.schedule)]
+
+
+def test_gathers_over_the_same_dimension_are_merged_up_to_a_size():
+    rows, columns = jax.P("x"), jax.P(None, "x")
+    assert _gathered(_with_stored_parts([_square(64)] * 4, [rows, columns, rows, columns])) == [
+        ["0/0", "0/2"],
+        ["0/1", "0/3"],
+    ]
+    assert _gathered(_with_stored_parts([_square(2048)] * 2, [rows, rows])) == []  # 16 MiB each
+
+
+def test_a_gather_joins_none_on_whose_result_it_depends():
+    def step(x):
+        return jnp.cumsum(jnp.cumsum(x, axis=0).T @ x, axis=0)
+
+    plan = shardplan.plan(step, MESH, _square(256), pins={"0": jax.P("x", None)})
+    assert combined_gathers(plan.schedule) == []
+
+
+def _held(plan, sending=None):
+    """Per value that is there in a layout which it is not stored in: when."""
+    schedule = plan.schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(plan.program.operations)))
+    held = memory_held(lifetimes, schedule, frozenset(), sending)
+    stored = schedule.assignment.values
+    return {h.value: h.lifetime for h in held if h.value in stored and h.layout != stored[h.value]}
+
+
+def test_what_is_gathered_together_is_there_from_its_first_reader_on():
+    plan = _with_stored_parts([_square(64)] * 3, [jax.P("x")] * 3)
+    copies = {plan.program.values[value].name: lifetime for value, lifetime in _held(plan).items()}
+    assert [copies[f"0/{number}"].start for number in range(3)] == [copies["0/0"].start] * 3
+    assert copies["0/0"].end < copies["0/1"].end < copies["0/2"].end
+
+
+def test_what_is_gathered_stays_for_the_kernels_that_compute_on_the_way():
+    def step(w, x):
+        wide = w.T * 2
+        return jnp.tanh(x @ wide) @ wide
+
+    rows, pins = jax.ShapeDtypeStruct((8192, 64), "float32"), {"0": jax.P("x", None), "1": jax.P("x", None)}
+    plan = shardplan.plan(step, MESH, _square(64), rows, pins=pins)
+    problem, found, whole = plan.schedule.problem, plan.schedule.assignment, ((), ())
+    moves = {}
+    for operation in plan.program.operations[
+        :2
+    ]:  # the transposition reads the whole matrix, and gives it to the product
+        choices = problem.choices[operation.index].strategies
+        moves[operation.index] = next(strategy for strategy in choices if strategy.results[0] == whole)
+    values = found.values | {operation.results[0]: whole for operation in plan.program.operations[:2]}
+    schedule = Schedule(problem, replace(found, values=values, strategies={**found.strategies, **moves}))
+    assert [o.primitive.name for o in plan.program.operations] == [
+        "transpose",
+        "mul",
+        "dot_general",
+        "tanh",
+        "dot_general",
+    ]
+    lifetimes = Lifetimes(problem, range(len(plan.program.operations)))
+    held = memory_held(lifetimes, schedule, frozenset())
+    [copy] = [h.lifetime for h in held if h.value == plan.program.inputs[0] and h.layout == whole]
+    assert copy.end == 1  # where the kernel runs that computes both
+
+
+@pytest.mark.parametrize(("begins", "start"), [(0, 0), (1, 1)])
+def test_a_copy_is_there_from_where_its_collective_begins(begins, start):
+    plan = _with_stored_parts([_square(64)] * 2, [jax.P("x"), jax.P(None, "x")])
+    value = plan.program.inputs[1]
+    reader = next(o for o in plan.program.operations if value in o.operands)
+    gather = gather_for(plan.schedule, reader, value, plan.schedule.assignment.strategies[reader.index].operands[1])
+    assert _held(plan)[value].start == reader.index > 1
+    assert _held(plan, Sending(begins={gather: begins}))[value].start == start
+
+
+def test_a_partial_result_is_there_until_its_reduction_ends():
+    def step(x, y):
+        return jnp.tanh(jnp.tanh(x.T @ y))
+
+    rows, pins = jax.ShapeDtypeStruct((8192, 64), "float32"), {"0": jax.P("x", None), "1": jax.P("x", None)}
+    plan = shardplan.plan(step, MESH, rows, rows, pins=pins)
+    [product] = [o for o in plan.program.operations if o.primitive.name == "dot_general"]
+    assert plan.schedule.result_steps(product, 0)
+    last = len(plan.program.operations) - 1
+    sending = Sending(ends={product.index: last})
+    lifetimes = Lifetimes(plan.schedule.problem, range(last + 1))
+    ends = [
+        max(h.lifetime.end for h in memory_held(lifetimes, plan.schedule, frozenset(), one) if h.size == 64 * 64 * 4)
+        for one in (Sending(), sending)
+    ]
+    assert ends[1] == last > ends[0]
+
+
+def test_a_gather_begins_as_many_kernels_before_its_reader_as_run_beside_it():
+    def step(w, x, y):
+        for _ in range(4):
+            y = jnp.tanh(y @ y)
+        return y, jnp.tanh(y @ x) @ w
+
+    square, pins = _square(2048), {"0": jax.P("x", None), "1": jax.P(), "2": jax.P()}
+    plan = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), square, square, square, pins=pins)
+    _, sending = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+    reader = next(o for o in plan.program.operations if plan.program.inputs[0] in o.operands)
+    begun = [index for gather, index in sending.begins.items() if gather.value == plan.program.inputs[0]]
+    assert len(begun) == 1 and begun[0] < reader.index
