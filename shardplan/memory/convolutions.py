@@ -161,15 +161,29 @@ def spread_copies(
 ) -> Iterator[tuple[Operation, float, int, int]]:
     """For each copy of a spread image the first convolution that reads it, how many times larger it is than the image,
     and from which to which place of the order it lives."""
+    for (_, times), places in _reading_copies(program, order, copied).items():
+        yield order[places[0]], times, places[0], places[-1]
+
+
+def spread_until(
+    program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]] = ()
+) -> dict[int, int]:
+    """Per convolution that reads a copy of a spread image, by index, the place of the order where the copy is made."""
+    found = _reading_copies(program, order, copied)
+    return {order[place].index: places[0] for places in found.values() for place in places}
+
+
+def _reading_copies(
+    program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]]
+) -> dict[tuple[int, float], list[int]]:
+    """Per spread image and how many times larger its copy is, the places of the convolutions that read it."""
     spread = spread_images(program, order, copied)
-    found: dict[tuple[int, float], tuple[int, int]] = {}
+    found: dict[tuple[int, float], list[int]] = {}
     for place, operation in enumerate(order):
         image = operation.operands[0] if operation.index in spread else None
         if isinstance(image, int):
-            key = image, spread[operation.index]
-            found[key] = found.get(key, (place, place))[0], place
-    for (_, times), (first, last) in found.items():
-        yield order[first], times, first, last
+            found.setdefault((image, spread[operation.index]), []).append(place)
+    return found
 
 
 @once

@@ -24,6 +24,7 @@ from shardplan.memory.convolutions import (
     rectifiers_of_poolings,
     reordered_inputs,
     spread_copies,
+    spread_until,
 )
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import Gather
@@ -66,6 +67,7 @@ class Lifetimes:
         self.fused = kernels.fused
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied))
+        self._spread = spread_until(program, self.order, kernels.copied)
         operands = product_operands(program, pointwise_operations(problem))
         self._copied = {key: operand for key, operand in operands.items() if operand.copied}
         self.copies = self._copies()
@@ -151,7 +153,9 @@ class Lifetimes:
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int):
                 copy = self._copied.get((operation.index, position))
-                first = place if copy is None else self._until_copied(operand, self.copies[copy][1])
+                first = place if position else self._spread.get(operation.index, place)
+                if copy is not None:
+                    first = self._until_copied(operand, self.copies[copy][1])
                 if operand in initial:  # from the loop's start on, its memory is the carry's
                     yield operand, self.start(operation) - 1
                 else:

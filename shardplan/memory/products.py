@@ -152,8 +152,8 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
             other = operation.operands[1 - position]
             if not isinstance(shared, int) or not isinstance(other, int):
                 continue
-            rank = len(program.values[other].shape)
-            key = shared, position, rank, operation.region, str(operation.params["dimension_numbers"])
+            numbers = tuple(tuple(dims[position]) for dims in operation.params["dimension_numbers"])
+            key = shared, position, numbers, operation.region, str(program.values[other].dtype)
             group = groups.setdefault(key, [])
             small = min(sizes[index] for index in (operation.index, *group)) <= _MERGED_BYTES or not group
             between = _made_between(makers, other, {*group}, left) if small else set(group)
