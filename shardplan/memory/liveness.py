@@ -32,7 +32,7 @@ from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.products import ProductOperand, is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
-from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element
+from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
@@ -197,15 +197,22 @@ class Lifetimes:
                     self.held.pop(source, None)
 
     def _made_beside_arguments(self) -> frozenset[int]:
-        """Results of loops that cannot lie in the memory of the arguments tied to them: the loop reads these, and not
-        as carries (the caches of all layers, which a scan reads and stacks), or what comes later does."""
-        program, makers = self._problem.program, {result: o for o in self.order for result in o.results if o.bodies}
-        found = set()
+        """Results that cannot lie in the memory of the arguments tied to them: those of loops that read these, and not
+        as carries (the caches of all layers, which a scan reads and stacks), or where what comes later does; those of
+        kernels that read these at other places than they write (a cache put in the order of the beams)."""
+        program, found = self._problem.program, set[int]()
+        makers = {result: operation for operation in self.order for result in operation.results}
         for number, position in program.ties.items():
             output, state = program.outputs[number], program.inputs[position]
-            if isinstance(output, int) and output in makers:
+            maker = makers.get(output) if isinstance(output, int) else None
+            if maker is None or not isinstance(output, int):
+                continue
+            if maker.bodies:
                 until = self.reads.get(state, (0, -1))[1]
-                if until > self.start(makers[output]):  # what becomes a carry is read where the loop starts
+                if until > self.start(maker):  # what becomes a carry is read where the loop starts
+                    found.add(output)
+            elif maker.index in self.fused:
+                if not read_in_kernel(self._problem, makers, self.fused, self.held, maker).get(state, True):
                     found.add(output)
         return frozenset(found)
 

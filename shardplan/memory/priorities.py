@@ -158,7 +158,7 @@ class _Fusion:
             self._renamed.add(result)
             cycles = 0
         if choices is not None and choices.pointwise:
-            reads = {value: {_OWN: 1.0} for value in read}
+            reads = {value: self._of_element(value, result) for value in read}
         else:
             reads = {value: {value: 0.0} for value in read}
             for position, value in enumerate(read):
@@ -169,6 +169,11 @@ class _Fusion:
         program = self._problem.program
         branches = int(name in _BRANCHING and not adds_few(program, operation))
         return _Kernel(reads, elements * cycles, branches, sums=adds_many(program, operation))
+
+    def _of_element(self, value: int, result: int) -> dict[int, float]:
+        """How often an operation element by element goes through an operand, which it may spread along dimensions."""
+        own, made = self._elements[value], self._elements[result]
+        return {_OWN: 1.0} if own == made else {value: made / max(own, 1e-9)}
 
     def _complex(self, operation: Operation) -> bool:
         """Whether an operation computes with complex numbers."""

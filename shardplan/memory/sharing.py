@@ -120,6 +120,18 @@ def read_by_element(
     operation: Operation,
 ) -> list[int]:
     """The values that the kernel of an operation reads at the place of each element that it makes, and nowhere else."""
+    return [value for value, here in read_in_kernel(problem, makers, fused, in_memory, operation).items() if here]
+
+
+def read_in_kernel(
+    problem: Problem,
+    makers: Mapping[int, Operation],
+    fused: Collection[int],
+    in_memory: Collection[int],
+    operation: Operation,
+) -> dict[int, bool]:
+    """The values that the kernel of an operation goes through, each with whether it is read at the place of each element
+    that the kernel makes, and nowhere else."""
     kernel, stack = {operation.index: operation}, [operation]
     while stack and len(kernel) <= _LOOKED_AT:
         for operand in stack.pop().operands:
@@ -133,9 +145,12 @@ def read_by_element(
         choices = problem.choices.get(part.index)
         apart = not (choices and choices.pointwise) and part.primitive.name not in _VIEWS
         apart |= not elsewhere.isdisjoint(part.results)
+        updates = part.primitive.name in UPDATES and elsewhere.isdisjoint(part.results)
         for operand in part.operands:
             if isinstance(operand, int):
                 found[operand] = None
+                if updates and operand == part.operands[0]:  # where nothing is written, it stays
+                    continue
                 if apart or prod(values[operand].shape) != elements:
                     elsewhere.add(operand)
-    return [value for value in found if value not in elsewhere]
+    return {value: value not in elsewhere for value in found}
