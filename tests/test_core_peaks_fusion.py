@@ -7,7 +7,9 @@ import pytest
 import shardplan
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.convolutions import spread_images
-from shardplan.memory.products import product_operands
+from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.priorities import _Fusion
+from shardplan.memory.products import merged_products, product_operands
 from shardplan.memory.recomputing import kernels_of
 from shardplan.tracing import trace_program
 
@@ -94,3 +96,48 @@ def test_picked_logits_are_summed_together_with_the_exponentials_also_where_they
     plan = shardplan.plan(jax.value_and_grad(loss), mesh, *args, pins=pins)
     groups = [{operation.primitive.name for operation in group} for group in combined_reductions(plan.schedule)]
     assert {"gather", "reduce_sum"} in groups
+
+
+def test_an_image_lives_until_its_padded_copy_is_made():
+    def step(image, filters):
+        image = jnp.tanh(image)
+        made = jax.lax.conv_general_dilated(image, filters, (2,), [(0, 1)], dimension_numbers=("NWC", "WIO", "NWC"))
+        return jnp.sum(jnp.exp(made) ** 2), jnp.sum(jnp.cos(image))
+
+    args = _shape(8, 4096, 64), _shape(3, 64, 64)
+    schedule = shardplan.plan(jax.grad(lambda *args: step(*args)[0], argnums=1), 1, *args).schedule
+    held = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+    [(forward, times, first, last)] = held.spread
+    assert (forward.primitive.name, times) == ("conv_general_dilated", 4097 / 4096) and first < last
+    assert held.reads[schedule.program.inputs[0]][1] <= first
+
+
+def test_products_with_one_matrix_are_merged_whatever_the_other_operands_dimensions():
+    def step(x, w):
+        return x @ w, jnp.stack([x, x]) @ w
+
+    program = trace_program(step, (_shape(16, 16),) * 2, {})
+    products = [o for o in program.operations if o.primitive.name == "dot_general"]
+    assert merged_products(program, products, {o.index: 1.0 for o in products}) == [[o.index for o in products]]
+
+
+@pytest.mark.parametrize(("reorder", "beside"), [(True, 1), (False, 0)])
+def test_what_is_put_in_another_order_cannot_be_written_over(reorder, beside):
+    def step(cache, order):
+        return {"k": cache["k"][order] * 2 if reorder else cache["k"].at[order[0]].set(2.0)}, order[0]
+
+    cache, order = {"k": _shape(64, 4096)}, _shape(64, dtype="int32")
+    pins, mesh = {"0/*": jax.P(None, "x"), "1": jax.P()}, jax.sharding.AbstractMesh((2,), ("x",))
+    plan = shardplan.plan(step, mesh, cache, order, donate_argnums=0, pins=pins)
+    assert plan.peak_bytes == 4 * (1 + beside) * 64 * 2048 + 4 * 64 + 4
+
+
+def test_what_is_spread_along_dimensions_is_read_as_often():
+    def step(x, rows):
+        scaled = jnp.tanh(x) * rows
+        return jnp.sum(scaled, axis=0), jnp.sum(jnp.sin(scaled), axis=1)
+
+    problem = shardplan.plan(step, 1, _shape(512, 512), _shape(512, 1)).schedule.problem
+    [product] = [o for o in problem.program.operations if o.primitive.name == "mul"]
+    own = _Fusion(problem)._kernels[product.results[0]].reads
+    assert {sum(times.values()) for times in own.values()} == {1.0, 512.0}

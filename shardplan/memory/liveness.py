@@ -207,13 +207,14 @@ class Lifetimes:
             maker = makers.get(output) if isinstance(output, int) else None
             if maker is None or not isinstance(output, int):
                 continue
-            if maker.bodies:
-                until = self.reads.get(state, (0, -1))[1]
-                if until > self.start(maker):  # what becomes a carry is read where the loop starts
-                    found.add(output)
+            beside = False
+            if maker.bodies:  # what becomes a carry is read where the loop starts
+                beside = self.reads.get(state, (0, -1))[1] > self.start(maker)
             elif maker.index in self.fused:
-                if not read_in_kernel(self._problem, makers, self.fused, self.held, maker).get(state, True):
-                    found.add(output)
+                read = read_in_kernel(self._problem, makers, self.fused, self.held, maker)
+                beside = not read.get(state, True)
+            if beside:
+                found.add(output)
         return frozenset(found)
 
     def kept_around(self, operation: Operation) -> Iterator[tuple[Link, int]]:

@@ -130,8 +130,8 @@ def read_in_kernel(
     in_memory: Collection[int],
     operation: Operation,
 ) -> dict[int, bool]:
-    """The values that the kernel of an operation goes through, each with whether it is read at the place of each element
-    that the kernel makes, and nowhere else."""
+    """The values that the kernel of an operation goes through, each with whether it is read at the place of each
+    element that the kernel makes, and nowhere else."""
     kernel, stack = {operation.index: operation}, [operation]
     while stack and len(kernel) <= _LOOKED_AT:
         for operand in stack.pop().operands:
