@@ -64,8 +64,9 @@ variables are looked through, with their twins, by so many sweeps; then more of 
 _MOST_NEAR = 2_000_000
 """Table entries up to which that is worth its time."""
 
-_CLOSER = 0.3
-"""The gap asked among the twins of the best assignment, as a share of that of the whole graph."""
+_CLOSER, _CLOSEST = 0.3, 0.1
+"""The gap asked among the twins of the best assignment, and among near choices from known messages, as a share of that
+of the whole graph."""
 
 _SHARE_OF_GAP = 0.5
 """The gap asked of the small graph, as a share of that of the whole one: its bound may then do for the whole one."""
@@ -243,7 +244,7 @@ class _Parts:
         if entries_of(part) > _MOST_NEAR:
             return choices
         effort = replace(self.effort, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
-        solver = GraphSolver(part, math.inf, effort, _CLOSER * self.gap if messages else 0.0, self.watch)
+        solver = GraphSolver(part, math.inf, effort, _CLOSEST * self.gap if messages else 0.0, self.watch)
         if messages:
             solver.messages = restricted_messages(messages, part.undo)
         else:

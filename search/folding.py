@@ -61,7 +61,7 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
         small = folded.graph
         # The same share of the graph's constant cost, so that gaps compare.
         small.constant = graph.constant * len(small.live()) / len(graph.live())
-        found = _search(small, effort, gap, watch)
+        found = _search(small, effort, gap, watch, settles=start is None)
         first, start = start, _lifted(folded, found)
         if first is not None:
             start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)
@@ -79,8 +79,11 @@ def begin_folded(solver: GraphSolver, effort: Effort) -> None:
         solver.sweeps, solver.estimate = start.sweeps, start.estimate
 
 
-def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> Start:
-    """Messages and an assignment of a small graph, as good as they get."""
+def _search(small: Graph, effort: Effort, gap: float, watch: Watch, settles: bool) -> Start:
+    """Messages and an assignment of a small graph, as good as they get.
+
+    settles: whether it is searched on for the assignment where messages leave it open.
+    """
     allowed = _SHARE_OF_TIME * watch.seconds_left()
 
     def tick() -> None:
@@ -95,7 +98,7 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch) -> Start:
     with contextlib.suppress(Stop):
         solver.sweep_until_prunable()
     messages = {} if solver.relaxation is None else solver.relaxation.messages()
-    if solver.relaxation is not None and not solver.closed:
+    if settles and solver.relaxation is not None and not solver.closed:
         # What stays open is mostly at the ends, and little beside the cost of all layers.
         solver.effort = replace(effort, sweeps=solver.sweeps + _LAST_SWEEPS, closing=0.1 * effort.closing)
         with contextlib.suppress(Stop):
