@@ -35,10 +35,11 @@ class Watch:
     """Whom a solver answers to.
 
     report: called after each step that may have changed a bound; it may raise, to end the search.
-    seconds_left: until the search has to end. ask: called where an assignment is as good as it gets for a while; it may
-    raise likewise.
+    seconds_left: until the search has to end. ask: called where an assignment is as good as it gets for a while; doubt:
+    called where it seems that nothing keeps within the limit. Both may raise likewise.
     """
 
     report: Callable[[], None]
     seconds_left: Callable[[], float]
     ask: Callable[[], None] = lambda: None
+    doubt: Callable[[], None] = lambda: None

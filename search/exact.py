@@ -121,10 +121,16 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         report()
         run.ask()
 
+    def doubt() -> None:
+        if run.cost == math.inf and solver.upper == math.inf:
+            lowest_peak(run)
+            if run.proven_infeasible:
+                raise Stop
+
     limit = min(run.time_limit, run.work_limit)
     effort = Effort(seconds=sweeping * limit, closing=closing * limit)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
-    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask))
+    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt))
     with run.stage("reduce"):
         solver.reduce()
         entries = entries_of(graph)

@@ -159,6 +159,8 @@ class Pricing:
             if self.solver.closed or self.estimate > seconds:
                 break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
+            if number == _MOST_LOW and not self._turned:
+                self.solver.watch.doubt()
             if number >= _MOST_LOW and not self._turned:
                 prices = np.full(len(prices), self._scale())  # at all times at once: whatever fits is worth knowing
             if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):

@@ -43,11 +43,16 @@ _MOST_ORDERS = 2
 _FAR = 1.1
 _MANY = 4
 
+# Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
+_LEANEST = 3
+_SEARCHES_ABOVE = 2
+
 # Where nothing fits, the least peak is looked for half-way between the least that is found and what is proven, until
-# they are this near, but not far below the limit before anything fits. Any schedule that is not far too dear will do.
+# they are this near, but not far below the limit before anything fits, and then in the order of the least, from such a
+# share of it on. Any schedule that is not far too dear will do.
 _MOST_TRIALS = 8
 _NEAR_LEAST = 0.01
-_BELOW_LIMIT = 0.95
+_BELOW_LIMIT, _BELOW_OWN = 0.95, 0.9
 _PRECISION_OF_TRIALS = 0.2
 _MISSED = 1.001
 
@@ -61,6 +66,10 @@ class Corrections:
         """The limit itself: that of ``search`` may be lowered."""
         self.least = first
         """The schedule of the least peak, in its own order."""
+        self.aside = first
+        """Likewise, of those that were best at some prices, and were not searched on from."""
+        self.leanest: Found | None = None
+        """What was within the limit among these."""
         self.best: Found | None = None
         """The cheapest schedule within the limit, in its own order."""
         self.unlimited = first.solution.lower_bound
@@ -94,6 +103,7 @@ class Corrections:
         for number in range(_MOST_CORRECTIONS):
             if not self._exclude(found):
                 return
+            known = self.best
             found, own = self._search_once(found)
             if own.peak_bytes <= self.limit_bytes or (self.best is not None and self.spent > self.patience):
                 return
@@ -105,6 +115,9 @@ class Corrections:
                 lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
                 lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / _FAR)
                 self.search = replace(self.search, limit_bytes=lower)
+            elif known is not self.best and self.best is not None:  # within the limit in its own order alone
+                found = self.best
+                self.count_in(found.lifetimes)
             elif time.perf_counter() > self.deadline or self.least_bound > self.search.limit_bytes:
                 return
 
@@ -112,7 +125,7 @@ class Corrections:
         """Takes a schedule into account as it is in its own order, which it gives, unless it is far above the limit."""
         self.least_bound = max(self.least_bound, found.solution.least_peak_bound)
         lower = self.best is None and found.peak_bytes < self.least.peak_bytes
-        if not lower and found.peak_bytes > CLEARLY * self.limit_bytes:
+        if not lower and found.peak_bytes > CLEARLY * max(self.limit_bytes, self.search.limit_bytes):
             return found
         own = counted(self.problem, (found.schedule, found.solution), self.search)
         self.least = min(self.least, own, key=lambda f: f.peak_bytes)
@@ -169,6 +182,7 @@ class Corrections:
             if self.beyond:  # which need not be there in other schedules
                 found = replace(found, solution=replace(found.solution, least_peak_bound=0.0))
             own = self.keep(found)
+            self.keep_leanest(network, found)
             self.known = [choices[: len(self.problem.network)] for choices in found.solution.known]
             settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
             if settled or found.peak_bytes <= self.search.limit_bytes or time.perf_counter() >= self.deadline:
@@ -183,16 +197,46 @@ class Corrections:
                 self.lower = max(self.lower, min(bound, found.solution.cost))
         return found, own
 
-    def _serves(self, choices: NDArray[np.int64]) -> bool:
-        """Whether an assignment of a network keeps within the limit at all places; if it does, it may do in its own
-        order too, though what is found at last does not."""
+    def keep_leanest(self, network: Network, found: Found) -> None:
+        """Where nothing fits in the order of a search, what has the lowest peaks there may fit in its own order."""
+        if self.best is not None or (np.isfinite(found.solution.cost) and found.peak_bytes <= self.limit_bytes):
+            return
+        least = self.least
+        leanest = sorted(found.solution.known, key=lambda choices: network.peak(choices)[0])
+        for choices in leanest[:_LEANEST]:
+            if self.keep(self._schedule(choices)).peak_bytes > self.limit_bytes and self.best is not None:
+                break
+        self.leanest = self.best
+        self.least, self.aside = least, min(self.aside, self.least, key=lambda one: one.peak_bytes)
+
+    def search_above(self) -> None:
+        """Where nothing is better than what had the lowest peak: searches the first order again, within what that takes
+        there, as what is near may be within the limit in its own order too."""
+        if self.best is None or self.best is not self.leanest:
+            return
+        self.count_in(self.first.lifetimes)
+        found = held((self.best.schedule, self.best.solution), [self.lifetimes], self.search)
+        self.search = replace(self.search, limit_bytes=found.peak_bytes)
+        for _ in range(_SEARCHES_ABOVE):
+            if self._exclude(found):
+                found, own = self._search_once(found)
+                if own.peak_bytes <= self.limit_bytes:
+                    return
+
+    def _schedule(self, choices: NDArray[np.int64]) -> Found:
+        """What a search has found on its way, in its order."""
         choices = choices[: len(self.problem.network)]
         solution = Solution(choices, np.inf, -np.inf, "feasible", self.search.method)
-        found = held((Schedule(self.problem, self.problem.decode(choices)), solution), [self.lifetimes], self.search)
+        return held((Schedule(self.problem, self.problem.decode(choices)), solution), [self.lifetimes], self.search)
+
+    def _serves(self, choices: NDArray[np.int64]) -> bool:
+        """Whether an assignment of a network keeps within the limit at all places, and in its own order too, unless
+        that was gone over to so often that what is found at last may do so sooner."""
+        found = self._schedule(choices)
         if found.peak_bytes > self.search.limit_bytes:
             return False
-        self.keep(found)
-        return True
+        own = self.keep(found)
+        return own.peak_bytes <= self.limit_bytes or self.orders == _MOST_ORDERS
 
 
 def _hint(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
@@ -218,13 +262,22 @@ def look_for_least(known: Corrections) -> None:
     if known.lifetimes is not known.first.lifetimes:
         known.count_in(known.first.lifetimes)
     unreached, orders, again = known.least_bound, 0, False
+    proven = unreached
     places: set[int] = set()
     least = latest = held((known.least.schedule, known.least.solution), [known.lifetimes], search)
     for _ in range(_MOST_TRIALS):
         usages = known.usages
         near = least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes
-        if near or known.best is not None or time.perf_counter() > deadline:
+        if known.best is not None or time.perf_counter() > deadline:
             break
+        if near:  # in this order: what is found may take more in its own
+            if orders == _MOST_ORDERS or known.least.peak_bytes <= (1 + _NEAR_LEAST) * least.peak_bytes:
+                break
+            known.count_in(known.least.lifetimes)
+            least = latest = known.least
+            orders, places = orders + 1, set()
+            unreached = _BELOW_OWN * least.peak_bytes
+            usages = known.usages
         target, below = 0.5 * (unreached + least.peak_bytes), _BELOW_LIMIT * known.limit_bytes
         target = max(target, below) if below < least.peak_bytes else target
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
@@ -235,6 +288,8 @@ def look_for_least(known: Corrections) -> None:
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
         found = held(find(known.problem, network, trial, left, _LEAST_WORK), [usages.lifetimes], trial)
         own = known.keep(found)
+        known.keep_leanest(network, found)
+        proven = max(proven, known.least_bound)
         above, latest = set(_places_above(usages, found, trial)) - places, found
         again = (bool(above) or (usages.follow(found.schedule) and not again)) and np.isfinite(found.solution.cost)
         if found.peak_bytes > _MISSED * target and not again:
@@ -245,3 +300,4 @@ def look_for_least(known: Corrections) -> None:
             known.count_in(own.lifetimes)
             least = latest = own
             orders, places = orders + 1, set()
+    known.least_bound = proven

@@ -54,9 +54,11 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
             corrections.count_in(corrections.best.lifetimes)
             corrections.follow(corrections.best)
     if corrections.best is not None:
+        corrections.search_above()
         return corrections.best_proven()
+    least = min(corrections.least, corrections.aside, key=lambda found: found.peak_bytes)
     raise InfeasibleError(
-        _does_not_fit(problem, corrections.least, corrections.least_bound, search), corrections.least.peak_bytes
+        _does_not_fit(problem, least, min(corrections.least_bound, least.peak_bytes), search), least.peak_bytes
     )
 
 
