@@ -9,11 +9,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.finding import CLEARLY, Found, Search, counted, find, held
-from shardplan.memory.liveness import Lifetimes, memory_profile
+from shardplan.finding import CLEARLY, Counts, Found, Search, find
+from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.usages import Usages
-from shardplan.problem import Problem
-from shardplan.schedule import Schedule
 from shardplan.search import Hint, Network, Solution, extended
 
 # A search within a limit ends with the best plan after so many times the work of planning without a limit: of the
@@ -60,8 +58,9 @@ _MISSED = 1.001
 class Corrections:
     """Searches within the limit, each at the places where what was found before exceeds it."""
 
-    def __init__(self, problem: Problem, search: Search, first: Found, deadline: float) -> None:
-        self.problem, self.search, self.first, self.deadline = problem, search, first, deadline
+    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float) -> None:
+        self.counts, self.search, self.first, self.deadline = counts, search, first, deadline
+        self.problem = problem = counts.problem
         self.limit_bytes = search.limit_bytes
         """The limit itself: that of ``search`` may be lowered."""
         self.least = first
@@ -127,7 +126,7 @@ class Corrections:
         lower = self.best is None and found.peak_bytes < self.least.peak_bytes
         if not lower and found.peak_bytes > CLEARLY * max(self.limit_bytes, self.search.limit_bytes):
             return found
-        own = counted(self.problem, (found.schedule, found.solution), self.search)
+        own = self.counts.own(found.solution)
         self.least = min(self.least, own, key=lambda f: f.peak_bytes)
         cost = self.problem.network.cost(own.solution.choices)
         if own.peak_bytes <= self.limit_bytes and cost < self._best_cost:
@@ -147,18 +146,28 @@ class Corrections:
     def _exclude(self, found: Found) -> bool:
         """Sees to it that the next network is one in which this schedule exceeds the limit, if it does; False where
         that is so already, and nothing better can be found."""
-        above = {*_places_above(self.usages, found, self.search)} - self.places
+        limit = self.search.limit_bytes
+        above = {*self.places_above(found, limit)} - self.places
         self.places |= above
         changed = self.usages.follow(found.schedule)
-        limit = self.search.limit_bytes
         if found.peak_bytes <= limit or above:
             return True
-        exact = memory_profile(self.usages.lifetimes, found.schedule, self.search.donated)
+        exact = self.counts.profile(found.solution.choices, self.lifetimes)
         for place, size in self._counted(found).items():
             if exact[place] > limit >= size + self.beyond.get(place, 0.0):
                 self.beyond[place] = float(exact[place]) - size
                 changed = True
         return changed
+
+    def places_above(self, found: Found, limit: float) -> Iterator[int]:
+        """The places of the order at which a schedule exceeds a limit most, each at some distance from the others."""
+        profile = self.counts.profile(found.solution.choices, self.lifetimes).copy()
+        for _ in range(_PLACES_AT_ONCE):
+            place = int(profile.argmax())
+            if profile[place] <= limit:
+                return
+            yield place
+            profile[max(0, place - _DISTANCE) : place + _DISTANCE + 1] = 0.0
 
     def _counted(self, found: Found) -> dict[int, float]:
         """What the network counts at the places."""
@@ -176,8 +185,8 @@ class Corrections:
         work = max(self.patience - self.spent, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
-            best = find(self.problem, network, self.search, left, work, self._serves)
-            found = held(best, [self.lifetimes], self.search)
+            solution = find(self.problem, network, self.search, left, work, self._serves)
+            found = self.counts.within(solution, self.lifetimes)
             self.spent += found.solution.work
             if self.beyond:  # which need not be there in other schedules
                 found = replace(found, solution=replace(found.solution, least_peak_bound=0.0))
@@ -215,7 +224,7 @@ class Corrections:
         if self.best is None or self.best is not self.leanest:
             return
         self.count_in(self.first.lifetimes)
-        found = held((self.best.schedule, self.best.solution), [self.lifetimes], self.search)
+        found = self.counts.within(self.best.solution, self.lifetimes)
         self.search = replace(self.search, limit_bytes=found.peak_bytes)
         for _ in range(_SEARCHES_ABOVE):
             if self._exclude(found):
@@ -227,7 +236,7 @@ class Corrections:
         """What a search has found on its way, in its order."""
         choices = choices[: len(self.problem.network)]
         solution = Solution(choices, np.inf, -np.inf, "feasible", self.search.method)
-        return held((Schedule(self.problem, self.problem.decode(choices)), solution), [self.lifetimes], self.search)
+        return self.counts.within(solution, self.lifetimes)
 
     def _serves(self, choices: NDArray[np.int64]) -> bool:
         """Whether an assignment of a network keeps within the limit at all places, and in its own order too, unless
@@ -245,17 +254,6 @@ def _hint(network: Network, found: Found, prices: Mapping[int, float], places: C
     return Hint(extended(network, found.solution.choices), by_time)
 
 
-def _places_above(usages: Usages, found: Found, search: Search) -> Iterator[int]:
-    """The places of the order at which a schedule exceeds the limit most, each at some distance from the others."""
-    profile = memory_profile(usages.lifetimes, found.schedule, search.donated)
-    for _ in range(_PLACES_AT_ONCE):
-        place = int(profile.argmax())
-        if profile[place] <= search.limit_bytes:
-            return
-        yield place
-        profile[max(0, place - _DISTANCE) : place + _DISTANCE + 1] = 0.0
-
-
 def look_for_least(known: Corrections) -> None:
     """Looks for the schedule of the least peak, and for what no peak is below, until one is within the limit."""
     search, deadline = known.search, known.deadline
@@ -264,7 +262,7 @@ def look_for_least(known: Corrections) -> None:
     unreached, orders, again = known.least_bound, 0, False
     proven = unreached
     places: set[int] = set()
-    least = latest = held((known.least.schedule, known.least.solution), [known.lifetimes], search)
+    least = latest = known.counts.within(known.least.solution, known.lifetimes)
     for _ in range(_MOST_TRIALS):
         usages = known.usages
         near = least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes
@@ -281,16 +279,16 @@ def look_for_least(known: Corrections) -> None:
         target, below = 0.5 * (unreached + least.peak_bytes), _BELOW_LIMIT * known.limit_bytes
         target = max(target, below) if below < least.peak_bytes else target
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
-        places |= set(_places_above(usages, least, trial))
+        places |= {*known.places_above(least, target)}
         usages.follow(latest.schedule)
         network = usages.network(target, places)
         network.hint = _hint(network, least, {}, places)
         left = max(_LEAST_SECONDS, deadline - time.perf_counter())
-        found = held(find(known.problem, network, trial, left, _LEAST_WORK), [usages.lifetimes], trial)
+        found = known.counts.within(find(known.problem, network, trial, left, _LEAST_WORK), known.lifetimes)
         own = known.keep(found)
         known.keep_leanest(network, found)
         proven = max(proven, known.least_bound)
-        above, latest = set(_places_above(usages, found, trial)) - places, found
+        above, latest = {*known.places_above(found, target)} - places, found
         again = (bool(above) or (usages.follow(found.schedule) and not again)) and np.isfinite(found.solution.cost)
         if found.peak_bytes > _MISSED * target and not again:
             unreached = target

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from shardplan.correcting import Corrections, look_for_least
 from shardplan.errors import InfeasibleError
-from shardplan.finding import CLEARLY, Found, Search, counted, find
+from shardplan.finding import CLEARLY, Counts, Found, Search, find
 from shardplan.memory.liveness import memory_profile
 from shardplan.problem import Problem
-from shardplan.schedule import Schedule
 from shardplan.search import Solution
 from shardplan.tables import megabytes
 
@@ -24,28 +23,27 @@ from shardplan.tables import megabytes
 def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
-    limit_bytes = search.limit_bytes
+    limit_bytes, counts = search.limit_bytes, Counts(problem, search)
 
     def serves(choices: NDArray[np.int64]) -> bool:
         known = Solution(choices, np.inf, -np.inf, "feasible", search.method)
-        own = counted(problem, (Schedule(problem, problem.decode(choices)), known), search)
-        return own.peak_bytes <= CLEARLY * limit_bytes
+        return counts.own(known).peak_bytes <= CLEARLY * limit_bytes
 
     asked = serves if limit_bytes < np.inf else None
     best = find(problem, problem.network, search, search.seconds, serves=asked)
-    if best[1].status == "infeasible":
+    if best.status == "infeasible":
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
-    found = counted(problem, best, search)
+    found = counts.own(best)
     if found.peak_bytes <= limit_bytes:
         return found
-    return _search_again(problem, search, found, deadline)
+    return _search_again(counts, search, found, deadline)
 
 
-def _search_again(problem: Problem, search: Search, first: Found, deadline: float) -> Found:
+def _search_again(counts: Counts, search: Search, first: Found, deadline: float) -> Found:
     """The best schedule within the limit, where ``first``, the best one without, is not."""
-    corrections = Corrections(problem, search, first, deadline)
+    corrections = Corrections(counts, search, first, deadline)
     corrections.follow(first)
     if corrections.best is None:
         look_for_least(corrections)
@@ -58,7 +56,7 @@ def _search_again(problem: Problem, search: Search, first: Found, deadline: floa
         return corrections.best_proven()
     least = min(corrections.least, corrections.aside, key=lambda found: found.peak_bytes)
     raise InfeasibleError(
-        _does_not_fit(problem, least, min(corrections.least_bound, least.peak_bytes), search), least.peak_bytes
+        _does_not_fit(counts.problem, least, min(corrections.least_bound, least.peak_bytes), search), least.peak_bytes
     )
 
 
