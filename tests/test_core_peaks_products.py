@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import shardplan
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
-from shardplan.memory.merging import merged_lifetimes
+from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.products import merged_products
 from shardplan.memory.recomputing import adding_products, kernels_of
 from shardplan.tracing import trace_program
@@ -93,3 +93,21 @@ def test_of_a_weights_gradients_added_up_one_after_another_every_other_addition_
     # as compiled: behind a product, from which its result is taken first, the kernel before it can be placed at once
     data = [o for o in operations if o.primitive.name == "dot_general" and shapes[o.results[0]] == x.shape][6:]
     assert order.index(makers[first.onto].index) < order.index(data[2].index)
+
+
+def test_merged_products_run_together_behind_what_puts_their_operands_side_by_side():
+    def step(w, x, y, z):
+        first, second = jnp.sin(x @ y), jnp.cos(x @ z)
+        return (first @ w) @ jnp.exp(x), (second @ w) @ y  # which leave no operand of theirs in memory
+
+    schedule = shardplan.plan(step, 1, *[_square(64)] * 4).schedule
+    kernels = adding_products(schedule, kernels_of(schedule.problem))
+    lifetimes = Lifetimes(schedule.problem, hiding_order(schedule, kernels)[0], kernels)
+    products = [o for o in schedule.program.operations if o.primitive.name == "dot_general"]
+    merged = [o for o in products if o.operands[1] == schedule.program.inputs[0]]
+    places = sorted(lifetimes.place[o.index] for o in merged)
+    assert places[1] == places[0] + 1
+    assert (2 * 64 * 64 * 4, *places) in list(side_by_side(lifetimes, schedule))
+    spans = lifetimes.held | merged_lifetimes(lifetimes, schedule)
+    assert [spans[o.operands[0]].end for o in merged] == [places[0]] * 2
+    assert [spans[o.results[0]].start for o in merged] == [places[1]] * 2

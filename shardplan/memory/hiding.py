@@ -25,15 +25,15 @@ ones first, whatever that holds in memory. Below, two kernels of a layer run bet
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from shardplan.memory.accumulation import merged_in
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import combined_reductions, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS as SUMS
 from shardplan.memory.gathering import Gather, combined_gathers, gather_for
+from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing
 from shardplan.memory.products import is_multiplied
@@ -62,7 +62,8 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sendi
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
             break
     graph.join(kernels)
-    graph.wait_for_slices(kernels)
+    merge_nodes(graph)
+    wait_for_slices(graph, kernels)
     order: list[int] = []
     done: set[int] = set()
     placed, operations = list(reversed(Placing(graph).run())), schedule.program.operations
@@ -115,7 +116,7 @@ class Graph:
         self.gathers: dict[Gather, int] = {}
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
         self._together = {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
-        self._reads: dict[int, frozenset[int]] = {}
+        self.reads: dict[int, frozenset[int]] = {}
         self._sources: dict[int, frozenset[int]] = {}
         self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
@@ -134,7 +135,7 @@ class Graph:
                 if brought:
                     self._brought |= dict.fromkeys(operation.results, brought)
             elif operation.region == 0:
-                self._reads[operation.index], self._moved_by[operation.index] = reads, brought
+                self.reads[operation.index], self._moved_by[operation.index] = reads, brought
         self._connect({o.index: number for number, group in enumerate(combined) for o in group})
 
     def _is_part(self, operation: Operation) -> bool:
@@ -144,9 +145,13 @@ class Graph:
 
     def in_order(self) -> list[int]:
         """All nodes, each behind what it needs, else in the order of the program; fewer if there are cycles."""
-        missing = {node: len(needs) for node, needs in self.needs.items()}
-        readers: dict[int, list[int]] = {node: [] for node in self.needs}
-        for node, needs in self.needs.items():
+        return self.in_order_of(self.needs)
+
+    def in_order_of(self, nodes: Mapping[int, Collection[int]]) -> list[int]:
+        """The same for other needs."""
+        missing = {node: len(needs) for node, needs in nodes.items()}
+        readers: dict[int, list[int]] = {node: [] for node in nodes}
+        for node, needs in nodes.items():
             for need in needs:
                 readers[need].append(node)
         ready = [(self.place[node], node) for node, count in missing.items() if not count]
@@ -170,7 +175,7 @@ class Graph:
         touching: dict[int, list[int]] = {}
         place = {node: number for number, node in enumerate(self.in_order())}
         owner: dict[int, int] = {}
-        for index in sorted(self._reads):
+        for index in sorted(self.reads):
             sums = self.program.operations[index].primitive.name in SUMS
             if not sums and index not in kernels.fused:
                 continue
@@ -180,18 +185,28 @@ class Graph:
                 self.joined.setdefault(other, []).append(index)
                 self.parts |= set() if sums else {other}
             else:
-                for value in {*self._reads[index], *self.program.operations[index].results}:
+                for value in {*self.reads[index], *self.program.operations[index].results}:
                     touching.setdefault(value, []).append(index)
         for index, other in self._joining_later(place, touching, owner).items():
             owner[index] = other
             self.joined.setdefault(other, []).append(index)
+        self.needs = self.joining(owner)
+        self.take_in(owner)
+
+    def joining(self, owner: Mapping[int, int]) -> dict[int, set[int]]:
+        """What each node needs where some are part of others."""
+        found = {node: {owner.get(need, need) for need in needs} for node, needs in self.needs.items()}
         for index, other in owner.items():
-            self.needs[other] |= self.needs.pop(index) - {other}
+            found[other] |= found.pop(index)
+        for node, needs in found.items():
+            needs.discard(node)
+        return found
+
+    def take_in(self, owner: Mapping[int, int]) -> None:
+        """Adds up the times of what is one node now, and what it reads."""
+        for index, other in owner.items():
             self.takes[other] += self.takes.pop(index)
             self.values[other] |= self.values.pop(index)
-        for node, needed in self.needs.items():
-            if not needed.isdisjoint(owner):
-                self.needs[node] = {owner.get(need, need) for need in needed} - {node}
 
     def _joining(
         self,
@@ -202,49 +217,17 @@ class Graph:
     ) -> int | None:
         """The kernel before an operation that takes it in, if there is one."""
         operation, values = self.program.operations[index], self.program.values
-        sums, elements = operation.primitive.name in SUMS, self._elements(operation)
-        reads = sorted(self._reads[index], key=lambda value: (-values[value].total_bytes, value))
+        sums, elements = operation.primitive.name in SUMS, self.elements(operation)
+        reads = sorted(self.reads[index], key=lambda value: (-values[value].total_bytes, value))
         shared = reads[:1] if sums else [value for value in reads if prod(values[value].shape) == elements]
         needs = [(need, owner.get(need, need)) for need in self.needs[index]]
         for value in shared:
             for other in reversed(touching.get(value, [])[-_MOST_SOURCES:]):
                 before = all(need == other or place[own] < place[other] for need, own in needs)
-                alike = self._elements(self.program.operations[other]) == elements
-                if alike and before and place[other] < place[index] and (sums or value in self._reads[other]):
+                alike = self.elements(self.program.operations[other]) == elements
+                if alike and before and place[other] < place[index] and (sums or value in self.reads[other]):
                     return other
         return None
-
-    def wait_for_slices(self, kernels: Kernels) -> None:
-        """Lets a product that is added to one of merged products wait for the kernel that takes this one out of them:
-        it is one with the first kernel as large that reads another one, such as a sum of many, where that can be."""
-        owner = {part: node for node, parts in self.joined.items() for part in parts}
-        operations = self.program.operations
-        added = {found.onto: index for index, found in kernels.adding.items() if index in self.needs}
-        reading: dict[int, list[int]] = {}
-        for node in sorted(self._reads.keys() & kernels.fused):
-            for value in self._reads[node]:
-                reading.setdefault(value, []).append(node)
-        for group in merged_in(self.schedule, operations):
-            results = [operations[index].results[0] for index in group]
-            nodes = sorted({node for result in results for node in reading.get(result, ())})
-            for index in (added[result] for result in results if result in added):
-                elements = self._elements(operations[index])
-                alike = (owner.get(node, node) for node in nodes if self._elements(operations[node]) == elements)
-                first = next(alike, None)
-                if first is not None and not self._needs_any(first, index):
-                    self.needs[index].add(first)
-
-    def _needs_any(self, node: int, wanted: int) -> bool:
-        """Whether a node needs another one, directly or not."""
-        seen, stack = {node}, [node]
-        while stack:
-            for need in self.needs[stack.pop()]:
-                if need == wanted:
-                    return True
-                if need not in seen:
-                    seen.add(need)
-                    stack.append(need)
-        return False
 
     def through_values(self) -> dict[int, set[int]]:
         """What each node needs, arguments and what is taken from several results included: values, by their complement,
@@ -274,12 +257,12 @@ class Graph:
             for need in needs:
                 needed[need] = min(place[node], needed.get(need, len(place)))
         found = dict[int, int]()
-        for index in sorted(self._reads.keys() - owner.keys() - self.joined.keys()):
+        for index in sorted(self.reads.keys() - owner.keys() - self.joined.keys()):
             operation = self.program.operations[index]
             if operation.primitive.name not in SUMS or index in found.values():
                 continue
-            elements, until = self._elements(operation), needed.get(index, len(place))
-            for value in sorted(self._reads[index]):
+            elements, until = self.elements(operation), needed.get(index, len(place))
+            for value in sorted(self.reads[index]):
                 if prod(self.program.values[value].shape) != elements:
                     continue
                 later = (
@@ -288,7 +271,7 @@ class Graph:
                     if place[index] < place[other] < until
                     and other not in owner
                     and other not in found
-                    and self._elements(self.program.operations[other]) == elements
+                    and self.elements(self.program.operations[other]) == elements
                 )
                 other = min(later, key=place.__getitem__, default=None)
                 if other is not None:
@@ -296,14 +279,14 @@ class Graph:
                     break
         return found
 
-    def _elements(self, operation: Operation) -> int:
+    def elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""
         value = (operation.operands if operation.primitive.name in SUMS else operation.results)[:1]
         return sum(prod(self.program.values[v].shape) for v in value if isinstance(v, int))
 
     def _connect(self, merged: Mapping[int, int]) -> None:
         sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
-        for index in self._reads:
+        for index in self.reads:
             operation = self.program.operations[index]
             strategy = self.schedule.assignment.strategies.get(index)
             self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
@@ -317,9 +300,9 @@ class Graph:
                     self.needs[self.starts[end]].add(index)
                     self.values[self.starts[end]].add(result)
                     sent[result] = self.reduced[index] = end
-        for index in self._reads:
+        for index in self.reads:
             moved = dict(self._moved(index, sent))
-            for value in self._reads[index]:
+            for value in self.reads[index]:
                 maker = self._maker(value)
                 need = moved.get(value, sent.get(value, maker))
                 if need is not None:
@@ -329,7 +312,7 @@ class Graph:
 
     def _maker(self, value: int) -> int | None:
         maker = self.makers.get(value)
-        return maker.index if maker is not None and maker.index in self._reads else None
+        return maker.index if maker is not None and maker.index in self.reads else None
 
     def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
         """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
@@ -385,7 +368,7 @@ class Graph:
 
     def _time(self, operation: Operation) -> float:
         """Microseconds that a kernel takes on one device."""
-        reads = self._reads.get(operation.index, frozenset())
+        reads = self.reads.get(operation.index, frozenset())
         if operation.index in self._products:  # as long as without what it is added to
             operation = self.program.operations[self._products[operation.index]]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))

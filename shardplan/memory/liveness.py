@@ -28,7 +28,7 @@ from shardplan.memory.convolutions import (
 )
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import Gather
-from shardplan.memory.merging import merged_lifetimes
+from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.products import ProductOperand, is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
@@ -321,6 +321,8 @@ def memory_held(
                 ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
                 yield hold(result, own, place, max(ends, reduced.get(operation.index, place)))
     for size, first, last in masked_rows(lifetimes.order, schedule):
+        yield Held(None, (), size, Lifetime(first, last))
+    for size, first, last in side_by_side(lifetimes, schedule):
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)

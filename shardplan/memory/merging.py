@@ -1,20 +1,29 @@
-"""Products that XLA:GPU merges into one: how long their results are in memory."""
+"""Products that XLA:GPU merges into one: they run together, once all that they read is there.
+
+Their other operands are put side by side by a kernel before: what nobody else reads then is not in memory while the
+product runs. Its result is one buffer, which lives until nothing reads any of its parts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_in
 from shardplan.memory.products import leaving_products
+from shardplan.memory.recomputing import Kernels
+from shardplan.memory.sizes import bytes_in
+from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
+    from shardplan.memory.hiding import Graph
     from shardplan.memory.liveness import Lifetime, Lifetimes
 
 
 def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
-    """The results of products that XLA merges: one buffer, which lives until nothing reads any of them."""
+    """The results of products that XLA merges, and what these read as long as it is put side by side alone."""
     found: dict[int, Lifetime] = {}
     leaving = leaving_products(schedule.program)
     for group in merged_in(schedule, lifetimes.order, lifetimes.held):
@@ -22,5 +31,107 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
         spans = [lifetimes.held[result] for result in results]
         last = lifetimes.end if leaving.intersection(results) else max(span.end for span in spans)
         whole = replace(spans[0], start=min(span.start for span in spans), end=last)
+        first, until = _run(lifetimes, group)
+        if until > first:
+            whole = replace(whole, start=first + 1)
+            for operand in _others(schedule, group):
+                span = found.get(operand, lifetimes.held.get(operand))
+                if span is not None and first < span.end <= until and span.start <= first:
+                    found[operand] = replace(span, end=first)
         found |= dict.fromkeys(results, whole)
     return found
+
+
+def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
+    """The bytes of the operands that are put side by side for merged products, and from where to where they are."""
+    for group in merged_in(schedule, lifetimes.order, lifetimes.held):
+        first, until = _run(lifetimes, group)
+        if until > first:
+            yield sum(_sizes(schedule, group)), first, until
+
+
+def _run(lifetimes: Lifetimes, group: Sequence[int]) -> tuple[int, int]:
+    """The first and the last place of products that run together; nothing else is made between them but on the way."""
+    places = sorted(lifetimes.place[index] for index in group)
+    between = (lifetimes.order[place] for place in range(places[0], places[-1] + 1))
+    apart = any(o.index not in group and not lifetimes.held.keys().isdisjoint(o.results) for o in between)
+    return places[0], places[0] if apart else places[-1]
+
+
+def _positions(schedule: Schedule, group: Sequence[int]) -> Iterator[tuple[Operation, int]]:
+    """The products of a group, each with the position of the operand that they do not share."""
+    operations = [schedule.program.operations[index] for index in group]
+    shared = 0 if len({operation.operands[0] for operation in operations}) == 1 else 1
+    for operation in operations:
+        yield operation, 1 - shared
+
+
+def _others(schedule: Schedule, group: Sequence[int]) -> list[int]:
+    """What merged products read that they do not share."""
+    found = (operation.operands[position] for operation, position in _positions(schedule, group))
+    return [operand for operand in found if isinstance(operand, int)]
+
+
+def _sizes(schedule: Schedule, group: Sequence[int]) -> Iterator[float]:
+    for operation, position in _positions(schedule, group):
+        operand, layout = (
+            operation.operands[position],
+            schedule.assignment.strategies[operation.index].operands[position],
+        )
+        if isinstance(operand, int) and layout is not None:
+            yield bytes_in(schedule, operand, layout)
+
+
+def merge_nodes(graph: Graph) -> None:
+    """Lets products that XLA merges be one node of the order, unless one of them then waits for itself."""
+    owner = {part: node for node, parts in graph.joined.items() for part in parts}
+    groups = [
+        [index for index in group if index in graph.needs and index not in owner]
+        for group in merged_in(graph.schedule, graph.program.operations)
+    ]
+    waiting = [[group for group in groups if len(group) > 1]]
+    while waiting:
+        some = waiting.pop()
+        owner = {index: group[0] for group in some for index in group[1:]}
+        needs = graph.joining(owner)
+        if len(graph.in_order_of(needs)) == len(needs):
+            graph.needs = needs
+            graph.take_in(owner)
+            for index, other in owner.items():
+                graph.joined.setdefault(other, []).extend([index, *graph.joined.pop(index, ())])
+        elif len(some) > 1:
+            waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+
+
+def wait_for_slices(graph: Graph, kernels: Kernels) -> None:
+    """Lets a product that is added to one of merged products wait for the kernel that takes this one out of them:
+    it is one with the first kernel as large that reads another one, such as a sum of many, where that can be."""
+    owner = {part: node for node, parts in graph.joined.items() for part in parts}
+    operations = graph.program.operations
+    added = {found.onto: index for index, found in kernels.adding.items() if index in graph.needs}
+    reading: dict[int, list[int]] = {}
+    for node in sorted(graph.reads.keys() & kernels.fused):
+        for value in graph.reads[node]:
+            reading.setdefault(value, []).append(node)
+    for group in merged_in(graph.schedule, operations):
+        results = [operations[index].results[0] for index in group]
+        nodes = sorted({node for result in results for node in reading.get(result, ())})
+        for index in (added[result] for result in results if result in added):
+            elements = graph.elements(operations[index])
+            alike = (owner.get(node, node) for node in nodes if graph.elements(operations[node]) == elements)
+            first = next(alike, None)
+            if first is not None and not _needs_any(graph.needs, first, index):
+                graph.needs[index].add(first)
+
+
+def _needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:
+    """Whether a node needs another one, directly or not."""
+    seen, stack = {node}, [node]
+    while stack:
+        for need in needs[stack.pop()]:
+            if need == wanted:
+                return True
+            if need not in seen:
+                seen.add(need)
+                stack.append(need)
+    return False
