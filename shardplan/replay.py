@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardplan import _jax
 from shardplan.beginnings import in_parts
 from shardplan.control import Link, Links
+from shardplan.early import reduced_before_added
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
@@ -28,7 +29,7 @@ from shardplan.reads import read_block, reads_place
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacks import in_order, ordered, slices_gathered_behind
 from shardplan.strategy import Strategy
-from shardplan.transition import Step
+from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
 
 
@@ -42,6 +43,7 @@ class Replay:
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = {result: o for o in self._program.operations for result in o.results}
         self._ordered = slices_gathered_behind(schedule) if schedule.problem.islands else frozenset[int]()
+        self._early = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
@@ -201,13 +203,13 @@ class Replay:
             steps = self._schedule.result_steps(operation, position)[done[position] :]
             reduced = travelling is not None or done[position]
             held = result if reduced else self._constrain(result, strategy.results[position])
-            for step in _ends(steps):
+            for step in ends_of(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._constrain(held, step.layout)
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
-            self._held[index, planned] = held
+            self._held[index, planned] = self._apart(index, held, planned)
 
     def _scatters(self, operation: Operation) -> bool:
         """Whether the partial results of an operation with one result are scattered."""
@@ -359,9 +361,10 @@ class Replay:
             reducing = [step for step in steps if step.kind in REDUCTIONS]
             pending, *own = route.source
             island = self._island(pending, reducing, self._schedule.problem.travelling(value))
-            held = self._held[value, reducing[-1].layout] = island.reduce_stacked(held, tuple(own))
+            reduced = island.reduce_stacked(held, tuple(own))
+            held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]
-        for step in _ends(steps):
+        for step in ends_of(steps):
             if (value, step.layout) not in self._held:
                 self._held[value, step.layout] = self._constrain(held, step.layout)
             held = self._held[value, step.layout]
@@ -376,6 +379,10 @@ class Replay:
         operands = [self._read(o, wanted) for o, wanted in zip(operation.operands, strategy.operands, strict=True)]
         return self._constrain(self._bind(operation, operands)[0], layout)
 
+    def _apart(self, value: int, array: Any, layout: Layout) -> Any:
+        """A value, behind a barrier where XLA would not reduce it before it is added up."""
+        return self._constrain(jax.lax.optimization_barrier(array), layout) if value in self._early else array
+
     def _constrain(self, array: Any, layout: Layout) -> Any:
         if not _jax.is_array_type(jax.typeof(array)):
             return array
@@ -389,12 +396,3 @@ def _as_array(constant: Constant) -> Any:
 
 def _taking(branch: Callable[..., Any], first: int, last: int) -> Callable[..., Any]:
     return lambda *operands: branch(*operands[first:last])
-
-
-def _ends(steps: Sequence[Step]) -> list[Step]:
-    """The steps at whose end a constraint stands: each collective, and the last of free slices in a row."""
-    return [
-        step
-        for step, after in zip(steps, (*steps[1:], None), strict=False)
-        if step.fraction > 0 or after is None or after.fraction > 0
-    ]

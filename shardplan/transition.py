@@ -208,6 +208,15 @@ class Transitions:
         return (-(-size // more) * more) / (-(-size // fewer) * fewer)
 
 
+def ends_of(steps: Sequence[Step]) -> list[Step]:
+    """The steps at whose end a constraint stands: each collective, and the last of free slices in a row."""
+    return [
+        step
+        for step, after in zip(steps, (*steps[1:], None), strict=False)
+        if step.fraction > 0 or after is None or after.fraction > 0
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Partial:
     """A partial result: split as ``layout`` and pending over mesh axes, in the order in which these split what is

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 import shardplan
 from shardplan import rules
 from shardplan.audit import measure
+from shardplan.early import reduced_before_added
 from shardplan.schedule import Schedule
 from shardplan.search import solve
 from shardplan.target import gpu_mesh
@@ -328,3 +329,45 @@ def test_what_is_reduced_in_any_case_for_another_reader_does_not_wait():
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     plan = shardplan.plan(residual, AbstractMesh((8,), ("data",)), *arguments)
     assert not plan.schedule.problem.deferred.values
+
+
+def shared(x: Any, w: Any) -> Any:
+    """A matrix that is read three times: its gradient is a sum of three products, all reduced over the tokens."""
+    return w - jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)))(w)
+
+
+def reduced_early(plan: shardplan.Plan) -> shardplan.Plan:
+    """The same program with no sum left open, as a plan may be that needs the memory."""
+    problem = plan.schedule.problem
+    for value in problem.deferred.values:
+        variable, domain = problem.variables.values.get(value), problem.domain(value)
+        if variable is not None:
+            partial = np.array([len(layout) > domain.rank for layout in domain.layouts])
+            problem.network.costs[variable] = problem.network.costs[variable] + np.where(partial, 1e12, 0.0)
+    return with_schedule(plan, Schedule(problem, problem.decode(solve(problem.network).choices)))
+
+
+def shared_matrix(mesh: Any) -> tuple[shardplan.Plan, shardplan.Plan]:
+    """The plan of a step with a shared matrix, and one that reduces each gradient at once."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, 64), (64, 64)))
+    plan = shardplan.plan(shared, mesh, x, w, pins={"0": PartitionSpec("x")})
+    return plan, reduced_early(plan)
+
+
+def test_what_is_reduced_before_it_is_added_up_stands_behind_a_barrier():
+    plan, early = shared_matrix(mesh_of((8,)))
+    assert not reduced_before_added(plan.schedule)
+    assert len(reduced_before_added(early.schedule)) == 2  # the third is added to what has been
+    x, w = jax.random.normal(jax.random.key(0), (8192, 64)), jnp.eye(64)
+    for one in (plan, early):
+        assert_equal_trees(run(one, mesh_of((8,)), x, w), shared(x, w), tolerance=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+def test_what_is_reduced_early_is_compiled_so():
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, 64), (64, 64))]
+    for one in shared_matrix(mesh):
+        planned = sum(sent.bytes * sent.times for sent in one.schedule.collectives())
+        assert measure(one.jitted(mesh).lower(*shapes)).communication_bytes == pytest.approx(planned, rel=1e-6)
