@@ -84,7 +84,7 @@ def auto(run: Run) -> None:
 
     | usage limit | after reductions | then |
     |---|---|---|
-    | none, or never reached | rounds of messages, until dynamic programming fits | proven |
+    | none, or never reached | rounds of messages, cycles opened, until dynamic programming fits | proven |
     | at few times | prices of these, mixtures of what is best at some, branches with prices of their own | as below |
     | at many times | rounds of messages | as below |
     | none | the gap stays open: what is best of restricted networks (`shardplan.search.restricting`) | as above |

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.closing import close
+from shardplan.search.cycles import open_cycles
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.graph import Graph, Infeasible
@@ -33,6 +34,8 @@ _FEW_CHOICES = 4000
 _SWEEPS_AFTER_MERGING = 4
 _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
+_ROOM_TO_OPEN = 2
+"""Times the table entries up to which neighbours are merged: opening a cycle always raises the bound."""
 _SECONDS_PER_ENTRY = 2e-5
 _FAR = 0.005
 """The gap of a start whose assignment is not as good as its messages."""
@@ -132,6 +135,8 @@ class GraphSolver:
         if self._unmerged is None and _entries(graph) <= effort.closable:
             self._unmerged = graph.copy(sibling=True)
             self._unmerged.hint = graph.hint
+        if self._open_cycles():
+            return
         while graph.live() and self.may_sweep() and not self.closed:
             relaxation = Relaxation(graph)
             entries = relaxation.sweeper.entries
@@ -150,6 +155,19 @@ class GraphSolver:
             shrink(graph, dominance=False)
             if self.lower > before + _WORTH_SWEEPING * (self.upper - before):
                 return
+
+    def _open_cycles(self) -> bool:
+        """Opens cycles that contradict themselves; False where there are none, or too large ones."""
+        graph = self.graph
+        if not graph.live() or not self.may_sweep() or self.upper == math.inf:
+            return False
+        relaxation = Relaxation(graph)
+        room = int(_ROOM_TO_OPEN * self.effort.merging) - relaxation.sweeper.entries
+        if not open_cycles(graph, relaxation, self.upper, room):
+            return False
+        shrink(graph, dominance=False)
+        self.stalled = False
+        return True
 
     def prune(self, relaxation: Relaxation) -> None:
         """Drops what cannot be in anything better, and moves the messages into the graph."""

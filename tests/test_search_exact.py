@@ -84,7 +84,7 @@ def test_what_merging_leaves_open_is_closed_on_the_graph_before() -> None:
         _, optimum = testing.brute_force(net)
         graph = Graph.of(net)
         first = {v: 0 for v in graph.live()}
-        effort = Effort(closable=200, merging=2000, entries=1)
+        effort = Effort(closable=250, merging=2000, entries=1)
         solver = GraphSolver(graph, math.inf, effort, 0.0, Watch(lambda: None, lambda: 60.0))
         solver.accept(first, graph.cost(first))
         solver._merge()

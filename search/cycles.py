@@ -1,0 +1,226 @@
+"""Opening cycles: short cycles of variables whose choices fit each other pair by pair, but not all the way round.
+
+A contraction and the two that give its gradients make such a cycle of six: each reads two of three tensors, and on a
+mesh with equal axes each pair of tensors has a split that suits one contraction with either axis in either place, but
+hardly one split of all three suits all. Messages see edges, so they take what half of each of two such splits would
+cost. With many layers, that is most of what they leave open.
+
+A cycle contradicts itself by the least over its assignments of the most that any of their pairs raises the bound: no
+assignment of the graph can do without. That is found in a few small products of matrices per cycle.
+
+Where a cycle does, it is opened at its variable of fewest choices: that one's choice becomes part of the choices of all
+others, and neighbours have to agree on it. What was a cycle is then a path, along which messages are exact.
+
+>>> import numpy as np
+>>> from shardplan.search.graph import Graph
+>>> from shardplan.search.network import Network
+>>> net = Network()
+>>> a, b, c = (net.add_variable([0.0, 0.0]) for _ in range(3))
+>>> for u, v in ((a, b), (b, c), (a, c)):
+...     net.add_edge(u, v, np.array([[3.0, 0.0], [0.0, 4.0]]))
+>>> graph = Graph.of(net)
+>>> open_cycles(graph, Relaxation(graph), 3.0, 1000)
+1
+>>> relaxation = Relaxation(graph)
+>>> relaxation.improve(3.0)
+>>> graph.live(), relaxation.bound
+([1, 2], 3.0)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.graph import Graph, Keep
+from shardplan.search.reductions import fold_follower
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.tables import Tables
+
+__all__ = ["open_cycles"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+Cycle = list[int]
+Rises = dict[tuple[int, int], Array]
+_LONGEST = 8
+"""Edges of a cycle."""
+_MOST_PATHS = 4
+"""Of the shortest cycles through the same three variables, how many are looked at."""
+_LARGEST = 2e7
+"""Table entries that are read to see by how much a cycle contradicts itself, each once per choice it is opened at."""
+_NOTHING = 1e-4
+"""The share of the gap up to which a contradiction is only that messages have not settled."""
+_WORTH = 0.02
+"""The share of the gap by which all cycles that are opened must contradict themselves together."""
+_OF_MOST = 0.1
+"""The share of the greatest contradiction that is worth opening a cycle for."""
+
+
+def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> int:
+    """Opens the cycles that contradict themselves most, no two with a variable in common; returns how many.
+
+    relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
+    many table entries the graph may grow.
+    """
+    bound, _ = relaxation.reduced_costs()
+    gap = upper - bound
+    allowed = gap + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
+    rises: Rises = {}
+    for v, w, rise in relaxation.pair_costs():
+        rises[v, w], rises[w, v] = rise, rise.T
+    found = [(by, cycle) for cycle in _cycles(graph) if (by := _contradiction(rises, cycle, _NOTHING * gap)) > 0]
+    found.sort(key=lambda pair: (-pair[0], pair[1]))
+    chosen: list[tuple[Cycle, list[tuple[Index, Index]]]] = []
+    used: set[int] = set()
+    total = 0.0
+    for by, cycle in found:
+        if by < _OF_MOST * found[0][0] or not used.isdisjoint(cycle):
+            continue
+        pairs = _pairs(graph, rises, cycle, allowed)
+        growth = _growth(graph, cycle, pairs)
+        if all(len(first) for first, _ in pairs) and growth <= room:
+            chosen.append((cycle, pairs))
+            used.update(cycle)
+            room -= max(0, growth)
+            total += by
+    if total < _WORTH * gap:
+        return 0
+    relaxation.reparametrise()
+    graph.tables = Tables()  # hardly two tables are the same any more
+    for cycle, pairs in chosen:
+        _open(graph, cycle, pairs)
+    graph.tables = Tables()
+    return len(chosen)
+
+
+def _cycles(graph: Graph) -> Iterator[Cycle]:
+    """Shortest cycles through each variable and two of its neighbours, from their variable of fewest choices on."""
+    known: set[frozenset[int]] = set()
+    for v in graph.live():
+        around = sorted(graph.neighbours[v])
+        for place, u in enumerate(around[:-1]):
+            before = _ways(graph, v, u, set(around[place + 1 :]))
+            for end in around[place + 1 :]:
+                for path in itertools.islice(_paths(before, end), _MOST_PATHS):
+                    cycle = [v, *path]
+                    members = frozenset(cycle)
+                    if members not in known:
+                        known.add(members)
+                        first = min(range(len(cycle)), key=lambda i: (graph.size(cycle[i]), cycle[i]))
+                        yield cycle[first:] + cycle[:first]
+
+
+def _ways(graph: Graph, v: int, start: int, ends: set[int]) -> dict[int, list[int]]:
+    """Per variable on a shortest path from `start` that leaves `v` out, those before it on such paths, until all ends
+    are reached or paths get too long."""
+    before: dict[int, list[int]] = {start: []}
+    front, left = [start], set(ends)
+    for _ in range(_LONGEST - 2):
+        reached: dict[int, list[int]] = {}
+        for x in front:
+            for y in graph.neighbours[x]:
+                if y != v and y not in before:
+                    reached.setdefault(y, []).append(x)
+        before.update(reached)
+        left -= reached.keys()
+        front = list(reached)
+        if not left or not front:
+            break
+    return before
+
+
+def _paths(before: dict[int, list[int]], end: int) -> Iterator[list[int]]:
+    """The shortest paths back from an end."""
+    waiting = [[end]] if end in before else []
+    while waiting:
+        path = waiting.pop()
+        if not before[path[-1]]:
+            yield path
+        waiting += [[*path, x] for x in reversed(before[path[-1]])]
+
+
+def _edges(cycle: Cycle) -> list[tuple[int, int]]:
+    return list(itertools.pairwise([*cycle, cycle[0]]))
+
+
+def _contradiction(rises: Rises, cycle: Cycle, least: float) -> float:
+    """By how much the bound rises at least whatever the variables of a cycle take; 0 where it is up to `least`."""
+    edges = _edges(cycle)
+    size = len(rises[edges[0]])
+    if size * sum(rises[edge].size for edge in edges) > _LARGEST:
+        return 0.0
+    fitting = np.eye(size, dtype=np.float32)
+    for edge in edges:
+        fitting = np.minimum(fitting @ (rises[edge] <= least).astype(np.float32), 1.0)
+    if fitting.diagonal().any():
+        return 0.0
+    return float(min(_along(rises, edges, k)[-1][k] for k in range(size)))
+
+
+def _along(rises: Rises, edges: list[tuple[int, int]], choice: int) -> list[Array]:
+    """Per edge of a path from a choice on, and choice of its far end, the least rise of the pairs on the way there."""
+    reached = [rises[edges[0]][choice]]
+    for edge in edges[1:]:
+        reached.append(np.maximum(reached[-1][:, None], rises[edge]).min(axis=0))
+    return reached
+
+
+def _pairs(graph: Graph, rises: Rises, cycle: Cycle, allowed: float) -> list[tuple[Index, Index]]:
+    """Per variable but the first: the choices of the first one and of its own that may go together in a better one."""
+    there, back = _edges(cycle), _edges([cycle[0], *cycle[:0:-1]])
+    hint = graph.hint
+    ways = [(_along(rises, there, k), _along(rises, back, k)) for k in range(graph.size(cycle[0]))]
+    pairs = []
+    for i, u in enumerate(cycle[1:]):
+        fits = np.stack([np.maximum(ahead[i], behind[-2 - i]) <= allowed for ahead, behind in ways])
+        if hint is not None:
+            fits[hint[cycle[0]], hint[u]] = True
+        pairs.append(np.nonzero(fits))
+    return pairs  # type: ignore[return-value]
+
+
+def _growth(graph: Graph, cycle: Cycle, pairs: list[tuple[Index, Index]]) -> int:
+    """By how many table entries the graph grows where the cycle is opened."""
+    sizes = {u: len(first) for u, (first, _) in zip(cycle[1:], pairs, strict=True)}
+    within = {frozenset(edge) for edge in _edges(cycle)}
+    growth = sum(sizes[u] * sizes[w] for u, w in itertools.pairwise(cycle[1:]))
+    growth -= sum(graph.neighbours[u][w].size for u, w in _edges(cycle))
+    for place, u in enumerate(cycle):
+        more = sizes[u] - graph.size(u) if place else sizes[cycle[1]] - graph.size(u)
+        growth += more * sum(graph.size(x) for x in graph.neighbours[u] if frozenset((u, x)) not in within)
+    return growth
+
+
+def _open(graph: Graph, cycle: Cycle, pairs: list[tuple[Index, Index]]) -> None:
+    """Lets every variable of a cycle but the first stand for itself and the first: its choice k is the pair of choices
+    `first[k]` of the first one and `second[k]` of its own."""
+    opened, path = cycle[0], cycle[1:]
+    neighbours, hint = graph.neighbours, graph.hint
+    closing = neighbours[path[-1]][opened]
+    tables = [neighbours[u][w] for u, w in itertools.pairwise(path)]
+    for u, w in [(opened, path[-1]), *itertools.pairwise(path)]:
+        del neighbours[u][w], neighbours[w][u]
+    for u, (first, second) in zip(path, pairs, strict=True):
+        graph.undo.append(Keep(u, second))
+        costs = graph.costs[u]
+        assert costs is not None
+        graph.costs[u] = costs[second] + closing[second, first] if u == path[-1] else costs[second]
+        for w, table in list(neighbours[u].items()):
+            graph.set_edge(u, w, table[second])
+        graph.spans[u] = [(amounts[second], start, end) for amounts, start, end in graph.spans[u]]
+        graph.twins.pop(u, None)
+        if hint is not None:
+            hint = {**hint, u: int(np.flatnonzero((first == hint[opened]) & (second == hint[u]))[0])}
+    graph.exclusions = True
+    for (u, w), table, (first, second), (other, third) in zip(
+        itertools.pairwise(path), tables, pairs, pairs[1:], strict=False
+    ):
+        agree = first[:, None] == other[None, :]
+        graph.set_edge(u, w, np.where(agree, table[second[:, None], third[None, :]], np.inf))
+    graph.hint = hint
+    graph.touch(path)
+    fold_follower(graph, opened, path[0], pairs[0][0])

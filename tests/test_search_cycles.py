@@ -1,0 +1,86 @@
+"""Cycles whose choices fit pair by pair, but not all the way round, opened at one of their variables."""
+
+import math
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, testing
+from shardplan.search.cycles import open_cycles
+from shardplan.search.effort import Effort, Watch
+from shardplan.search.graph import Graph
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.solver import GraphSolver
+
+
+def joined_cycles(count: int, length: int, size: int) -> Network:
+    """Cycles of variables, each of which fits the next one of its cycle but for the last, and the same one of the next
+    cycle whatever it takes."""
+    choices = np.arange(size)
+    net = Network()
+    for _ in range(count * length):
+        net.add_variable(np.zeros(size))
+    for cycle in range(count):
+        for place in range(length):
+            v, w = cycle * length + place, cycle * length + (place + 1) % length
+            fits = choices[:, None] == (choices[None, :] + (place == length - 1)) % size
+            net.add_edge(v, w, np.where(fits, 0.0, 2.0 + cycle))
+            if cycle + 1 < count:
+                net.add_edge(v, v + length, 1e-3 * (choices[:, None] + choices[None, :]) % 2)
+    return net
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_opened_cycle_has_the_optimum_and_messages_find_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    length = 3 + seed % 5
+    ring = [(v, (v + 1) % length) for v in range(length)]
+    net = testing.random_graph(rng, ring, 4)
+    choices, optimum = testing.brute_force(net)
+    graph = Graph.of(net, choices if seed % 2 else None)
+    relaxation = Relaxation(graph)
+    for _ in range(10):
+        relaxation.improve(optimum)
+    if not open_cycles(graph, relaxation, optimum, 10_000):
+        assert relaxation.bound > optimum - 0.05 * abs(optimum)
+        return
+    opened = Relaxation(graph)
+    for _ in range(40):
+        opened.improve(optimum)
+    assert opened.bound == pytest.approx(optimum)
+    assert opened.choices is not None and net.cost(graph.expand(opened.by_variable(opened.choices))) == optimum
+    if graph.hint is not None:
+        assert graph.cost(graph.hint) == pytest.approx(optimum)
+        assert net.cost(graph.expand(graph.hint)) == optimum
+
+
+def test_cycles_that_messages_leave_open_are_closed_where_merging_has_no_room() -> None:
+    net = joined_cycles(3, 6, 8)
+    effort = Effort(entries=1, closable=0, merging=60_000)
+    solver = GraphSolver(Graph.of(net), math.inf, effort, 1e-6, Watch(lambda: None, lambda: 60.0))
+    solver.solve()
+    assert solver.closed
+    assert solver.graph.hint is not None
+    assert net.cost(solver.graph.expand(solver.graph.hint)) == pytest.approx(solver.upper)
+
+
+def test_cycles_are_opened_within_the_room_and_apart_from_each_other() -> None:
+    graph = Graph.of(joined_cycles(3, 6, 8))
+    entries = sum(table.size for v in graph.live() for table in graph.neighbours[v].values()) // 2
+    for room, count in ((0, 0), (25_000, 1), (10**6, 3)):
+        part = graph.copy()
+        assert open_cycles(part, Relaxation(part), 12.0, room) == count
+        after = sum(table.size for v in part.live() for table in part.neighbours[v].values()) // 2
+        assert after <= entries + room
+        assert len(part.live()) == len(graph.live()) - count
+
+
+def test_a_cycle_that_fits_all_the_way_round_is_left_alone() -> None:
+    net = Network()
+    for _ in range(4):
+        net.add_variable(np.zeros(3))
+    for v in range(4):
+        net.add_edge(v, (v + 1) % 4, 1.0 - np.eye(3))
+    graph = Graph.of(net)
+    assert open_cycles(graph, Relaxation(graph), 1.0, 10**6) == 0
+    assert len(graph.live()) == 4
