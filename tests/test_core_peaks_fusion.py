@@ -141,3 +141,19 @@ def test_what_is_spread_along_dimensions_is_read_as_often():
     [product] = [o for o in problem.program.operations if o.primitive.name == "mul"]
     own = _Fusion(problem)._kernels[product.results[0]].reads
     assert {sum(times.values()) for times in own.values()} == {1.0, 512.0}
+
+
+def test_of_an_associative_scan_pairs_are_stored_and_what_is_as_large_as_its_halves_is_not():
+    def together(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    def loss(steps, rates, x):
+        decays, added = jnp.exp(steps[:, :, None] * rates), steps[:, :, None] * x[:, None, :]
+        return jnp.sum(jax.lax.associative_scan(together, (decays, added), axis=0)[1])
+
+    operands = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 2**18), (2**18, 16), (8, 16))]
+    program = (problem := shardplan.plan(jax.grad(loss), 1, *operands).schedule.problem).program
+    makers = {result: operation.primitive.name for operation in program.operations for result in operation.results}
+    stored = [(makers[value], program.values[value].shape[0]) for value in kernels_of(problem).stored]
+    assert ("add", 2) in stored and ("slice", 2) in stored
+    assert max(rows for _, rows in stored) == 2
