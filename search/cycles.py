@@ -48,8 +48,8 @@ Cycle = list[int]
 Rises = dict[tuple[int, int], Array]
 _LONGEST = 8
 """Edges of a cycle."""
-_MOST_PATHS = 4
-"""Of the shortest cycles through the same three variables, how many are looked at."""
+_MOST = 20_000
+"""Cycles that are looked at."""
 _LARGEST = 2e7
 """Table entries that are read to see by how much a cycle contradicts itself, each once per choice it is opened at."""
 _NOTHING = 1e-4
@@ -72,7 +72,11 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
     rises: Rises = {}
     for v, w, rise in relaxation.pair_costs():
         rises[v, w], rises[w, v] = rise, rise.T
-    found = [(by, cycle) for cycle in _cycles(graph) if (by := _contradiction(rises, cycle, _NOTHING * gap)) > 0]
+    found = [
+        (by, cycle)
+        for cycle in itertools.islice(_cycles(graph), _MOST)
+        if (by := _contradiction(rises, cycle, _NOTHING * gap)) > 0
+    ]
     found.sort(key=lambda pair: (-pair[0], pair[1]))
     chosen: list[tuple[Cycle, list[tuple[Index, Index]]]] = []
     used: set[int] = set()
@@ -98,49 +102,33 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
 
 
 def _cycles(graph: Graph) -> Iterator[Cycle]:
-    """Shortest cycles through each variable and two of its neighbours, from their variable of fewest choices on."""
-    known: set[frozenset[int]] = set()
+    """All cycles that are short enough, each once, from its variable of fewest choices on."""
     for v in graph.live():
-        around = sorted(graph.neighbours[v])
-        for place, u in enumerate(around[:-1]):
-            before = _ways(graph, v, u, set(around[place + 1 :]))
-            for end in around[place + 1 :]:
-                for path in itertools.islice(_paths(before, end), _MOST_PATHS):
-                    cycle = [v, *path]
-                    members = frozenset(cycle)
-                    if members not in known:
-                        known.add(members)
-                        first = min(range(len(cycle)), key=lambda i: (graph.size(cycle[i]), cycle[i]))
-                        yield cycle[first:] + cycle[:first]
+        for cycle in _cycles_from(graph, v, _distances(graph, v)):
+            first = min(range(len(cycle)), key=lambda i: (graph.size(cycle[i]), cycle[i]))
+            yield cycle[first:] + cycle[:first]
 
 
-def _ways(graph: Graph, v: int, start: int, ends: set[int]) -> dict[int, list[int]]:
-    """Per variable on a shortest path from `start` that leaves `v` out, those before it on such paths, until all ends
-    are reached or paths get too long."""
-    before: dict[int, list[int]] = {start: []}
-    front, left = [start], set(ends)
-    for _ in range(_LONGEST - 2):
-        reached: dict[int, list[int]] = {}
-        for x in front:
-            for y in graph.neighbours[x]:
-                if y != v and y not in before:
-                    reached.setdefault(y, []).append(x)
-        before.update(reached)
-        left -= reached.keys()
-        front = list(reached)
-        if not left or not front:
-            break
-    return before
+def _distances(graph: Graph, v: int) -> dict[int, int]:
+    """How far from `v` the variables of higher ids are that a cycle through both can have, on ways through such."""
+    distances, front = {v: 0}, [v]
+    for distance in range(1, _LONGEST // 2 + 1):
+        reached = {y for x in front for y in graph.neighbours[x] if y > v and y not in distances}
+        front = sorted(reached)
+        distances.update(dict.fromkeys(front, distance))
+    return distances
 
 
-def _paths(before: dict[int, list[int]], end: int) -> Iterator[list[int]]:
-    """The shortest paths back from an end."""
-    waiting = [[end]] if end in before else []
+def _cycles_from(graph: Graph, v: int, distances: dict[int, int]) -> Iterator[Cycle]:
+    """The cycles of `v` and variables at these distances, each in one of its two directions."""
+    waiting = [[v]]
     while waiting:
         path = waiting.pop()
-        if not before[path[-1]]:
-            yield path
-        waiting += [[*path, x] for x in reversed(before[path[-1]])]
+        for y in graph.neighbours[path[-1]]:
+            if y == v and len(path) > 2 and path[1] < path[-1]:
+                yield path
+            elif y in distances and y not in path and len(path) + distances[y] <= _LONGEST:
+                waiting.append([*path, y])
 
 
 def _edges(cycle: Cycle) -> list[tuple[int, int]]:

@@ -84,3 +84,17 @@ def test_a_cycle_that_fits_all_the_way_round_is_left_alone() -> None:
     graph = Graph.of(net)
     assert open_cycles(graph, Relaxation(graph), 1.0, 10**6) == 0
     assert len(graph.live()) == 4
+
+
+def test_a_cycle_is_found_beside_shorter_ones_through_the_same_variables() -> None:
+    net = joined_cycles(1, 6, 5)
+    for v in range(6):  # shorter ways from each variable to the one after the next
+        net.add_edge(net.add_variable(np.zeros(5)), v, np.zeros((5, 5)))
+        net.add_edge(6 + v, (v + 2) % 6, np.zeros((5, 5)))
+        net.add_edge(6 + v, (v + 3) % 6, np.zeros((5, 5)))
+    graph = Graph.of(net)
+    assert open_cycles(graph, Relaxation(graph), 2.0, 10**6) == 1
+    opened = Relaxation(graph)
+    for _ in range(20):
+        opened.improve(2.0)
+    assert opened.bound == pytest.approx(2.0)
