@@ -64,6 +64,10 @@ variables are looked through, with their twins, by so many sweeps; then more of 
 _MOST_NEAR = 2_000_000
 """Table entries up to which that is worth its time."""
 
+_OWN = 0.1
+"""The share of the small graph's gap that twins may cost more than its best assignment, where the next best choices are
+not looked through: what messages leave open there, they leave open among those as well."""
+
 _CLOSER, _CLOSEST = 0.3, 0.1
 """The gap asked among the twins of the best assignment, and among near choices from known messages, as a share of that
 of the whole graph."""
@@ -129,7 +133,8 @@ def coarse_start(
     if not narrowing.proven:
         parts.kept = kept_twins(small, places)
         parts.messages = _lifted(relaxation.messages(), places)
-        parts.near = [_near(small, relaxation, places, count) for count in _NEAR] if above is None else []
+        if above is None and not _open_by_itself(solver, graph, choices):
+            parts.near = [_near(small, relaxation, places, count) for count in _NEAR]
         choices = parts.assignment(graph, solver.lower, choices)
     lifted = _lifted(relaxation.messages(), places)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
@@ -138,6 +143,12 @@ def coarse_start(
         choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         lifted = restricted_messages(lifted, graph.undo[mark:])
     return Start(lifted, choices, solver.sweeps, solver.estimate + sum(parts.estimates), solver.lower)
+
+
+def _open_by_itself(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:
+    """Whether most of the gap is the small graph's own: its best assignment has twins that hardly cost more."""
+    own = _OWN * (solver.upper - solver.lower)
+    return choices is not None and graph.cost(choices) - solver.upper < own
 
 
 def _lifted(messages: Messages, places: dict[int, Index]) -> Messages:

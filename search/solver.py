@@ -229,14 +229,16 @@ class GraphSolver:
                 trial += wait
             if self.closed or (self.prunes and relaxation.prunable(max(self.upper, self.ceiling)) > _WORTH_PRUNING):
                 break
-            if turn > self.patience and self._hardly_risen(bounds) and relaxation.settled:
+            if self._hardly_risen(bounds) and relaxation.settled:
                 self.stalled = True
                 break
         self.prices = relaxation.price_by_time()
         return relaxation
 
     def _hardly_risen(self, bounds: list[float]) -> bool:
-        return bounds[-1] - bounds[-1 - self.patience] < 0.05 * (self.upper - self.lower)
+        # Messages of a start have been swept before: where they are far from closed, they have stalled or nearly so.
+        turns = 1 if self.messages and relative_gap(self.upper, self.lower) > _FAR else self.patience
+        return len(bounds) > turns + 1 and bounds[-1] - bounds[-1 - turns] < 0.05 * (self.upper - self.lower)
 
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
         """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may

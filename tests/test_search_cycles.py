@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shardplan.search import Network, testing
+from shardplan.search import Network, coarsening, testing
 from shardplan.search.cycles import open_cycles
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
@@ -62,6 +62,38 @@ def test_cycles_that_messages_leave_open_are_closed_where_merging_has_no_room() 
     assert solver.closed
     assert solver.graph.hint is not None
     assert net.cost(solver.graph.expand(solver.graph.hint)) == pytest.approx(solver.upper)
+
+
+def test_messages_of_a_start_that_leave_much_open_count_as_stalled_sooner() -> None:
+    graph = Graph.of(joined_cycles(2, 6, 4))
+    swept = Relaxation(graph)
+    for _ in range(40):
+        swept.improve(10.0)
+    solver = GraphSolver(graph, math.inf, Effort(dives=False), 1e-6, Watch(lambda: None, lambda: 60.0))
+    solver.begin(swept.messages(), dict.fromkeys(graph.live(), 0))
+    solver.sweep_until_prunable()
+    assert solver.stalled and solver.sweeps < 60
+
+
+def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each choice has a twin that fits as well: all that is open contradicts itself with twins taken together."""
+
+    def looked(*arguments: object) -> None:
+        raise AssertionError("what is near leaves as much open")
+
+    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(coarsening._Parts, "_among_near", looked)
+    net = joined_cycles(2, 6, 4)
+    twice = np.repeat(np.arange(4), 2)
+    net.costs = [costs[twice] for costs in net.costs]
+    net.tables = [table[twice][:, twice] for table in net.tables]
+    net.twins = dict.fromkeys(range(len(net)), twice)
+    graph = Graph.of(net)
+    start = coarsening.coarse_start(graph, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))
+    assert start is not None and start.choices is not None
+    assert graph.cost(start.choices) > start.lower_bound + 1.0
 
 
 def test_cycles_are_opened_within_the_room_and_apart_from_each_other() -> None:
