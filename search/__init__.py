@@ -2,6 +2,7 @@
 
 from shardplan.search.methods import METHODS as METHODS
 from shardplan.search.methods import solve as solve
+from shardplan.search.mixing import Mixtures as Mixtures
 from shardplan.search.network import Annotation as Annotation
 from shardplan.search.network import Hint as Hint
 from shardplan.search.network import Network as Network

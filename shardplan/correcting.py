@@ -19,9 +19,9 @@ from shardplan.search import Hint, Network, Solution, extended
 # by which most small programs are proven. Work is counted, not timed, so that the same program gets the same plan on
 # every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 2.0
-_SECONDS_PER_OPERATION = 3e-4
+_SECONDS_PER_OPERATION = 2e-4
 _LEAST_PATIENCE = 0.2
-_LEAST_SHARE = 0.3
+_FIRST_SHARE, _LEAST_SHARE = 0.8, 0.3
 _LEAST_WORK = 1.0
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 _LEAST_SECONDS = 2.5
@@ -36,14 +36,13 @@ _MOST_PROLONGATIONS = 3
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
 # before may exceed it in its own: the searches go over to that, so often, where it is not far above. Else they ask for
-# as much less, as they do where so many of them have found nothing.
+# as much less, as they do where that order holds no more, or so many of them have found nothing.
 _MOST_ORDERS = 2
 _FAR = 1.1
 _MANY = 4
 
 # Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
 _LEANEST = 3
-_SEARCHES_ABOVE = 2
 
 # Where nothing fits, the least peak is looked for half-way between the least that is found and what is proven, until
 # they are this near, but not far below the limit before anything fits, and then in the order of the least, from such a
@@ -67,8 +66,6 @@ class Corrections:
         """The schedule of the least peak, in its own order."""
         self.aside = first
         """Likewise, of those that were best at some prices, and were not searched on from."""
-        self.leanest: Found | None = None
-        """What was within the limit among these."""
         self.best: Found | None = None
         """The cheapest schedule within the limit, in its own order."""
         self.unlimited = first.solution.lower_bound
@@ -78,6 +75,8 @@ class Corrections:
         self.spent = 0.0
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices."""
+        self.seen: dict[bytes, NDArray[np.int64]] = {first.solution.choices.tobytes(): first.solution.choices}
+        """All assignments that searches have found."""
         self.places: set[int] = set()
         self.prices: dict[int, float] = {}
         self.lifetimes = first.lifetimes
@@ -102,21 +101,18 @@ class Corrections:
         for number in range(_MOST_CORRECTIONS):
             if not self._exclude(found):
                 return
-            known = self.best
             found, own = self._search_once(found)
-            if own.peak_bytes <= self.limit_bytes or (self.best is not None and self.spent > self.patience):
+            if self.best is not None:  # what is better is soon found from it
                 return
             fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes
             if fits and self.orders < _MOST_ORDERS and own.peak_bytes <= _FAR * self.limit_bytes:
                 self.orders, found = self.orders + 1, own
                 self.count_in(own.lifetimes)
-            elif fits or (near and number >= _MANY):
+                self.search = replace(self.search, limit_bytes=self.limit_bytes)
+            elif fits or (near and (number >= _MANY or own.peak_bytes <= _MISSED * found.peak_bytes)):
                 lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
                 lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / _FAR)
                 self.search = replace(self.search, limit_bytes=lower)
-            elif known is not self.best and self.best is not None:  # within the limit in its own order alone
-                found = self.best
-                self.count_in(found.lifetimes)
             elif time.perf_counter() > self.deadline or self.least_bound > self.search.limit_bytes:
                 return
 
@@ -126,7 +122,9 @@ class Corrections:
         lower = self.best is None and found.peak_bytes < self.least.peak_bytes
         if not lower and found.peak_bytes > CLEARLY * max(self.limit_bytes, self.search.limit_bytes):
             return found
-        own = self.counts.own(found.solution)
+        return self._take(self.counts.own(found.solution))
+
+    def _take(self, own: Found) -> Found:
         self.least = min(self.least, own, key=lambda f: f.peak_bytes)
         cost = self.problem.network.cost(own.solution.choices)
         if own.peak_bytes <= self.limit_bytes and cost < self._best_cost:
@@ -138,6 +136,11 @@ class Corrections:
         assert self.best is not None
         lower = min(self.lower, self._best_cost)
         return replace(self.best, solution=replace(self.best.solution, lower_bound=lower))
+
+    @property
+    def work(self) -> float:
+        """What searches and counts have taken, in estimated seconds."""
+        return self.spent + self.counts.work
 
     @property
     def _best_cost(self) -> float:
@@ -182,7 +185,7 @@ class Corrections:
         network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
         known = [extended(network, choices) for choices in self.known]
         network.hint = replace(_hint(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
-        work = max(self.patience - self.spent, _LEAST_SHARE * self.patience)
+        work = max(_FIRST_SHARE * self.patience - self.work, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
             solution = find(self.problem, network, self.search, left, work, self._serves)
@@ -193,6 +196,7 @@ class Corrections:
             own = self.keep(found)
             self.keep_leanest(network, found)
             self.known = [choices[: len(self.problem.network)] for choices in found.solution.known]
+            self.seen |= {choices.tobytes(): choices for choices in [found.solution.choices, *self.known]}
             settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
             if settled or found.peak_bytes <= self.search.limit_bytes or time.perf_counter() >= self.deadline:
                 break
@@ -213,35 +217,25 @@ class Corrections:
         least = self.least
         leanest = sorted(found.solution.known, key=lambda choices: network.peak(choices)[0])
         for choices in leanest[:_LEANEST]:
-            if self.keep(self._schedule(choices)).peak_bytes > self.limit_bytes and self.best is not None:
+            if self.keep(self.within(choices)).peak_bytes > self.limit_bytes and self.best is not None:
                 break
-        self.leanest = self.best
         self.least, self.aside = least, min(self.aside, self.least, key=lambda one: one.peak_bytes)
 
-    def search_above(self) -> None:
-        """Where nothing is better than what had the lowest peak: searches the first order again, within what that takes
-        there, as what is near may be within the limit in its own order too."""
-        if self.best is None or self.best is not self.leanest:
-            return
-        self.count_in(self.first.lifetimes)
-        found = self.counts.within(self.best.solution, self.lifetimes)
-        self.search = replace(self.search, limit_bytes=found.peak_bytes)
-        for _ in range(_SEARCHES_ABOVE):
-            if self._exclude(found):
-                found, own = self._search_once(found)
-                if own.peak_bytes <= self.limit_bytes:
-                    return
+    def within(self, choices: NDArray[np.int64]) -> Found:
+        """What a search has found on its way, in the order that is searched."""
+        return self.counts.within(self._solution(choices), self.lifetimes)
 
-    def _schedule(self, choices: NDArray[np.int64]) -> Found:
-        """What a search has found on its way, in its order."""
-        choices = choices[: len(self.problem.network)]
-        solution = Solution(choices, np.inf, -np.inf, "feasible", self.search.method)
-        return self.counts.within(solution, self.lifetimes)
+    def count(self, choices: NDArray[np.int64]) -> Found:
+        """What is found besides, taken into account as it is in its own order."""
+        return self._take(self.counts.own(self._solution(choices)))
+
+    def _solution(self, choices: NDArray[np.int64]) -> Solution:
+        return Solution(choices[: len(self.problem.network)], np.inf, -np.inf, "feasible", self.search.method)
 
     def _serves(self, choices: NDArray[np.int64]) -> bool:
         """Whether an assignment of a network keeps within the limit at all places, and in its own order too, unless
         that was gone over to so often that what is found at last may do so sooner."""
-        found = self._schedule(choices)
+        found = self.within(choices)
         if found.peak_bytes > self.search.limit_bytes:
             return False
         own = self.keep(found)

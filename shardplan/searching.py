@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardplan.correcting import Corrections, look_for_least
 from shardplan.errors import InfeasibleError
+from shardplan.filling import fill
 from shardplan.finding import CLEARLY, Counts, Found, Search, find
 from shardplan.memory.liveness import memory_profile
 from shardplan.problem import Problem
@@ -52,7 +53,7 @@ def _search_again(counts: Counts, search: Search, first: Found, deadline: float)
             corrections.count_in(corrections.best.lifetimes)
             corrections.follow(corrections.best)
     if corrections.best is not None:
-        corrections.search_above()
+        fill(corrections)
         return corrections.best_proven()
     least = min(corrections.least, corrections.aside, key=lambda found: found.peak_bytes)
     raise InfeasibleError(

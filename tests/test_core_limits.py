@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import shardplan
 from shardplan import finding
@@ -40,3 +41,17 @@ def test_what_a_schedule_holds_is_counted_once_in_its_own_order(monkeypatch):
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
     assert len(seen) > 1
     assert len(seen) == len(set(seen))
+
+
+@pytest.mark.slow
+def test_a_higher_limit_never_sends_more():
+    """What the orders of the schedules found first leave of a limit would decide otherwise."""
+    step, state, batch = _training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
+    limits = [share * free.peak_bytes for share in (0.85, 0.9, 0.95, 0.98)]
+    plans = [shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit) for limit in limits]
+    assert all(plan.peak_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
+    sent = [plan.objective for plan in plans]
+    assert sent == sorted(sent, reverse=True)
+    assert sent[1] < sent[0]  # what is left of the higher limit is used

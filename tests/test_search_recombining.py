@@ -9,6 +9,7 @@ import pytest
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
+from shardplan.search.mixing import Mixtures
 from shardplan.search.network import Network
 from shardplan.search.pricing import Pricing
 from shardplan.search.recombining import Recombination
@@ -72,3 +73,25 @@ def test_assignments_of_new_choices_close_what_prices_leave() -> None:
     vary(pricing, math.inf)
     assert pricing.solver.upper == pytest.approx(best, rel=1e-9)
     assert {int(k) for plane in pricing.planes for k in plane.choices[1::2]} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_mixtures_keep_within_any_limit_and_cost_no_more_with_a_higher_one(seed):
+    rng = np.random.default_rng(seed)
+    network = Network(usage_limit=100)
+    for _ in range(12):
+        v = network.add_variable(rng.integers(0, 50, 3).astype(float))
+        network.add_usage(v, rng.integers(0, 20, 3), 0, 1 + v % 2)
+    for v in range(0, 12, 3):
+        network.add_edge(v, v + 1, rng.integers(0, 30, (3, 3)).astype(float))
+    assignments = rng.integers(0, 3, (4, 12))
+    mixtures = Mixtures(network, assignments[0], list(assignments[1:]))
+    costs = [network.cost(assignments[0])]
+    least = network.peak(assignments[0])[0]
+    for limit in (least, 1.1 * least, 1.3 * least, 2 * least):
+        found, _ = mixtures.within(limit)
+        if found is not None:
+            assert network.peak(found)[0] <= limit
+            costs.append(network.cost(found))
+    assert len(costs) > 1
+    assert costs == sorted(costs, reverse=True)
