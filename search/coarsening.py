@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import Start, folded_start
 from shardplan.search.graph import Graph, Infeasible
-from shardplan.search.narrowing import Narrowing, entries_of, kept_twins, restricted_messages
+from shardplan.search.narrowing import Narrowing, kept_twins, restricted_messages
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, fold
 from shardplan.search.run import Stop
@@ -93,11 +93,11 @@ def coarse_start(
     """
     if not graph.twins or graph.hint is not None or graph.usage_limit is not None:
         return None
-    before = entries_of(graph)
+    before = graph.entries()
     if before < _WORTH_ENTRIES:
         return None
     small, places = coarse(graph)
-    if entries_of(small) > _WORTH_SHARE * before:
+    if small.entries() > _WORTH_SHARE * before:
         return None
     allowed = _SHARE_OF_TIME * watch.seconds_left()
 
@@ -252,7 +252,7 @@ class _Parts:
         part.twins, part.hint = {}, choices and dict(choices)
         part.restrict_all(keep)
         part.make_consistent()
-        if entries_of(part) > _MOST_NEAR:
+        if part.entries() > _MOST_NEAR:
             return choices
         effort = replace(self.effort, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
         solver = GraphSolver(part, math.inf, effort, _CLOSEST * self.gap if messages else 0.0, self.watch)

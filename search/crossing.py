@@ -59,7 +59,7 @@ class Crossing:
         self.estimate += self.seconds_of_sweeps
         small = self._narrowed(watch)
         self.steps += 1
-        if small is None or _entries(small) > _LARGEST:
+        if small is None or small.entries() > _LARGEST:
             return False
         result = close(small, _WORK, watch.seconds_left(), _TOLERANCE * (solver.upper - solver.lower), solver.prices)
         self.estimate += result.work
@@ -95,7 +95,3 @@ class Crossing:
         except Infeasible:
             return None
         return small
-
-
-def _entries(graph: Graph) -> int:
-    return sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)

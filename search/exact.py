@@ -13,7 +13,6 @@ from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.mirroring import half
-from shardplan.search.narrowing import entries_of
 from shardplan.search.neighbourhoods import LocalSearch, excess
 from shardplan.search.network import EXCLUDED, Network
 from shardplan.search.pricing import Pricing
@@ -133,7 +132,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt))
     with run.stage("reduce"):
         solver.reduce()
-        entries = entries_of(graph)
+        entries = graph.entries()
         run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * _distinct_entries(graph)
         if not limited and entries < _ENTRIES_TO_ASK * len(run.network):
             run.serves = None

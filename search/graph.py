@@ -157,6 +157,10 @@ class Graph:
         """Number of choices of a variable that is left."""
         return len(self.costs[v])  # type: ignore[arg-type]
 
+    def entries(self) -> int:
+        """Number of entries of all tables that are left."""
+        return sum(table.size for v in self.live() for w, table in self.neighbours[v].items() if v < w)
+
     def add_edge(self, u: int, v: int, table: Array) -> None:
         """Adds `table[u, v]`, onto the table that the pair has already."""
         if u == v:

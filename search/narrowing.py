@@ -21,7 +21,7 @@ from shardplan.search.relaxation import Messages
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
 
-__all__ = ["Narrowing", "entries_of", "kept_choices", "kept_twins", "restricted_messages"]
+__all__ = ["Narrowing", "kept_choices", "kept_twins", "restricted_messages"]
 
 Index = NDArray[np.intp]
 Masks = dict[int, NDArray[np.bool_]]
@@ -49,7 +49,7 @@ class Narrowing:
         True where the whole graph is to be searched at once, from the solver's messages: twins contradict each other,
         which the small graph does not know of, and no more is left of the whole one than there was of the small one.
         """
-        solver, most = self.solver, entries_of(self.solver.graph)
+        solver, most = self.solver, self.solver.graph.entries()
         self._look()
         while self.choices is not None and not self.proven and not solver.closed and not solver.stalled:
             solver.effort, solver.prunes = effort, True
@@ -57,7 +57,7 @@ class Narrowing:
                 break
             contradict = relative_gap(self.graph.cost(self.choices), solver.upper) > self.gap
             self._drop(self.choices)
-            if contradict and entries_of(self.graph) <= most:
+            if contradict and self.graph.entries() <= most:
                 return True
             solver.sweep_until_prunable()
             self._look()
@@ -127,8 +127,3 @@ def restricted_messages(messages: Messages, steps: list[Best | Follow | Keep]) -
     """The messages into the choices that are kept."""
     kept = kept_choices(steps)
     return {(v, w): into[kept[v]] if v in kept else into for (v, w), into in messages.items()}
-
-
-def entries_of(graph: Graph) -> int:
-    """The entries of all tables."""
-    return sum(table.size for v in graph.live() for w, table in graph.neighbours[v].items() if v < w)

@@ -350,15 +350,13 @@ class Pricing:
             shrink(graph, dominance=False)
         except Infeasible:
             return
-        entries = sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
-        if entries > _CROSSABLE:
+        if graph.entries() > _CROSSABLE:
             return
         tolerance = 0.5 * self.solver.gap * abs(self.bound)
         units = min(max(work / SECONDS_PER_UNIT, _LEAST_CROSSING), _MOST_CROSSING)
         result = close(graph, units, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
         self.estimate += result.work
-        if result.proven:
-            self._mixed = len(self.planes)
+        self._mixed = len(self.planes) if result.proven else self._mixed
         if result.choices is not None:
             full = graph.expand(result.choices)
             self.take({v: int(full[v]) for v in self.live})

@@ -116,7 +116,7 @@ class GraphSolver:
     @property
     def seconds_to_close(self) -> float:
         """What CP-SAT's model of the graph takes to be built and relaxed, about: the same on every machine."""
-        return _entries(self.graph) * _SECONDS_PER_ENTRY
+        return self.graph.entries() * _SECONDS_PER_ENTRY
 
     def finish(self) -> None:
         """Dynamic programming or CP-SAT on the graph as it is, where it is small enough."""
@@ -132,7 +132,7 @@ class GraphSolver:
     def _merge(self) -> None:
         """Merges neighbours until the bound rises again, or there is nothing left to merge."""
         graph, effort = self.graph, self.effort
-        if self._unmerged is None and _entries(graph) <= effort.closable:
+        if self._unmerged is None and graph.entries() <= effort.closable:
             self._unmerged = graph.copy(sibling=True)
             self._unmerged.hint = graph.hint
         if self._open_cycles():
@@ -364,8 +364,8 @@ class GraphSolver:
         return True
 
     def _close(self) -> None:
-        graph, entries = self.graph, _entries(self.graph)
-        if self._unmerged is not None and (before := _entries(self._unmerged)) < entries:
+        graph, entries = self.graph, self.graph.entries()
+        if self._unmerged is not None and (before := self._unmerged.entries()) < entries:
             graph, entries = self._unmerged, before
         # Without any assignment yet, a model that is far too large to be solved may still give one. A part of a graph
         # within a limit, whose best assignment is known, needs none of its own.
@@ -390,10 +390,6 @@ class GraphSolver:
             self.accept(result.choices, cost)
         if result.proven:
             self.raise_lower(self.upper)
-
-
-def _entries(graph: Graph) -> int:
-    return sum(t.size for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
 
 
 def _adjacency(graph: Graph) -> dict[int, set[int]]:
