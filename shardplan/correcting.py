@@ -19,9 +19,9 @@ from shardplan.search import Hint, Network, Solution, extended
 # by which most small programs are proven. Work is counted, not timed, so that the same program gets the same plan on
 # every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 2.0
-_SECONDS_PER_OPERATION = 2e-4
+_SECONDS_PER_OPERATION = 3e-4
 _LEAST_PATIENCE = 0.2
-_FIRST_SHARE, _LEAST_SHARE = 0.8, 0.3
+_LEAST_SHARE = 0.3
 _LEAST_WORK = 1.0
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 _LEAST_SECONDS = 2.5
@@ -185,7 +185,7 @@ class Corrections:
         network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
         known = [extended(network, choices) for choices in self.known]
         network.hint = replace(_hint(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
-        work = max(_FIRST_SHARE * self.patience - self.work, _LEAST_SHARE * self.patience)
+        work = max(self.patience - self.work, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
             solution = find(self.problem, network, self.search, left, work, self._serves)
