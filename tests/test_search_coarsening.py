@@ -107,30 +107,17 @@ def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch
     assert len(searched) == 1 and searched[0] < 20
 
 
-def test_the_next_best_choices_stand_in_where_no_twins_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("same", [50.0, np.inf], ids=["dear", "excluded"])
+def test_the_next_best_choices_stand_in_where_no_twins_go_together(
+    monkeypatch: pytest.MonkeyPatch, same: float
+) -> None:
     """Round a triangle of which each pair must take different ones of two twins, one has to take something else."""
     monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
     net = Network()
     for v in range(3):
         net.add_variable([0.0, 0.0, 3.0])
         net.twins[v] = np.array([0, 0, 1])
-    differ = np.where(np.eye(3) > 0, 50.0, 0.0)
-    differ[2, 2] = 0.0
-    for v in range(3):
-        net.add_edge(v, (v + 1) % 3, differ)
-    start = coarse_start(Graph.of(net), Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
-    assert start is not None and start.choices is not None
-    assert net.cost([start.choices[v] for v in range(3)]) == 3.0
-
-
-def test_the_next_best_choices_are_found_where_twins_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The triangle again, where no assignment of twins alone is allowed."""
-    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
-    net = Network()
-    for v in range(3):
-        net.add_variable([0.0, 0.0, 3.0])
-        net.twins[v] = np.array([0, 0, 1])
-    differ = np.where(np.eye(3) > 0, np.inf, 0.0)
+    differ = np.where(np.eye(3) > 0, same, 0.0)
     differ[2, 2] = 0.0
     for v in range(3):
         net.add_edge(v, (v + 1) % 3, differ)
