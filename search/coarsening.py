@@ -124,9 +124,8 @@ def coarse_start(
         solver.sweep_until_prunable()
         narrows = start is None and above is None and not solver.closed
         if narrows and narrowing.run(replace(effort, sweeps=_MOST_SWEEPS)):
-            lifted = _lifted(solver.messages, places)
             estimate = solver.estimate + sum(parts.estimates)
-            return Start(lifted, narrowing.choices, solver.sweeps, estimate, solver.lower)
+            return Start(_lifted(solver.messages, places), narrowing.choices, solver.sweeps, estimate, solver.lower)
     relaxation, choices = solver.relaxation, narrowing.choices
     if relaxation is None:
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)

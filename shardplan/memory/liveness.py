@@ -320,9 +320,7 @@ def memory_held(
             if own != schedule.assignment.values[result] and result not in sliced:
                 ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
                 yield hold(result, own, place, max(ends, reduced.get(operation.index, place)))
-    for size, first, last in masked_rows(lifetimes.order, schedule):
-        yield Held(None, (), size, Lifetime(first, last))
-    for size, first, last in side_by_side(lifetimes, schedule):
+    for size, first, last in (*masked_rows(lifetimes.order, schedule), *side_by_side(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)
