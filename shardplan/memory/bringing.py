@@ -30,8 +30,7 @@ def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
     """The places of the order at which partial results are reduced that XLA reduces together, by the operation: none is
     before all are made."""
     groups = [[lifetimes.place[o.index] for o in group] for group in combined_reductions(schedule)]
-    found = {lifetimes.order[place].index: max(group) for group in groups for place in group}
-    return found
+    return {lifetimes.order[place].index: max(group) for group in groups for place in group}
 
 
 def brought_spans(
