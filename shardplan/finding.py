@@ -15,7 +15,7 @@ from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_profile
 from shardplan.memory.order import execution_order
-from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
 from shardplan.search import Network, Solution, solve
@@ -137,7 +137,7 @@ class Counts:
 def _counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) -> Found:
     """What is found, with what it holds in the order that XLA is taken to keep."""
     schedule = best[0]
-    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_of(problem)))
+    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_in(schedule)))
     order, sending = hiding_order(schedule, kernels)
     lifetimes = Lifetimes(problem, order, kernels)
     peak = float(memory_profile(lifetimes, schedule, search.donated, sending).max())
@@ -154,7 +154,7 @@ def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
     islands = [
         o.index for o in program.operations if o.primitive.name == CONVOLUTION and found.schedule.island_dtype(o)
     ]
-    kernels = kernels_of(problem, {*copied, *((index, 0) for index in islands)})
+    kernels = kernels_in(found.schedule, {*copied, *((index, 0) for index in islands)})
     kernels = adding_products(found.schedule, kernels)
     lifetimes = Lifetimes(problem, range(len(program.operations)), kernels).held
     greedy = greedy_order(program, kernels.fused, lifetimes, copied, weights_gradients(program))

@@ -10,7 +10,7 @@ from shardplan.memory.convolutions import spread_images
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.priorities import _Fusion
 from shardplan.memory.products import merged_products, product_operands
-from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.tracing import trace_program
 
 
@@ -139,7 +139,7 @@ def test_what_is_spread_along_dimensions_is_read_as_often():
 
     problem = shardplan.plan(step, 1, _shape(512, 512), _shape(512, 1)).schedule.problem
     [product] = [o for o in problem.program.operations if o.primitive.name == "mul"]
-    own = _Fusion(problem)._kernels[product.results[0]].reads
+    own = _Fusion(problem, [1.0] * len(problem.program.values))._kernels[product.results[0]].reads
     assert {sum(times.values()) for times in own.values()} == {1.0, 512.0}
 
 
@@ -157,3 +157,15 @@ def test_of_an_associative_scan_pairs_are_stored_and_what_is_as_large_as_its_hal
     stored = [(makers[value], program.values[value].shape[0]) for value in kernels_of(problem).stored]
     assert ("add", 2) in stored and ("slice", 2) in stored
     assert max(rows for _, rows in stored) == 2
+
+
+def test_what_devices_repeat_is_stored_where_it_is_dear_to_compute():
+    def step(x):
+        seen = jnp.sin(x)
+        return jnp.sum(seen), jnp.max(seen, axis=0)
+
+    with pytest.warns(shardplan.ShardplanWarning, match="divides"):
+        plan = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), _shape(509, 1021))
+    makers = {result: o.primitive.name for o in plan.program.operations for result in o.results}
+    kernels = kernels_of(plan.schedule.problem), kernels_in(plan.schedule)
+    assert [[makers[value] for value in found.stored] for found in kernels] == [[], ["sin"]]

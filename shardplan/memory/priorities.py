@@ -24,7 +24,7 @@ What is put together from parts that no warp divides is dear to compute, and sto
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -32,10 +32,11 @@ import jax
 import numpy as np
 
 from shardplan.memory.fusion import REDUCTIONS, is_view
-from shardplan.memory.products import PRODUCT, is_outer, is_sum
+from shardplan.memory.products import PRODUCT, is_multiplied
 from shardplan.memory.sums import adds_few, adds_many
+from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation
+from shardplan.program import Constant, Operation, Program
 from shardplan.strategy import operand_type
 
 _CYCLES = {
@@ -99,10 +100,50 @@ class _Kernel:
     sums: bool = False
 
 
-def stored_values(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> frozenset[int]:
+@dataclass(frozen=True, slots=True)
+class _Computing:
+    """What an operation does, whatever its size: cycles for an element, branches, whether it gives back what it reads
+    (``renames``), adds up many numbers to one (``sums``), or is left to a library."""
+
+    cycles: int
+    branches: int
+    renames: bool
+    sums: bool
+    library: bool
+
+
+@once
+def _computing(problem: Problem) -> dict[int, _Computing]:
+    """What operations without bodies do, by index."""
+    program, found = problem.program, {}
+    for operation in program.operations:
+        name = operation.primitive.name
+        if operation.bodies or not operation.results:
+            continue
+        library = is_multiplied(program, operation)  # what reads its operand is a kernel that copies it
+        renames = name in _RENAMING or is_view(program, operation)
+        cycles = 0 if library or renames or name in _MOVING else _CYCLES.get(name, _OTHER_CYCLES)
+        if cycles and _is_complex(program, operation):
+            cycles = _COMPLEX_CYCLES.get(name, 2 * cycles)
+        if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
+            cycles = _OTHER_CYCLES
+        branches = int(name in _BRANCHING and not adds_few(program, operation))
+        found[operation.index] = _Computing(cycles, branches, renames, adds_many(program, operation), library)
+    return found
+
+
+def _is_complex(program: Program, operation: Operation) -> bool:
+    """Whether an operation computes with complex numbers."""
+    types = [operand_type(program, operand).dtype for operand in operation.operands]
+    return any(jax.dtypes.issubdtype(dtype, np.complexfloating) for dtype in types)
+
+
+def stored_values(
+    problem: Problem, fused: frozenset[int], needed: frozenset[int], degrees: Sequence[float]
+) -> frozenset[int]:
     """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
-    memory anyway."""
-    fusion = _Fusion(problem)
+    memory anyway, where each value is split into so many parts (``degrees``)."""
+    fusion = _Fusion(problem, degrees)
     fusion.fuse(
         result
         for operation in problem.program.operations
@@ -116,20 +157,21 @@ def stored_values(problem: Problem, fused: frozenset[int], needed: frozenset[int
 class _Fusion:
     """The kernels of a program while values are fused into their readers."""
 
-    def __init__(self, problem: Problem) -> None:
-        values, devices = problem.program.values, problem.space.mesh.device_count
+    def __init__(self, problem: Problem, degrees: Sequence[float]) -> None:
+        values = problem.program.values
         self._problem = problem
-        self._bytes = [value.total_bytes / devices for value in values]
-        self._elements = [prod(value.shape) / devices for value in values]
+        self._bytes = [value.total_bytes / degree for value, degree in zip(values, degrees, strict=True)]
+        self._elements = [prod(value.shape) / degree for value, degree in zip(values, degrees, strict=True)]
         self._kernels: dict[int, _Kernel] = {}
         self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
         self._gains: dict[int, float] = {}
         self._queue: list[tuple[float, int]] = []
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
+        computing = _computing(problem)
         for operation in problem.program.operations:
             for result in operation.results if not operation.bodies else ():
-                kernel = self._kernels[result] = self._kernel(operation, result)
+                kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
                 kernel.moved = self._moved(result)
                 for value in kernel.reads:
                     self._saved.setdefault(value, {})[result] = 0.0
@@ -144,43 +186,31 @@ class _Fusion:
             if -number in self.apart and self._gains[-number] == -gain and self._fits(-number):
                 self._fuse(-number)
 
-    def _kernel(self, operation: Operation, result: int) -> _Kernel:
+    def _kernel(self, operation: Operation, result: int, computing: _Computing) -> _Kernel:
         """The kernel of one operation."""
         name, choices = operation.primitive.name, self._problem.choices.get(operation.index)
         read = [o for o in operation.operands if isinstance(o, int) and o not in self._problem.generated]
         elements = max([self._elements[value] for value in (*read, result)])
-        fused = is_outer(self._problem.program, operation) or is_sum(self._problem.program, operation)
-        library = name == PRODUCT and not fused  # what reads its operand is a kernel that copies it
-        cycles = 0 if library or name in _MOVING else _CYCLES.get(name, _OTHER_CYCLES)
-        if cycles and self._complex(operation):
-            cycles = _COMPLEX_CYCLES.get(name, 2 * cycles)
-        if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
-            cycles = _OTHER_CYCLES
-        if name in _RENAMING or is_view(self._problem.program, operation):
+        cycles = computing.cycles
+        if computing.renames:
             self._renamed.add(result)
-            cycles = 0
         if choices is not None and choices.pointwise:
             reads = {value: self._of_element(value, result) for value in read}
         else:
             reads = {value: {value: 0.0} for value in read}
             for position, value in enumerate(read):
                 computed = elements if name == PRODUCT else self._elements[result]
-                reads[value][value] += 1.0 if library else self._times(operation, position, computed, value)
+                reads[value][value] += 1.0 if computing.library else self._times(operation, position, computed, value)
         if name == "concatenate" and any(times.get(value, 1.0) % 1.0 for value, times in reads.items()):
             cycles = _APART
-        program = self._problem.program
-        branches = int(name in _BRANCHING and not adds_few(program, operation))
-        return _Kernel(reads, elements * cycles, branches, sums=adds_many(program, operation))
+        return _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
 
     def _of_element(self, value: int, result: int) -> dict[int, float]:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""
-        own, made = self._elements[value], self._elements[result]
-        return {_OWN: 1.0} if own == made else {value: made / max(own, 1e-9)}
-
-    def _complex(self, operation: Operation) -> bool:
-        """Whether an operation computes with complex numbers."""
-        types = [operand_type(self._problem.program, o).dtype for o in operation.operands]
-        return any(jax.dtypes.issubdtype(dtype, np.complexfloating) for dtype in types)
+        values = self._problem.program.values
+        if prod(values[value].shape) == prod(values[result].shape):
+            return {_OWN: 1.0}
+        return {value: self._elements[result] / max(self._elements[value], 1e-9)}
 
     def _times(self, operation: Operation, position: int, computed: float, value: int) -> float:
         """How often an operation that does not go element by element reads an operand's elements to compute so many."""

@@ -47,21 +47,37 @@ class Kernels:
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
-    """What XLA:GPU fuses, and what it stores.
+    """What XLA:GPU fuses, and what it stores where every value is split over all devices.
 
     ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
     """
-    return _kernels_of(problem, frozenset(copied))
+    split = (float(problem.space.mesh.device_count),) * len(problem.program.values)
+    return _kernels_of(problem, frozenset(copied), split)
+
+
+def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> Kernels:
+    """The same where values are split as in a schedule: what devices repeat takes longer to compute and to read."""
+    problem, found = schedule.problem, [float(schedule.problem.space.mesh.device_count)] * len(schedule.program.values)
+    for value, layout in schedule.assignment.values.items():
+        domain = problem.domain(value)
+        found[value] = float(domain.degrees[domain.position[layout]])
+    return _kernels_of(problem, frozenset(copied), tuple(found))
 
 
 @once
-def _kernels_of(problem: Problem, copied: frozenset[tuple[int, int]]) -> Kernels:
+def _kernels_of(problem: Problem, copied: frozenset[tuple[int, int]], degrees: tuple[float, ...]) -> Kernels:
+    found = _unfused(problem, copied)
+    return replace(found, stored=stored_values(problem, found.fused, found.read, degrees))
+
+
+@once
+def _unfused(problem: Problem, copied: frozenset[tuple[int, int]]) -> Kernels:
+    """What XLA:GPU could fuse, and what is read from memory anyway."""
     spread = {(index, 0) for index in spread_images(problem.program, problem.program.operations, copied)}
     fused, read = fused_operations(problem), _read_from_memory(problem, spread | copied)
     read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
     read |= _turned(problem, fused, read)
-    stored = stored_values(problem, fused, read)
-    return Kernels(fused, read, stored, copied)
+    return Kernels(fused, read, frozenset(), copied)
 
 
 def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> frozenset[int]:
