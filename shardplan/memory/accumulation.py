@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.memory.products import is_multiplied, merged_products
 from shardplan.memory.sizes import bytes_in
+from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
@@ -64,7 +65,7 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     """The products that XLA:GPU adds to something, by the index of the addition that becomes part of each."""
     program = schedule.program
     graph = _Graph(schedule)
-    merged = {index for group in merged_in(schedule, program.operations) for index in group}
+    merged = {index for group in merged_anywhere(schedule) for index in group}
     found = {}
     for operation in program.operations:
         result, name = next(iter(operation.results), -1), operation.primitive.name
@@ -89,6 +90,12 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
             found[operation.index] = Accumulation(product.product, product.between, operation.index, onto, alone)
             graph.open[result] = _Open(product.product, (), product.viewed, added=True)
     return found
+
+
+@once
+def merged_anywhere(schedule: Schedule) -> list[list[int]]:
+    """Products that XLA merges into one, whether their results are held or not."""
+    return merged_in(schedule, schedule.program.operations)
 
 
 def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int] | None = None) -> list[list[int]]:

@@ -65,7 +65,6 @@ def brought_for(
 ) -> Iterator[tuple[int, Layout, int, int]]:
     """Operands in layouts that an operation needs and nobody keeps, and from when to when it needs them."""
     place, values = lifetimes.place[operation.index], schedule.assignment.values
-    last = _computed_until(lifetimes, schedule, operation)
     wanted: list[tuple[int | Constant, Layout | None, int]] = [
         (source, schedule.link_layout(link), lifetimes.start(operation))
         for link, source in lifetimes.kept_around(operation)
@@ -86,7 +85,8 @@ def brought_for(
             continue
         copied = layout == schedule.copy(operand) and place <= lifetimes.copied[operand][1]
         if layout != values[operand] and not copied:
-            yield operand, layout, first, ends.get(operand, last)
+            last = ends[operand] if operand in ends else _computed_until(lifetimes, schedule, operation)
+            yield operand, layout, first, last
 
 
 def _computed_until(lifetimes: Lifetimes, schedule: Schedule, operation: Operation) -> int:

@@ -20,9 +20,9 @@ from math import prod
 from typing import Any
 
 from shardplan.memory.fusion import is_view, pointwise_operations
-from shardplan.memory.order import execution_order, operands_first
+from shardplan.memory.order import operands_first, order_of
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.repeated import repeated_results
+from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -47,7 +47,7 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     program, groups = schedule.program, list[list[Operation]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
-    same = repeated_results(program, program.operations)
+    same = repeated_in(program)
     for operation in with_partners(schedule):
         index = operation.index
         strategy = schedule.assignment.strategies.get(index)
@@ -74,6 +74,7 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     return [[program.operations[index] for index in group] for group in numbers]
 
 
+@once
 def with_partners(schedule: Schedule) -> list[Operation]:
     """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
     together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
@@ -81,7 +82,6 @@ def with_partners(schedule: Schedule) -> list[Operation]:
     exponentials' sums, so waits for the picked logits, from which the loss is computed with these."""
     program, problem = schedule.program, schedule.problem
     pointwise, strategies = pointwise_operations(problem), schedule.assignment.strategies
-    makers = {result: operation for operation in program.operations for result in operation.results}
     sources: dict[int, frozenset[int]] = {}  # per value, the reductions that its kernel reads, all as large
     partners: dict[int, list[int]] = {}
     for operation in program.operations:
@@ -104,8 +104,8 @@ def with_partners(schedule: Schedule) -> list[Operation]:
                 for index in found:
                     partners.setdefault(index, []).extend(sorted(found - {index}))
     order, done = list[Operation](), set[int]()
-    for index in execution_order(program):
-        waiting = [operands_first(program, makers, index, done)]
+    for index in order_of(program):
+        waiting = [operands_first(program, index, done)]
         while waiting:
             following = next(waiting[-1], None)
             if following is None:
@@ -113,7 +113,7 @@ def with_partners(schedule: Schedule) -> list[Operation]:
                 continue
             order.append(following)
             together = [other for other in partners.get(following.index, ()) if other not in done]
-            waiting += [operands_first(program, makers, other, done) for other in reversed(together)]
+            waiting += [operands_first(program, other, done) for other in reversed(together)]
     return order
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from shardplan.layout import Layout
 from shardplan.memory.combining import COMBINED_BYTES, with_partners
-from shardplan.memory.repeated import repeated_results
+from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -51,7 +51,7 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
-    same = repeated_results(schedule.program, schedule.program.operations)
+    same = repeated_in(schedule.program)
     for operation in with_partners(schedule):
         found = frozenset[int]().union(
             *(behind.get(same.get(o, o), ()) for o in operation.operands if isinstance(o, int))

@@ -197,7 +197,7 @@ def _append_region(graph: _Graph, region: int, order: list[int]) -> None:
 
 def _append_with_fused(graph: _Graph, index: int, order: list[int], done: set[int]) -> None:
     """Appends an operation after the fused ones of its region that it is computed from, and that nothing needed yet."""
-    for operation in operands_first(graph.program, graph.makers, index, done):
+    for operation in operands_first(graph.program, index, done):
         for body in operation.bodies:
             _append_region(graph, body, order)
         order.append(operation.index)

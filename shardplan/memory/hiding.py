@@ -376,7 +376,7 @@ class Graph:
 
     def append(self, index: int, order: list[int], done: set[int]) -> None:
         """Appends an operation after all that it is computed from, and a loop after its body."""
-        for operation in operands_first(self.program, self.makers, index, done):
+        for operation in operands_first(self.program, index, done):
             for body in operation.bodies:
                 for inner in self.program.regions[body].operations:
                     self.append(inner, order, done)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardplan.memory.accumulation import merged_in
+from shardplan.memory.accumulation import merged_anywhere, merged_in
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
+from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
@@ -26,7 +27,7 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
     """The results of products that XLA merges, and what these read as long as it is put side by side alone."""
     found: dict[int, Lifetime] = {}
     leaving = leaving_products(schedule.program)
-    for group in merged_in(schedule, lifetimes.order, lifetimes.held):
+    for group in _groups(schedule, lifetimes):
         results = [schedule.program.operations[index].results[0] for index in group]
         spans = [lifetimes.held[result] for result in results]
         last = lifetimes.end if leaving.intersection(results) else max(span.end for span in spans)
@@ -44,10 +45,15 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
 
 def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
     """The bytes of the operands that are put side by side for merged products, and from where to where they are."""
-    for group in merged_in(schedule, lifetimes.order, lifetimes.held):
+    for group in _groups(schedule, lifetimes):
         first, until = _run(lifetimes, group)
         if until > first:
             yield sum(_sizes(schedule, group)), first, until
+
+
+@once
+def _groups(schedule: Schedule, lifetimes: Lifetimes) -> list[list[int]]:
+    return merged_in(schedule, lifetimes.order, lifetimes.held)
 
 
 def _run(lifetimes: Lifetimes, group: Sequence[int]) -> tuple[int, int]:
@@ -87,7 +93,7 @@ def merge_nodes(graph: Graph) -> None:
     owner = {part: node for node, parts in graph.joined.items() for part in parts}
     groups = [
         [index for index in group if index in graph.needs and index not in owner]
-        for group in merged_in(graph.schedule, graph.program.operations)
+        for group in merged_anywhere(graph.schedule)
     ]
     waiting = [[group for group in groups if len(group) > 1]]
     while waiting:
@@ -113,7 +119,7 @@ def wait_for_slices(graph: Graph, kernels: Kernels) -> None:
     for node in sorted(graph.reads.keys() & kernels.fused):
         for value in graph.reads[node]:
             reading.setdefault(value, []).append(node)
-    for group in merged_in(graph.schedule, operations):
+    for group in merged_anywhere(graph.schedule):
         results = [operations[index].results[0] for index in group]
         nodes = sorted({node for result in results for node in reading.get(result, ())})
         for index in (added[result] for result in results if result in added):

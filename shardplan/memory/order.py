@@ -21,8 +21,9 @@ together: the gradient is gone before the next one is made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
+from shardplan.once import once
 from shardplan.program import Operation, Program
 
 _MOST_LEADING = 32
@@ -41,23 +42,36 @@ def execution_order(program: Program, fused: Collection[int] = frozenset()) -> l
     return order
 
 
-def operands_first(
-    program: Program, makers: Mapping[int, Operation], index: int, done: set[int]
-) -> Iterator[Operation]:
+@once
+def order_of(program: Program) -> list[int]:
+    """The execution order of a program of which nothing is fused."""
+    return execution_order(program)
+
+
+def operands_first(program: Program, index: int, done: set[int]) -> Iterator[Operation]:
     """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``."""
-    operations = program.operations
-    region, stack = operations[index].region, [index]
+    operations, before, stack = program.operations, _before(program), [index]
     while stack:
-        operation = operations[stack[-1]]
-        found = (makers.get(o) for o in operation.operands if isinstance(o, int))
-        missing = [m.index for m in found if m is not None and m.region == region and m.index not in done]
-        if operation.index not in done and missing:
+        here = stack[-1]
+        missing = [other for other in before[here] if other not in done]
+        if here not in done and missing:
             stack += missing
             continue
         stack.pop()
-        if operation.index not in done:
-            done.add(operation.index)
-            yield operation
+        if here not in done:
+            done.add(here)
+            yield operations[here]
+
+
+@once
+def _before(program: Program) -> list[tuple[int, ...]]:
+    """Per operation, those of its region that it is computed from, by index, in the order of its operands."""
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    found = []
+    for operation in program.operations:
+        read = (makers.get(o) for o in operation.operands if isinstance(o, int))
+        found.append(tuple([m.index for m in read if m is not None and m.region == operation.region]))
+    return found
 
 
 def _leading(program: Program, makers: dict[int, Operation], fused: frozenset[int]) -> dict[int, frozenset[int]]:

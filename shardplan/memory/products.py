@@ -142,7 +142,6 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
     other. Their other operands are put side by side, and so are their results, in one buffer. Where one might be merged
     with several, it goes through what is shared in the order in which it is made, the forward pass first.
     """
-    makers = {result: operation for operation in program.operations for result in operation.results}
     groups: dict[Any, list[int]] = {}
     left = _LOOKED_AT * len(program.operations)
     for operation in operations:
@@ -156,7 +155,7 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
             key = shared, position, numbers, operation.region, str(program.values[other].dtype)
             group = groups.setdefault(key, [])
             small = min(sizes[index] for index in (operation.index, *group)) <= _MERGED_BYTES or not group
-            between = _made_between(makers, other, {*group}, left) if small else set(group)
+            between = _made_between(program, other, group, left) if small else frozenset(group)
             left -= len(between)
             if between.isdisjoint(group):
                 group.append(operation.index)
@@ -183,15 +182,26 @@ def leaving_products(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
-def _made_between(makers: Mapping[int, Operation], value: int, among: set[int], most: int) -> set[int]:
+def _made_between(program: Program, value: int, among: Collection[int], most: int) -> frozenset[int]:
     """Operations that a value is computed from, back to the first of ``among``; all of these if there are too many."""
-    found, stack = set[int](), [value]
-    first = min(among, default=0)
-    while among and stack:
+    found = _made_since(program, value, min(among), min(most, len(program.operations))) if among else frozenset()
+    return frozenset(among) if found is None else found
+
+
+@once
+def _made_since(program: Program, value: int, first: int, most: int) -> frozenset[int] | None:
+    """Operations from a first one on that a value is computed from, None if these are more than ``most``."""
+    found, stack, makers = set[int](), [value], _makers(program)
+    while stack:
         maker = makers.get(stack.pop())
         if maker is not None and maker.index >= first and maker.index not in found:
             found.add(maker.index)
             stack += (operand for operand in maker.operands if isinstance(operand, int))
         if len(found) > most:
-            return among
-    return found
+            return None
+    return frozenset(found)
+
+
+@once
+def _makers(program: Program) -> dict[int, Operation]:
+    return {result: operation for operation in program.operations for result in operation.results}

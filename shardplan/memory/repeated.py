@@ -59,6 +59,12 @@ def repeated_results(program: Program, operations: Iterable[Operation]) -> dict[
 
 
 @once
+def repeated_in(program: Program) -> dict[int, int]:
+    """Those of a program, in its own order."""
+    return repeated_results(program, program.operations)
+
+
+@once
 def _computing(program: Program) -> dict[int, int]:
     """Per operation that gives equal results for equal operands, by index: a number, equal where what is computed
     (a primitive with parameters, in one region) is known to be equal."""
