@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,12 @@ __all__ = ["Elimination", "plan"]
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Factor = tuple[tuple[int, ...], Array]
+Decision = Callable[[dict[int, int]], int]
 _MOST_DIMENSIONS = 32
+_EVERY = slice(None)
+_MOST_KEPT = 1_000_000
+"""Entries of a sum up to which its tables are kept, rather than which choice is the cheapest for each of the others':
+that is asked for once in the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +117,18 @@ class Elimination:
 
     def solve(self, order: Plan, hint: dict[int, int]) -> tuple[dict[int, int], float]:
         """Eliminates in this order; returns the assignment and its cost."""
-        undo: list[tuple[int, tuple[int, ...], NDArray[np.integer] | int]] = []
+        undo: list[tuple[int, Decision]] = []
+        found: dict[int, int] = {}
         for number, v in enumerate(order.steps):
             if number % 16 == 0:
                 self.tick()
             if v in order.fixed:
-                place = int(np.searchsorted(self.keep[v], hint[v]))
-                self._fix(v, place)
-                undo.append((v, (), place))
+                found[v] = int(np.searchsorted(self.keep[v], hint[v]))
+                self._fix(v, found[v])
             else:
-                undo.append((v, *self._eliminate(v)))
-        found: dict[int, int] = {}
-        for v, scope, best in reversed(undo):
-            found[v] = int(best[tuple(found[w] for w in scope)]) if scope else int(best)
+                undo.append((v, self._eliminate(v)))
+        for v, decide in reversed(undo):
+            found[v] = decide(found)
         return {v: int(self.keep[v][place]) for v, place in found.items()}, self.constant
 
     def _fix(self, v: int, place: int) -> None:
@@ -132,26 +137,31 @@ class Elimination:
             axis = scope.index(v)
             self._put(scope[:axis] + scope[axis + 1 :], np.asarray(table.take(place, axis=axis)))
 
-    def _eliminate(self, v: int) -> tuple[tuple[int, ...], NDArray[np.integer]]:
-        factors = self._take(v)
-        scope = tuple(sorted({w for names, _ in factors for w in names} - {v}))
-        axes = {w: axis for axis, w in enumerate((v, *scope))}
-        total = self.costs[v].reshape(-1, *[1] * len(scope))
+    def _eliminate(self, v: int) -> Decision:
+        """Takes `v` out; returns what says which of its choices is the cheapest, given the others'."""
         # Small tables first: sums grow to the full size only at the end.
-        for names, table in sorted(factors, key=lambda factor: factor[1].size):
-            order = sorted(range(len(names)), key=lambda i: axes[names[i]])
-            shape = [1] * (len(scope) + 1)
-            for i in order:
-                shape[axes[names[i]]] = table.shape[i]
-            total = total + table.transpose(order).reshape(shape)
-        best = total.argmin(axis=0).astype(np.uint16)
-        self._put(scope, total.min(axis=0))
-        return scope, best
+        factors = sorted(self._take(v), key=lambda factor: factor[1].size)
+        scope = tuple(sorted({w for names, _ in factors for w in names if w != v}))
+        full = (len(self.keep[v]), *(len(self.keep[w]) for w in scope))
+        costs = total = self.costs[v].reshape(-1, *[1] * len(scope))
+        for names, table in factors:  # whose axes are in ascending order, like those of the scope
+            axis = names.index(v)
+            if axis:
+                table = table.transpose(axis, *range(axis), *range(axis + 1, len(names)))
+            if len(names) < len(full):
+                table = table[tuple([_EVERY, *(_EVERY if w in names else None for w in scope)])]
+            if total.shape == full and total is not costs:
+                total += table
+            else:
+                total = total + table
+        least = np.minimum.reduce(total)
+        self._put(scope, least)
+        return _of_sums(v, self.costs[v], factors) if total.size <= _MOST_KEPT else _of_least(scope, total, least)
 
     def _take(self, v: int) -> list[Factor]:
         """Removes the factors that have `v`."""
         factors = self.factors.pop(v)
-        for w in {w for names, _ in factors for w in names} - {v}:
+        for w in {w for names, _ in factors for w in names if w != v}:
             self.factors[w] = [factor for factor in self.factors[w] if v not in factor[0]]
         return factors
 
@@ -163,3 +173,23 @@ class Elimination:
         else:
             for w in scope:
                 self.factors[w].append((scope, table))
+
+
+def _of_sums(v: int, costs: Array, factors: list[Factor]) -> Decision:
+    """The choice of `v` of the least cost and entries of its tables, given the choices of all others."""
+
+    def decide(found: dict[int, int]) -> int:
+        total = costs
+        for names, table in factors:
+            total = total + table[tuple([_EVERY if w == v else found[w] for w in names])]
+        return int(total.argmin())
+
+    return decide
+
+
+def _of_least(scope: tuple[int, ...], total: Array, least: Array) -> Decision:
+    """The same of the sum, of which only the choices are kept."""
+    best = np.zeros(least.shape, dtype=np.uint16)
+    for choice in reversed(range(len(total))):
+        np.copyto(best, choice, where=total[choice] == least)
+    return lambda found: int(best[tuple([found[w] for w in scope])])

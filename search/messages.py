@@ -11,9 +11,8 @@ together, whatever their numbers of choices, as ragged rows of flat arrays. `Swe
 
 - messages: one number per (edge, end, choice of that end), stored so that those into one choice of one variable lie
   side by side;
-- tables: per direction and level, all edges one after another, each `[choice of the far end, choice of the near end]`,
-  so that one `minimum.reduceat` gives the messages. Levels of the same tables, as layers that repeat have, share these
-  arrays. Large tables are not copied: their edges are handled one by one.
+- tables: per direction and level, in one array or a few (`shardplan.search.blocks`), which levels of the same tables
+  share, as layers that repeat have them. Large tables are not copied: their edges are handled one by one.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.blocks import Block, alike, ragged
 from shardplan.search.model import Model, levels_of
 
 __all__ = ["Sweeper"]
@@ -53,31 +53,22 @@ class _Large:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """The tables of one level in one direction, and index arrays that depend on nothing but these."""
+class _Edges:
+    """Edges of one level in one direction, whose messages are sent together (see `Sweeper`)."""
 
-    tables: Array
-    spread: Index
-    """Per table entry: which (edge, choice of the near end) it belongs to."""
-    far_starts: Index
-    """Per (edge, choice of the far end): its first table entry."""
-    edge_starts: Index
-    """Per edge: its first (edge, choice of the far end)."""
-    edge_of: Index
-
-    @classmethod
-    def of(cls, tables: list[Array], near: int) -> _Block:
-        """near: the near end's axis in all tables."""
-        near_sizes = np.array([table.shape[near] for table in tables], dtype=np.intp)
-        far_sizes = np.array([table.shape[1 - near] for table in tables], dtype=np.intp)
-        edge_of, _ = _ragged(far_sizes)
-        widths = near_sizes[edge_of]
-        far_starts = np.cumsum(widths) - widths
-        spread = np.repeat((np.cumsum(near_sizes) - near_sizes)[edge_of] - far_starts, widths)
-        spread += np.arange(len(spread))
-        flat = [np.ravel(table.T if near == 0 else table) for table in tables]
-        entries = np.concatenate([np.zeros(0), *flat])
-        return cls(entries, spread, far_starts, np.cumsum(far_sizes) - far_sizes, edge_of)
+    sources: Index
+    """`[choice of the near end, edge]`: the choice, flat; the last one again where the near end has fewer."""
+    shares: Array
+    """Per edge."""
+    opposite: Index
+    """As `sources`: where the message from the far end is stored."""
+    block: Block
+    ends: tuple[Index, Index]
+    """Places of the near and the far end of each edge."""
+    far_sources: Index
+    """Per (edge, choice of the far end): place of the near end."""
+    targets: Index
+    """Per (edge, choice of the far end): where the message is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +84,7 @@ class _Level:
     row_starts: Index
     """First choice of each of its variables, within the level."""
     row_of: Index
-    sources: Index
-    """Per (edge, choice of the near end): the choice, flat."""
-    shares: Array
-    opposite: Index
-    """Per (edge, choice of the near end): where the message from the far end is stored."""
-    block: _Block
-    edges: tuple[Index, Index]
-    """Places of the near and the far end of each edge."""
-    far_sources: Index
-    """Per (edge, choice of the far end): place of the near end."""
-    targets: Index
-    """Per (edge, choice of the far end): where the message is stored."""
+    edges: list[_Edges]
     large: list[_Large]
 
 
@@ -156,9 +136,9 @@ class Sweeper:
         tables = [views[id(t)] if turn else t for t, turn in zip(model.tables, turned, strict=True)]
         self._up, self._down = self._direction(tables, 0, bounds), self._direction(tables, 1, bounds)
         every = (*self._up, *self._down)
-        self._buffer = np.empty(max((len(level.block.spread) for level in every), default=0))
+        blocks = list({id(edges.block): edges.block.tables for level in every for edges in level.edges}.values())
+        self._buffer = np.empty(max((tables.size for tables in blocks), default=0))
         self._large_buffer = np.empty(max((table.size for table in self._large_tables()), default=0))
-        blocks = list({id(level.block): level.block.tables for level in self._up}.values())
         spread = max([_spread(blocks), *(_spread([table]) for table in self._large_tables())])
         self.penalty = 4.0 * (spread + float(np.ptp(self.costs)) if count else 0.0) + 1.0
         """What decoding takes an excluded pair to cost."""
@@ -170,15 +150,17 @@ class Sweeper:
         edges, large = every[~self._is_large[every]], every[self._is_large[every]]
         splits = np.searchsorted(sources[edges], bounds)
         large_splits = np.searchsorted(sources[large], bounds)
-        blocks: dict[tuple[int, ...], _Block] = {}
+        blocks: dict[tuple[int, ...], Block] = {}
         levels = []
         for i, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
             within = edges[splits[i] : splits[i + 1]]
-            own = [tables[e] for e in within.tolist()]
-            key = tuple(map(id, own))
-            if key not in blocks:
-                blocks[key] = _Block.of(own, near)
-            level = self._level(first, last, within, near, blocks[key])
+            level = self._level(first, last)
+            for group in alike(*(self.sizes[ends[within]].tolist() for ends in (sources, targets))):
+                own = within[group]
+                key = tuple([id(tables[e]) for e in own.tolist()])
+                if key not in blocks:
+                    blocks[key] = Block.of([tables[e] for e in own.tolist()], near)
+                level.edges.append(self._edges(own, near, blocks[key]))
             for e in large[large_splits[i] : large_splits[i + 1]].tolist():
                 level.large.append(self._large_edge(e, tables[e], near))
             levels.append(level)
@@ -207,37 +189,42 @@ class Sweeper:
     def _large_tables(self) -> list[Array]:
         return list({id(t): t for t in self.model.tables if t.size > _LARGE}.values())
 
-    def _level(self, first: int, last: int, edges: Index, near: int, block: _Block) -> _Level:
-        offsets, slot_offsets, degrees, sizes = self.offsets, self._slot_offsets, self._degrees, self.sizes
-        sources, targets = self._ends[near][edges], self._ends[1 - near][edges]
-        near_slots, far_slots = self._end_slots[near][edges], self._end_slots[1 - near][edges]
-        rows = sizes[first:last]
-        near_edge, near_choice = _ragged(sizes[sources])
-        far_edge, far_choice = _ragged(sizes[targets])
-        near_var, far_var = sources[near_edge], targets[far_edge]
-        row_degrees = np.repeat(degrees[first:last], rows)
+    def _level(self, first: int, last: int) -> _Level:
+        rows = self.sizes[first:last]
+        row_degrees = np.repeat(self._degrees[first:last], rows)
         return _Level(
             first=first,
-            choices=slice(int(offsets[first]), int(offsets[last])),
-            slots=slice(int(slot_offsets[first]), int(slot_offsets[last])),
+            choices=slice(int(self.offsets[first]), int(self.offsets[last])),
+            slots=slice(int(self._slot_offsets[first]), int(self._slot_offsets[last])),
             slot_starts=np.cumsum(row_degrees) - row_degrees,
             row_starts=np.cumsum(rows) - rows,
             row_of=np.repeat(np.arange(last - first), rows),
-            sources=offsets[near_var] + near_choice,
-            shares=self.shares[near_var],
-            opposite=slot_offsets[near_var] + near_choice * degrees[near_var] + near_slots[near_edge],
+            edges=[],
+            large=[],
+        )
+
+    def _edges(self, edges: Index, near: int, block: Block) -> _Edges:
+        offsets, slot_offsets, degrees = self.offsets, self._slot_offsets, self._degrees
+        sources, targets = self._ends[near][edges], self._ends[1 - near][edges]
+        near_slots, far_slots = self._end_slots[near][edges], self._end_slots[1 - near][edges]
+        near_choice = np.minimum(np.arange(len(block.tables))[:, None], self.sizes[sources] - 1)
+        far_edge, far_choice = ragged(self.sizes[targets])
+        far_var = targets[far_edge]
+        return _Edges(
+            sources=offsets[sources] + near_choice,
+            shares=self.shares[sources],
+            opposite=slot_offsets[sources] + near_choice * degrees[sources] + near_slots,
             block=block,
-            edges=(sources, targets),
+            ends=(sources, targets),
             far_sources=sources[far_edge],
             targets=slot_offsets[far_var] + far_choice * degrees[far_var] + far_slots[far_edge],
-            large=[],
         )
 
     @property
     def entries(self) -> int:
         """Number of table entries, each of which a sweep reads twice."""
         large = sum(edge.table.size for level in self._up for edge in level.large)
-        return sum(len(level.block.tables) for level in self._up) + large
+        return sum(edges.block.entries for level in self._up for edges in level.edges) + large
 
     @property
     def levels(self) -> int:
@@ -252,14 +239,14 @@ class Sweeper:
 
     def down(self) -> float:
         """One sweep in descending order; returns the lower bound."""
-        bound = 0.0
+        leasts: list[Array] = []
         for level in reversed(self._down):
             belief = self._gather(level)
             least = np.minimum.reduceat(belief, level.row_starts)
-            bound += float(least.sum())
+            leasts.append(least)
             belief -= least[level.row_of]
-            bound += self._send(level)
-        return bound
+            leasts += self._send(level)
+        return float(np.concatenate(leasts).sum()) if leasts else 0.0
 
     def _gather(self, level: _Level) -> Array:
         """The level's beliefs: its costs and all messages into it."""
@@ -268,36 +255,35 @@ class Sweeper:
         belief += self.costs[level.choices]
         return belief
 
-    def _send(self, level: _Level) -> float:
-        """Sends the level's messages, each with its least entry taken off; returns the sum of those."""
-        bound = 0.0
-        for edge in level.large:
-            bound += self._send_large(edge)
-        if not len(level.targets):
-            return bound
-        outgoing = self.beliefs[level.sources]
-        outgoing *= level.shares
-        outgoing -= self.messages[level.opposite]
-        # Taking into a buffer with "clip" is three times as fast as indexing, which checks and allocates.
-        block = level.block
-        entries = self._buffer[: len(block.spread)]
-        np.take(outgoing, block.spread, out=entries, mode="clip")
-        entries += block.tables
-        message = np.minimum.reduceat(entries, block.far_starts)
-        least = np.minimum.reduceat(message, block.edge_starts)
-        message -= least[block.edge_of]
-        self.messages[level.targets] = message
-        return bound + float(least.sum())
+    def _send(self, level: _Level) -> list[Array]:
+        """Sends the level's messages, each with its least entry taken off; returns these."""
+        leasts = [self._send_large(edge) for edge in level.large]
+        beliefs, messages = self.beliefs, self.messages
+        for edges in level.edges:
+            block = edges.block
+            outgoing = beliefs[edges.sources]
+            outgoing *= edges.shares
+            outgoing -= messages[edges.opposite]
+            # Taking into a buffer with "clip" is three times as fast as indexing, which checks and allocates.
+            entries = self._buffer[: block.tables.size].reshape(block.tables.shape)
+            outgoing.take(block.edge_of, 1, entries, "clip")
+            entries += block.tables
+            message = np.minimum.reduce(entries)
+            least = np.minimum.reduceat(message, block.edge_starts)
+            message -= least[block.edge_of]
+            messages[edges.targets] = message
+            leasts.append(least)
+        return leasts
 
-    def _send_large(self, edge: _Large) -> float:
+    def _send_large(self, edge: _Large) -> Array:
         outgoing = self.beliefs[edge.choices] * edge.share - self.messages[edge.opposite]
         entries = self._large_buffer[: edge.table.size].reshape(edge.table.shape)
         np.add(edge.table, outgoing[:, None] if edge.axis == 0 else outgoing, out=entries)
         message = entries.min(axis=edge.axis)
-        least = message.min()
+        least = message.min(keepdims=True)
         message -= least
         self.messages[edge.targets] = message
-        return float(least)
+        return least
 
     def message_sums(self) -> Array:
         """Per choice, the sum of the messages into it."""
@@ -346,18 +332,17 @@ class Sweeper:
         for edge in level.large:
             column = edge.table.take(int(choices[edge.near]), axis=edge.axis)
             messages[edge.targets] = np.minimum(column, self.penalty)
-        if len(level.targets):
-            picked = choices[level.far_sources]
-            column = level.block.tables[level.block.far_starts + picked]
-            messages[level.targets] = np.minimum(column, self.penalty)
+        for edges in level.edges:
+            columns = edges.block.tables[choices[edges.far_sources], edges.block.columns]
+            messages[edges.targets] = np.minimum(columns, self.penalty)
 
     def cost(self, choices: Index) -> float:
         """The cost of an assignment (by place)."""
         total = float(self.costs[self.offsets[:-1] + choices].sum())
         for level in self._up:
-            block, (near, far) = level.block, level.edges
-            starts = block.far_starts[block.edge_starts + choices[far]]
-            total += float(block.tables[starts + choices[near]].sum())
+            for edges in level.edges:
+                near, far = edges.ends
+                total += float(edges.block.tables[choices[near], edges.block.edge_starts + choices[far]].sum())
         lows, highs = self._ends
         for e in np.flatnonzero(self._is_large).tolist():
             k, j = int(choices[lows[e]]), int(choices[highs[e]])
@@ -369,10 +354,3 @@ def _spread(tables: list[Array]) -> float:
     """Between the least finite entry of all tables and the largest."""
     finite = [entries for entries in (table[np.isfinite(table)] for table in tables) if entries.size]
     return float(max(map(np.max, finite)) - min(map(np.min, finite))) if finite else 0.0
-
-
-def _ragged(lengths: Index) -> tuple[Index, Index]:
-    """For rows of these lengths laid end to end: the row of each entry, and its place in the row."""
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-    return rows, np.arange(len(rows)) - starts[rows]

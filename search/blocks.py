@@ -1,0 +1,80 @@
+"""The tables of several edges in one array, so that all their messages take a few calls of numpy.
+
+A message is, per choice of the far end, the least over the near end's choices of what the near end sends plus the
+table's entry. Here the near end's choices are rows, and the far ends' choices, edge after edge, are columns: the least
+over the rows is then taken of many columns at once. Edges whose near end has fewer choices than there are rows get
+infinite entries instead, so edges are gathered by how many they have.
+
+>>> import numpy as np
+>>> block = Block.of([np.array([[0.0, 2.0]]), np.array([[1.0, 5.0], [4.0, 3.0]])], near=0)
+>>> block.tables
+array([[ 0.,  2.,  1.,  5.],
+       [inf, inf,  4.,  3.]])
+>>> block.edge_of, block.edge_starts
+(array([0, 0, 1, 1]), array([0, 2]))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Block", "alike", "ragged"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+_MOST_PADDING = 6000
+"""Entries that edges may be padded by together: about what the calls for a block of their own take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tables of some edges of one level in one direction, and index arrays that depend on nothing but these."""
+
+    tables: Array
+    """`[choice of the near end, (edge, choice of the far end)]`."""
+    edge_of: Index
+    """Per column, its edge."""
+    columns: Index
+    edge_starts: Index
+    """Per edge, its first column."""
+    entries: int
+    """Of the tables, without what pads them."""
+
+    @classmethod
+    def of(cls, tables: list[Array], near: int) -> Block:
+        """near: the near end's axis in all tables."""
+        near_sizes, far_sizes = ([table.shape[axis] for table in tables] for axis in (near, 1 - near))
+        edge_of, _ = ragged(np.array(far_sizes, dtype=np.intp))
+        entries = np.full((max(near_sizes, default=0), len(edge_of)), np.inf)
+        start = 0
+        starts = []
+        for table, rows, columns in zip(tables, near_sizes, far_sizes, strict=True):
+            entries[:rows, start : start + columns] = table if near == 0 else table.T
+            starts.append(start)
+            start += columns
+        count = sum(table.size for table in tables)
+        return cls(entries, edge_of, np.arange(len(edge_of)), np.array(starts, dtype=np.intp), count)
+
+
+def alike(near_sizes: list[int], far_sizes: list[int]) -> list[list[int]]:
+    """The numbers of edges with these choices at their near and far ends, gathered so that they are padded by little;
+    by the near end's choices, then ascending."""
+    groups: list[list[int]] = []
+    width = padding = 0
+    for edge in sorted(range(len(near_sizes)), key=lambda e: (-near_sizes[e], e)):
+        padding += (width - near_sizes[edge]) * far_sizes[edge]
+        if not groups or padding > _MOST_PADDING:
+            groups.append([])
+            width, padding = near_sizes[edge], 0
+        groups[-1].append(edge)
+    return groups
+
+
+def ragged(lengths: Index) -> tuple[Index, Index]:
+    """For rows of these lengths laid end to end: the row of each entry, and its place in the row."""
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    return rows, np.arange(len(rows)) - starts[rows]
