@@ -54,6 +54,31 @@ def test_an_exponential_of_complex_numbers_is_dear(dtype, stored):
     assert _stored(step, _shape(4096, 4096, dtype=dtype)) == stored
 
 
+@pytest.mark.parametrize(
+    ("length", "dtype", "stored"),
+    [(256, "bfloat16", False), (257, "bfloat16", True), (200, "bfloat16", False), (513, "float32", True)],
+)
+def test_rows_that_fill_tiles_badly_or_are_padded_for_products_are_stored(length, dtype, stored):
+    def step(queries, keys, values):
+        scores = jnp.einsum("bqd,bkd->bqk", queries, keys).astype("float32") / 8
+        mixed = jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores).astype(dtype), values)
+        return jnp.sum(mixed.astype("float32") ** 2)
+
+    heads = _shape(2**25 // length**2, length, 64, dtype=dtype)
+    assert ("sub" in _stored(jax.grad(step, (0, 1, 2)), heads, heads, heads)) == stored
+
+
+def test_what_gathers_takes_no_kernel_in_that_reduces_rows():
+    def picked(scores, places):
+        shifted = scores - jnp.max(scores, axis=1, keepdims=True)
+        return jnp.take_along_axis(shifted, places, axis=1)
+
+    args = _shape(4096, 2048), _shape(4096, 1, dtype="int32")
+    assert _stored(picked, *args) == ["sub"]
+    assert _stored(lambda scores, places: picked(scores, places) - jnp.max(scores), *args) == ["sub"]
+    assert _stored(lambda scores, places: jnp.take_along_axis(jnp.exp(scores), places, axis=1), *args) == []
+
+
 def test_a_product_reads_a_batch_dimension_between_the_others():
     def step(queries, keys):
         return jnp.einsum("tbd,sbd->bts", queries, keys), jnp.einsum("btd,sbd->bts", queries, keys)

@@ -31,8 +31,9 @@ from math import inf, prod
 import jax
 import numpy as np
 
-from shardplan.memory.fusion import REDUCTIONS, is_view
-from shardplan.memory.products import PRODUCT, is_multiplied
+from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
+from shardplan.memory.products import PRODUCT, copied_again, is_multiplied, product_operands
+from shardplan.memory.rows import cuts_tiles, row_results
 from shardplan.memory.sums import adds_few, adds_many
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -48,7 +49,7 @@ _CYCLES = {
 together from other operations (an error function, random bits) counts as these do together. A hyperbolic tangent,
 467 there, was compiled stored in bfloat16 and computed anew in float32: 400 is chosen between what these two say."""
 
-_OTHER_CYCLES = 5
+_OTHER_CYCLES, _REDUCING_CYCLES = 5, 3
 _COMPLEX_CYCLES = {"exp": 2020, "log": 600, "sqrt": 500, "div": 70, "mul": 30}
 """The same for complex numbers: an exponential takes an exponential, a sine and a cosine. Others take twice as long."""
 
@@ -89,7 +90,9 @@ class _Kernel:
 
     ``reads`` has the values that it reads, and how often it goes through each of them: once for its own elements
     (`_OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at other
-    places, as a slice, a broadcast or a sum does. ``sums``: whether it adds up many numbers to one.
+    places, as a slice, a broadcast or a sum does. ``sums``: whether it adds up many numbers to one. ``rows``:
+    where it goes through rows that it has reduced, how much it computes for each element, else 0. ``tiles``: whether
+    tiles can be cut of all that it computes.
     """
 
     reads: dict[int, dict[int, float]]
@@ -98,24 +101,32 @@ class _Kernel:
     operations: int = 1
     moved: float = 0.0
     sums: bool = False
+    rows: float = 0.0
+    tiles: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Computing:
-    """What an operation does, whatever its size: cycles for an element, branches, whether it gives back what it reads
-    (``renames``), adds up many numbers to one (``sums``), or is left to a library."""
+    """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
+    else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
+    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them."""
 
+    read: tuple[int, ...]
     cycles: int
     branches: int
     renames: bool
     sums: bool
     library: bool
+    rows: float
+    tiles: bool
 
 
 @once
 def _computing(problem: Problem) -> dict[int, _Computing]:
     """What operations without bodies do, by index."""
-    program, found = problem.program, {}
+    program, found, pointwise = problem.program, {}, pointwise_operations(problem)
+    rows, operands = row_results(program, pointwise), product_operands(program, pointwise)
+    padded, again = {index for (index, _), read in operands.items() if read.padding > 1}, copied_again(operands)
     for operation in program.operations:
         name = operation.primitive.name
         if operation.bodies or not operation.results:
@@ -128,7 +139,13 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
         if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
             cycles = _OTHER_CYCLES
         branches = int(name in _BRANCHING and not adds_few(program, operation))
-        found[operation.index] = _Computing(cycles, branches, renames, adds_many(program, operation), library)
+        row = rows.get(operation.results[0], 0.0)
+        places = [place for place in range(len(operation.operands)) if (operation.index, place) not in again]
+        operands_read = [operation.operands[place] for place in (places[:1] if row else places)]
+        read = tuple([o for o in operands_read if isinstance(o, int) and o not in problem.generated])
+        tiles = cuts_tiles(operation) and operation.index not in padded
+        sums = adds_many(program, operation)
+        found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles)
     return found
 
 
@@ -189,7 +206,7 @@ class _Fusion:
     def _kernel(self, operation: Operation, result: int, computing: _Computing) -> _Kernel:
         """The kernel of one operation."""
         name, choices = operation.primitive.name, self._problem.choices.get(operation.index)
-        read = [o for o in operation.operands if isinstance(o, int) and o not in self._problem.generated]
+        read = computing.read
         elements = max([self._elements[value] for value in (*read, result)])
         cycles = computing.cycles
         if computing.renames:
@@ -203,7 +220,10 @@ class _Fusion:
                 reads[value][value] += 1.0 if computing.library else self._times(operation, position, computed, value)
         if name == "concatenate" and any(times.get(value, 1.0) % 1.0 for value, times in reads.items()):
             cycles = _APART
-        return _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
+        cycles += _REDUCING_CYCLES if computing.rows else 0
+        kernel = _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
+        kernel.rows, kernel.tiles = computing.rows, computing.tiles
+        return kernel
 
     def _of_element(self, value: int, result: int) -> dict[int, float]:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""
@@ -242,6 +262,8 @@ class _Fusion:
             kernel = self._kernels[reader]
             if own.sums and kernel.sums:
                 return False
+            if (own.rows or kernel.rows) and not (own.tiles and kernel.tiles):
+                return False
             copies = len(kernel.reads[value])
             branches = copies * own.branches + kernel.branches
             if len(kernel.reads.keys() | own.reads.keys()) > _MOST_READ or branches > _MOST_BRANCHES:
@@ -256,7 +278,7 @@ class _Fusion:
         for reader in saved:
             saved[reader] = self._saving(value, reader)
         own = self._kernels[value]
-        gain = inf if value in self._renamed else _LAUNCH + _time(own.cycles, own.moved) + sum(saved.values())
+        gain = inf if value in self._renamed else _LAUNCH + _time(own.cycles, own.moved, own.rows) + sum(saved.values())
         self._offer(value, gain)
 
     def _offer(self, value: int, gain: float) -> None:
@@ -277,7 +299,9 @@ class _Fusion:
             if _OWN in shares:  # what it reads for these elements already is not read again
                 now -= sum([share for place, share in known.items() if place in places])
             moved += self._reading(source, now) - self._reading(source, before)
-        return _time(kernel.cycles, kernel.moved) - _time(kernel.cycles + times * own.cycles, moved)
+        rows = max(own.rows, kernel.rows)
+        rows = max(own.rows, kernel.rows)
+        return _time(kernel.cycles, kernel.moved, kernel.rows) - _time(kernel.cycles + times * own.cycles, moved, rows)
 
     def _fuse(self, value: int) -> None:
         """Lets all kernels that read a value compute it, and weighs anew what that changes."""
@@ -320,10 +344,12 @@ class _Fusion:
         kernel.operations += len(places) * own.operations
         kernel.branches += len(places) * own.branches
         kernel.sums |= own.sums
+        kernel.rows = max(kernel.rows, own.rows)
+        kernel.tiles &= own.tiles
         kernel.moved = self._moved(reader)
 
 
-def _time(cycles: float, moved: float) -> float:
+def _time(cycles: float, moved: float, rows: float = 0.0) -> float:
     """How long a kernel takes, in the time in which one byte is read."""
-    computing = cycles / _CYCLES_PER_BYTE
+    computing = cycles * max(rows, 1.0) / _CYCLES_PER_BYTE
     return computing + moved - _BESIDE * min(computing, moved)

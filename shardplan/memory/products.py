@@ -105,6 +105,13 @@ def product_operands(
     return found
 
 
+def copied_again(operands: Mapping[tuple[int, int], ProductOperand]) -> frozenset[tuple[int, int]]:
+    """The operands of products of which a product before has a copy."""
+    first: dict[ProductOperand, tuple[int, int]] = {}
+    copied = [(place, operand) for place, operand in operands.items() if operand.copied]
+    return frozenset(place for place, operand in copied if first.setdefault(operand, place) != place)
+
+
 def _product_operand(
     program: Program,
     makers: Mapping[int, Operation],

@@ -20,7 +20,7 @@ from shardplan.memory.products import is_sum
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
 
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"})
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"})
 
 _WARP = 32
 _MANY = 16
@@ -45,7 +45,7 @@ def reduces_together(shape: Sequence[int], dims: Collection[int]) -> bool:
 
 def _reduced(program: Program, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The shape of what an operation reduces, and the dimensions over which it does."""
-    if operation.primitive.name in _REDUCTIONS:
+    if operation.primitive.name in REDUCTIONS:
         return operand_type(program, operation.operands[0]).shape, tuple(operation.params["axes"])
     if is_sum(program, operation):
         shapes = [operand_type(program, operand).shape for operand in operation.operands]

@@ -1,0 +1,122 @@
+"""Rows that one XLA:GPU kernel reduces and goes through again: what is left of scores when their largest is taken off.
+
+What an element-by-element operation computes of a row and of a reduction of that row, XLA makes a kernel of its own,
+written in tiles, before it fuses anything else. Such a kernel takes in, and becomes part of, only what tiles can be cut
+of: nothing that pads, gathers or puts together. So where a softmax's results are padded for a matrix product, what
+is left of the scores is stored, in the type in which it was computed.
+
+The reduction must have no other reader, so that of a softmax the largest score is one, and the sum, which the backward
+pass reads again, is not.
+
+>>> import jax, jax.numpy as jnp
+>>> from shardplan.tracing import trace_program
+>>> scores = jax.ShapeDtypeStruct((64, 64), "float32")
+>>> program = trace_program(lambda s: jax.nn.softmax(s, axis=1), (scores,), {})
+>>> elementwise = frozenset(o.index for o in program.operations if o.primitive.name in ("sub", "exp", "div", "max"))
+>>> rows = row_results(program, elementwise)
+>>> [o.primitive.name for o in program.operations if not rows.keys().isdisjoint(o.results)]
+['sub', 'div']
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
+
+from shardplan.memory.repeated import repeated_results
+from shardplan.memory.sums import REDUCTIONS
+from shardplan.once import once
+from shardplan.program import Constant, Operation, Program
+from shardplan.strategy import operand_type
+
+_LONGEST = 2**14
+"""Elements of the longest row that a kernel holds."""
+
+_PASSING = frozenset({"reshape", "squeeze", "expand_dims", "convert_element_type", "stop_gradient", "copy", "copy_p"})
+_UNTILED = frozenset({"pad", "concatenate", "gather", "dynamic_slice", "dynamic_update_slice", "rev", "random_bits"})
+
+
+def cuts_tiles(operation: Operation) -> bool:
+    """Whether tiles of what an operation makes, and computes on the way, are made of tiles of what it reads."""
+    name = operation.primitive.name
+    return name not in _UNTILED and not name.startswith(("scatter", "reduce_window", "select_and", "cum", "arg"))
+
+
+@once
+def row_results(program: Program, pointwise: Collection[int]) -> dict[int, float]:
+    """The values that kernels compute row by row, with the reduction of the row that they read, and how many elements
+    they compute for each: tiles are as long as the next power of two.
+
+    ``pointwise`` are the operations, by index, that compute element by element.
+    """
+    rows = _Rows(program, pointwise)
+    found = [operation.results[0] for operation in program.operations if rows.ends(operation)]
+    lengths = {value: program.values[value].shape[-1] for value in found}
+    return {value: 2 ** (length - 1).bit_length() / length for value, length in lengths.items()}
+
+
+class _Rows:
+    """What a program computes row by row. What it computes twice counts once."""
+
+    def __init__(self, program: Program, pointwise: Collection[int]) -> None:
+        self._program, self._pointwise = program, pointwise
+        self._same = repeated_results(program, program.operations)
+        self._makers = {result: operation for operation in program.operations for result in operation.results}
+        self._users = Counter(o for region in program.regions for o in region.outputs if isinstance(o, int))
+        for operation in program.operations:
+            if self._same.keys().isdisjoint(operation.results):
+                self._users.update({self._known(o) for o in operation.operands if isinstance(o, int)})
+
+    def _known(self, value: int) -> int:
+        return self._same.get(value, value)
+
+    def ends(self, operation: Operation) -> bool:
+        """Whether an operation goes through rows (its first operand) with what they are reduced to (its second)."""
+        if len(operation.operands) != 2 or operation.index not in self._pointwise:
+            return False
+        rows, reduced = operation.operands
+        if not isinstance(rows, int) or not isinstance(reduced, int):
+            return False
+        values, shape = self._program.values, self._program.values[operation.results[0]].shape
+        rows, read = self._known(rows), self._reduced(self._known(reduced), len(shape) - 1)
+        if read is None or values[read].shape != shape or not 1 < shape[-1] <= _LONGEST:
+            return False
+        source = self._first(read)
+        return source == rows or (self._users[rows] == 1 and source in self._back(rows))
+
+    def _reduced(self, value: int, dimension: int) -> int | None:
+        """What is reduced along a dimension to what a value is computed from, and nothing else is."""
+        for result in self._back(value, spreading=True):
+            maker = self._makers.get(result)
+            if maker is not None and maker.primitive.name in REDUCTIONS and self._users[result] == 1:
+                read = maker.operands[0]
+                return self._known(read) if maker.params["axes"] == (dimension,) and isinstance(read, int) else None
+        return None
+
+    def _first(self, value: int) -> int:
+        """The value from which one is computed that nothing else reads on the way, element by element."""
+        return deque(self._back(value), maxlen=1).pop()
+
+    def _back(self, value: int, spreading: bool = False) -> Iterator[int]:
+        """A value, and one after the other what it is computed from, each from the next one and constants alone."""
+        yield value
+        while self._users[value] == 1 and value in self._makers:
+            maker = self._makers[value]
+            alone = {self._known(o) for o in maker.operands if isinstance(o, int) and not self._is_constant(o)}
+            passes = maker.primitive.name in _PASSING or maker.index in self._pointwise
+            if len(alone) != 1 or not (passes or (spreading and self._spreads(maker))):
+                return
+            [value] = alone
+            yield value
+
+    def _is_constant(self, value: int) -> bool:
+        maker = self._makers.get(value)
+        spread = maker is not None and maker.primitive.name == "broadcast_in_dim"
+        return maker is not None and spread and isinstance(maker.operands[0], Constant)
+
+    def _spreads(self, operation: Operation) -> bool:
+        """Whether an operation gives the same along the last dimension."""
+        if operation.primitive.name != "broadcast_in_dim":
+            return False
+        dimensions, last = operation.params["broadcast_dimensions"], len(operation.params["shape"]) - 1
+        return last not in dimensions or operand_type(self._program, operation.operands[0]).shape[-1] == 1
