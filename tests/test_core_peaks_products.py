@@ -111,3 +111,17 @@ def test_merged_products_run_together_behind_what_puts_their_operands_side_by_si
     spans = lifetimes.held | merged_lifetimes(lifetimes, schedule)
     assert [spans[o.operands[0]].end for o in merged] == [places[0]] * 2
     assert [spans[o.results[0]].start for o in merged] == [places[1]] * 2
+
+
+def test_a_bias_of_columns_is_added_by_the_product_and_its_result_is_not_overwritten():
+    def step(x, w, b):
+        return jnp.sort(x @ w + b, axis=0)
+
+    def masked(x, w, b):
+        wide = x @ w + b
+        return jnp.where(wide > 0, wide, x) @ w
+
+    own, inputs = 4 * 4096 * 512, 4 * (4096 * 512 + 512 * 512 + 512)
+    args = jax.ShapeDtypeStruct((4096, 512), "float32"), _square(512), jax.ShapeDtypeStruct((512,), "float32")
+    assert shardplan.plan(step, 1, *args).peak_bytes == inputs + 2 * own + WORKSPACE_BYTES
+    assert shardplan.plan(masked, 1, *args).peak_bytes == inputs + 3 * own

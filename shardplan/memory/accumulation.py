@@ -7,6 +7,9 @@ product takes in one addition alone: where the first operand has done so already
 own, even if the second could. So of the gradients of a weight that many operations read, added up one after another,
 every other one is held until a kernel adds it, and those between are added up in place.
 
+A bias with one number for each column of a matrix is added by the product as well, whose result alone is then in
+memory: a library's, which no kernel overwrites.
+
 The first sum below is the first product, added to the second one. That sum and the third are added by a kernel, to
 whose result the last one is added.
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from shardplan.memory.products import is_multiplied, merged_products
 from shardplan.memory.sizes import bytes_in
@@ -40,8 +44,8 @@ class Accumulation:
     """A product that adds itself to a value, by the indices of operations.
 
     between: what turns the product's result into the operand of the addition: views, and a bias.
-    onto: the value in memory that it is added to, of which the addition reads a view; ``in_place``, where it is
-        overwritten with the sum.
+    onto: the value in memory that it is added to, of which the addition reads a view, or the bias; ``in_place``, where
+        it is overwritten with the sum.
     """
 
     product: int
@@ -53,12 +57,14 @@ class Accumulation:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A product whose result can still take in an addition, or has done so; ``viewed`` where through a view."""
+    """A product whose result can still take in an addition, or has done so; ``viewed`` where through a view,
+    ``biased`` behind a bias."""
 
     product: int
     between: tuple[int, ...] = ()
     viewed: bool = False
     added: bool = False
+    biased: bool = False
 
 
 def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
@@ -66,7 +72,7 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     program = schedule.program
     graph = _Graph(schedule)
     merged = {index for group in merged_anywhere(schedule) for index in group}
-    found = {}
+    found, biases = dict[int, Accumulation](), dict[int, Accumulation]()
     for operation in program.operations:
         result, name = next(iter(operation.results), -1), operation.primitive.name
         if is_multiplied(program, operation):
@@ -82,14 +88,17 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
                 between = (*product.between, operation.index)
                 graph.open[result] = replace(product, between=between, viewed=True)
         elif graph.is_broadcast(operation, 1 - position):
-            if not product.added and graph.is_bias(operation, 1 - position):
-                graph.open[result] = replace(product, between=(*product.between, operation.index))
+            bias = graph.bias(operation, 1 - position)
+            if bias is not None and not product.added and not product.biased:
+                biases[product.product] = Accumulation(product.product, product.between, operation.index, bias, False)
+                graph.open[result] = replace(product, between=(*product.between, operation.index), biased=True)
         elif not product.added:
             onto, alone = graph.seen(graph.operand(operation, 1 - position))
             alone = alone and graph.reads_as_stored(operation, 1 - position)
             found[operation.index] = Accumulation(product.product, product.between, operation.index, onto, alone)
+            biases.pop(product.product, None)
             graph.open[result] = _Open(product.product, (), product.viewed, added=True)
-    return found
+    return found | {bias.addition: bias for bias in biases.values()}
 
 
 @once
@@ -161,23 +170,33 @@ class _Graph:
             return True
         return operand in self._makers and self._makers[operand].primitive.name == "broadcast_in_dim"
 
-    def is_bias(self, operation: Operation, position: int) -> bool:
-        """Whether an operand that is broadcast has one number for each column of a matrix."""
+    def bias(self, operation: Operation, position: int) -> int | None:
+        """The value of which an operand that is broadcast has one number for each column of a matrix, if it does."""
         operand, shape = self.operand(operation, position), self._program.values[operation.results[0]].shape
         if operand < 0 or len(shape) != 2:
-            return False
-        own = self._program.values[operand].shape
-        if own == shape:
-            return tuple(self._makers[operand].params["broadcast_dimensions"]) == (1,)
-        return own[-1:] == shape[-1:]
+            return None
+        if self._program.values[operand].shape == shape:
+            spread, operand = self._makers[operand], self.operand(self._makers[operand], 0)
+            columns = tuple(spread.params["broadcast_dimensions"])[-1:] == (1,)
+        else:
+            columns = True
+        own = self._program.values[operand].shape if operand >= 0 else ()
+        return self.seen(operand)[0] if columns and own[-1:] == shape[-1:] and prod(own) == shape[-1] else None
 
     def seen(self, value: int) -> tuple[int, bool]:
         """The value in memory of which another one is a view, and whether nothing else reads it."""
         alone = self._reads[value] == 1
-        while value in self._makers and self._makers[value].primitive.name in _VIEWS:
+        while value in self._makers and self._is_view(self._makers[value]):
             value = self.operand(self._makers[value], 0)
             alone = alone and self._reads[value] == 1
         return value, alone
+
+    def _is_view(self, operation: Operation) -> bool:
+        """Whether an operation changes no more than the shape, or puts dimensions of size 1 in front."""
+        name, values, operand = operation.primitive.name, self._program.values, self.operand(operation, 0)
+        if name != "broadcast_in_dim" or operand < 0:
+            return name in _VIEWS
+        return prod(values[operand].shape) == prod(values[operation.results[0]].shape)
 
     def stays(self, operation: Operation) -> bool:
         """Whether an operation leaves its result in the layout that it is stored in."""

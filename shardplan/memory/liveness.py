@@ -236,8 +236,11 @@ class Lifetimes:
             yield self.order[place], self.place[rectifier.index], until
 
     def start(self, operation: Operation) -> int:
-        """When the results of an operation take memory: a loop's carries and stacks before its first iteration."""
-        regions = self._problem.program.regions
+        """When the results of an operation take memory: a loop's carries and stacks before its first iteration, a sum
+        that a product writes while that runs."""
+        regions, added = self._problem.program.regions, self._adding.get(operation.index)
+        if added is not None and not added.in_place:
+            return self.place[added.product]
         inside = [self.place[index] for body in operation.bodies for index in regions[body].operations]
         return min(inside, default=self.place[operation.index])
 
