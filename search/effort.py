@@ -36,10 +36,12 @@ class Watch:
 
     report: called after each step that may have changed a bound; it may raise, to end the search.
     seconds_left: until the search has to end. ask: called where an assignment is as good as it gets for a while; doubt:
-    called where it seems that nothing keeps within the limit. Both may raise likewise.
+    called where it seems that nothing keeps within the limit. Both may raise likewise. stuck: called where messages do
+    not help any more; it may know a better assignment.
     """
 
     report: Callable[[], None]
     seconds_left: Callable[[], float]
     ask: Callable[[], None] = lambda: None
     doubt: Callable[[], None] = lambda: None
+    stuck: Callable[[], None] = lambda: None

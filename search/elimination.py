@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph import Graph
 
-__all__ = ["Elimination", "plan"]
+__all__ = ["Elimination", "adjacency", "plan", "settled"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -27,8 +27,8 @@ Factor = tuple[tuple[int, ...], Array]
 Decision = Callable[[dict[int, int]], int]
 _MOST_DIMENSIONS = 32
 _EVERY = slice(None)
-_MOST_KEPT = 1_000_000
-"""Entries of a sum up to which its tables are kept, rather than which choice is the cheapest for each of the others':
+_MOST_KEPT = 5e7
+"""Table entries in all up to which tables are kept, rather than which choice is the cheapest for each of the others':
 that is asked for once in the end."""
 
 
@@ -126,7 +126,7 @@ class Elimination:
                 found[v] = int(np.searchsorted(self.keep[v], hint[v]))
                 self._fix(v, found[v])
             else:
-                undo.append((v, self._eliminate(v)))
+                undo.append((v, self._eliminate(v, order.entries <= _MOST_KEPT)))
         for v, decide in reversed(undo):
             found[v] = decide(found)
         return {v: int(self.keep[v][place]) for v, place in found.items()}, self.constant
@@ -137,7 +137,7 @@ class Elimination:
             axis = scope.index(v)
             self._put(scope[:axis] + scope[axis + 1 :], np.asarray(table.take(place, axis=axis)))
 
-    def _eliminate(self, v: int) -> Decision:
+    def _eliminate(self, v: int, keeps: bool) -> Decision:
         """Takes `v` out; returns what says which of its choices is the cheapest, given the others'."""
         # Small tables first: sums grow to the full size only at the end.
         factors = sorted(self._take(v), key=lambda factor: factor[1].size)
@@ -154,9 +154,8 @@ class Elimination:
                 total += table
             else:
                 total = total + table
-        least = np.minimum.reduce(total)
-        self._put(scope, least)
-        return _of_sums(v, self.costs[v], factors) if total.size <= _MOST_KEPT else _of_least(scope, total, least)
+        self._put(scope, np.minimum.reduce(total))
+        return _of_sums(v, self.costs[v], factors) if keeps else _of_all(scope, total)
 
     def _take(self, v: int) -> list[Factor]:
         """Removes the factors that have `v`."""
@@ -187,9 +186,27 @@ def _of_sums(v: int, costs: Array, factors: list[Factor]) -> Decision:
     return decide
 
 
-def _of_least(scope: tuple[int, ...], total: Array, least: Array) -> Decision:
-    """The same of the sum, of which only the choices are kept."""
-    best = np.zeros(least.shape, dtype=np.uint16)
-    for choice in reversed(range(len(total))):
-        np.copyto(best, choice, where=total[choice] == least)
+def _of_all(scope: tuple[int, ...], total: Array) -> Decision:
+    """The same of their sum, of which only the choices are kept."""
+    best = total.argmin(axis=0).astype(np.uint16)
     return lambda found: int(best[tuple([found[w] for w in scope])])
+
+
+def adjacency(graph: Graph) -> dict[int, set[int]]:
+    """Per variable, its neighbours."""
+    return {v: set(graph.neighbours[v]) for v in graph.live()}
+
+
+def settled(graph: Graph, entries: float, largest: float) -> tuple[dict[int, int], float] | None:
+    """The best assignment of a graph, and its cost, where that takes so many table entries in all and in one table;
+    None where it takes more, or usage may bind."""
+    live = graph.live()
+    if any(graph.spans[v] for v in live):
+        return None
+    sizes = {v: graph.size(v) for v in live}
+    order = plan(sizes, adjacency(graph), largest, entries)
+    if order is None or order.fixed:
+        return None
+    keep = {v: np.arange(size) for v, size in sizes.items()}
+    costs = {v: graph.costs[v] for v in live}
+    return Elimination(graph, costs, keep).solve(order, {})  # type: ignore[arg-type]

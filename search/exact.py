@@ -126,10 +126,14 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
             if run.proven_infeasible:
                 raise Stop
 
+    def stuck() -> None:
+        if not run.answered and relative_gap(solver.upper, solver.lower) > _FAR:
+            take_answers(run, solver)
+
     limit = min(run.time_limit, run.work_limit)
     effort = Effort(seconds=sweeping * limit, closing=closing * limit)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
-    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt))
+    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt, stuck))
     with run.stage("reduce"):
         solver.reduce()
         entries = graph.entries()
@@ -160,15 +164,14 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 
 
 def _search(run: Run, solver: GraphSolver, bound: float) -> None:
-    """Messages on the whole graph, with answers of the restricted networks: where the start is far from its bound, or
-    where it turns out that the messages do not close the gap."""
-    answered = solver.upper < math.inf and bound > -math.inf and relative_gap(solver.upper, bound) > _FAR
-    if answered:
+    """Messages on the whole graph, with answers of the restricted networks: where the start is far from its bound,
+    where messages stall far from it, or where it turns out that nothing closes the gap."""
+    if solver.upper < math.inf and bound > -math.inf and relative_gap(solver.upper, bound) > _FAR:
         take_answers(run, solver)
     with run.stage("search"):
         solver.solve()
     open_wide = not solver.closed and relative_gap(solver.upper, solver.lower) > _WORTH_IMPROVING
-    if open_wide and not answered and take_answers(run, solver):
+    if open_wide and not run.answered and take_answers(run, solver):
         with run.stage("search"):
             solver.solve()
 
@@ -177,7 +180,7 @@ def take_answers(run: Run, solver: GraphSolver) -> bool:
     """Takes the best answers of the restricted networks; True where one is better than what was found."""
     if run.network.usage_limit is not None:
         return False
-    before, effort = solver.upper, solver.effort
+    before, effort, run.answered = solver.upper, solver.effort, True
     effort = replace(effort, seconds=_ANSWERING * effort.seconds, closing=_ANSWERING * effort.closing)
     with run.stage("restrict"):
         for kept in run.network.restrictions:

@@ -61,18 +61,26 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.interrupted = False
         self.proven_infeasible = False
+        self.answered = False
+        """Whether the restricted networks have been asked for their best assignments."""
         self._stage = "start"
+        self._within: str | None = None
         self._settled_at = self.started
         self._pending: tuple[Graph, dict[int, int], int] | None = None
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts the time spent inside under this name; stages do not nest."""
+        """Counts the time spent inside under this name, and no more under that of a stage around it."""
+        outer, self._within = self._within, name
         self._stage, begun = name, time.monotonic()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begun
+            spent = time.monotonic() - begun
+            self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            if outer is not None:
+                self._stage, self.seconds[outer] = outer, self.seconds.get(outer, 0.0) - spent
+            self._within = outer
 
     def seconds_left(self) -> float:
         """Until the time limit; negative when it is over."""

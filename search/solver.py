@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from shardplan.search.closing import close
 from shardplan.search.cycles import open_cycles
 from shardplan.search.effort import Effort, Watch
-from shardplan.search.elimination import Elimination, plan
+from shardplan.search.elimination import Elimination, adjacency, plan, settled
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.merging import merge_neighbours
 from shardplan.search.reductions import shrink
@@ -31,12 +31,16 @@ _FIRST_SWEEPS = 2
 _WORTH_SWEEPING_ON = 0.75
 _WORTH_PRUNING = 0.2
 _FEW_CHOICES = 4000
+_AT_ONCE = 1e6
+"""Table entries of dynamic programming that take no longer than the first sweeps would."""
 _SWEEPS_AFTER_MERGING = 4
 _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
 _ROOM_TO_OPEN = 2
 """Times the table entries up to which neighbours are merged: opening a cycle always raises the bound."""
 _SECONDS_PER_ENTRY = 2e-5
+_SECONDS_PER_MERGED = 1e-7
+"""What merging takes, about, per table entry before it: to look for what to merge, and to copy and reduce all."""
 _FAR = 0.005
 """The gap of a start whose assignment is not as good as its messages."""
 _LAST_DIVE = 0.1
@@ -89,10 +93,12 @@ class GraphSolver:
         graph, effort = self.graph, self.effort
         self.reduce()
         while self.may_sweep():
-            if self._settled_by_elimination(effort.entries if self.sweeps else 1e4, effort.entries):
+            if self._settled_by_elimination(effort.entries if self.sweeps else _AT_ONCE, effort.entries):
                 return
             before = self._choices()
             relaxation = self.sweep_until_prunable()
+            if self.stalled and not self.closed:
+                self._ask_for_better()
             merges = self.stalled and self._may_merge()
             last = self.stalled or (effort.dives and graph.usage_limit is None and not self.may_sweep())
             if last and not self.closed:
@@ -112,6 +118,13 @@ class GraphSolver:
             elif self.stalled and self._choices() > 0.95 * before:
                 break
         self.finish()
+
+    def _ask_for_better(self) -> None:
+        """Takes what others know; with a much better assignment, messages are worth going on with."""
+        before = self.upper
+        self.watch.stuck()
+        if self.upper < before - _WORTH_SWEEPING * (before - self.lower):
+            self.stalled = False
 
     @property
     def seconds_to_close(self) -> float:
@@ -141,7 +154,8 @@ class GraphSolver:
             relaxation = Relaxation(graph)
             entries = relaxation.sweeper.entries
             room = min(effort.merging - entries, max(int(_ROOM * entries), _LEAST_ROOM))
-            if room < 0 or not merge_neighbours(graph, relaxation, self.upper, room):
+            self.estimate += _SECONDS_PER_MERGED * entries
+            if room < _LEAST_ROOM or not merge_neighbours(graph, relaxation, self.upper, room):
                 self._merges = False
                 return
             shrink(graph, dominance=False)
@@ -270,7 +284,7 @@ class GraphSolver:
             for v, k in hint.items():
                 if not (keep[v] == k).any():
                     keep[v] = np.sort(np.append(keep[v], k))
-            order = plan({v: len(k) for v, k in keep.items()}, _adjacency(graph), effort.table, effort.entries)
+            order = plan({v: len(k) for v, k in keep.items()}, adjacency(graph), effort.table, effort.entries)
             if order is not None and (not order.fixed or count == 2):
                 break
         else:
@@ -348,19 +362,12 @@ class GraphSolver:
 
     def _settled_by_elimination(self, entries: float, largest: float) -> bool:
         """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""
-        graph = self.graph
-        live = graph.live()
-        if any(graph.spans[v] for v in live):
+        found = settled(self.graph, entries, largest)
+        if found is None:
             return False
-        sizes = {v: graph.size(v) for v in live}
-        order = plan(sizes, _adjacency(graph), largest, entries)
-        if order is None or order.fixed:
-            return False
-        keep = {v: np.arange(size) for v, size in sizes.items()}
-        costs = {v: graph.costs[v] for v in live}
-        found, cost = Elimination(graph, costs, keep).solve(order, {})  # type: ignore[arg-type]
+        choices, cost = found
         self.raise_lower(min(cost, self.upper))
-        self.accept(found, cost)
+        self.accept(choices, cost)
         return True
 
     def _close(self) -> None:
@@ -390,7 +397,3 @@ class GraphSolver:
             self.accept(result.choices, cost)
         if result.proven:
             self.raise_lower(self.upper)
-
-
-def _adjacency(graph: Graph) -> dict[int, set[int]]:
-    return {v: set(graph.neighbours[v]) for v in graph.live()}

@@ -63,6 +63,7 @@ def test_dynamic_programming_comes_before_merging(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("what is left is few enough for dynamic programming")
 
     monkeypatch.setattr(GraphSolver, "_merge", merged)
+    monkeypatch.setattr("shardplan.search.solver._AT_ONCE", 1e4)
     rng = np.random.default_rng(2)
     net = Network()
     for _ in range(9):

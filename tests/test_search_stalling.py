@@ -1,0 +1,84 @@
+"""Where messages stall, what others know is asked for before anything dearer is tried."""
+
+import math
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, solver, testing
+from shardplan.search.effort import Effort, Watch
+from shardplan.search.graph import Graph
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.run import Run
+from shardplan.search.solver import GraphSolver
+
+
+def _contradicting() -> Network:
+    """Eight variables round which choices fit pair by pair only."""
+    rows, net = np.arange(3), Network()
+    for _ in range(8):
+        net.add_variable(np.zeros(3))
+    for v in range(8):
+        for w, turn in (((v + 1) % 8, int(v == 7)), ((v + 3) % 8, 0)):
+            net.add_edge(v, w, 1.0 - (rows[:, None] == (rows[None, :] + turn) % 3))
+    return net
+
+
+def test_better_assignments_are_asked_for_before_merging(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _contradicting()
+    steps: list[str] = []
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: steps.append("open"))
+    monkeypatch.setattr(solver, "merge_neighbours", lambda *_: steps.append("merge"))
+    watch = Watch(lambda: None, lambda: 60.0, stuck=lambda: steps.append("stuck"))
+    one = GraphSolver(Graph.of(net), math.inf, Effort(entries=1, closable=0), 1e-9, watch)
+    one.solve()
+    assert steps[0] == "stuck" and "merge" in steps
+
+
+def test_messages_go_on_from_a_much_better_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known then is far better than what was decoded, so pruning comes before merging."""
+    net = _contradicting()
+    steps: list[str] = []
+    best, optimum = testing.brute_force(net)
+    assert best is not None
+    known = dict(enumerate(best.tolist()))
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: False)
+    monkeypatch.setattr(solver, "merge_neighbours", lambda *_: steps.append("merge"))
+
+    class Blind(GraphSolver):
+        def accept(self, choices: dict[int, int], cost: float) -> None:
+            if choices is known:  # as if nothing that is decoded were any good
+                super().accept(choices, cost)
+
+        def prune(self, relaxation: Relaxation) -> None:
+            steps.append("prune")
+            super().prune(relaxation)
+
+    watch = Watch(lambda: None, lambda: 60.0, stuck=lambda: one.accept(known, optimum))
+    one = Blind(Graph.of(net), optimum + 100.0, Effort(entries=1, closable=0, promising=1), 1e-9, watch)
+    one.solve()
+    assert one.upper == optimum and steps[:3] == ["prune", "prune", "merge"]
+
+
+def test_merging_ends_where_there_is_hardly_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: False)
+    monkeypatch.setattr(solver, "merge_neighbours", lambda *_: called.append(True))
+    for merging, expected in ((10_000, False), (10_000_000, True)):
+        called.clear()
+        effort = Effort(entries=1, closable=0, merging=merging)
+        GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, Watch(lambda: None, lambda: 60.0)).solve()
+        assert bool(called) == expected
+
+
+def test_the_time_of_a_stage_within_another_counts_once() -> None:
+    run = Run(Network(), 60.0)
+    with run.stage("outer"), run.stage("inner"):
+        pass
+    assert run.seconds["outer"] + run.seconds["inner"] >= 0.0 and list(run.seconds) == ["inner", "outer"]
+    with run.stage("outer"):
+        before = dict(run.seconds)
+        with run.stage("inner"):
+            pass
+        spent = run.seconds["inner"] - before["inner"]
+        assert run.seconds["outer"] == before["outer"] - spent
