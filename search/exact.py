@@ -22,7 +22,7 @@ from shardplan.search.restricting import begin, lifted, originals, restricted
 from shardplan.search.run import Run, Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
-from shardplan.search.varying import vary
+from shardplan.search.varying import cross, vary
 
 _BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
 _BRANCHABLE = 10_000
@@ -242,7 +242,7 @@ def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
         left -= solver.estimate - before
     far = solver.upper - solver.lower >= _PRUNABLE * abs(solver.lower)
     if not solver.closed and far and left > 0:
-        pricing.cross(min(left, _CROSSING * limit))
+        cross(pricing, min(left, _CROSSING * limit))
     if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
         pricing.prune()
         branching = Branching(solver, _BRANCH, pricing)

@@ -104,7 +104,8 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch, settles: boo
         with contextlib.suppress(Stop):
             solver.prune(solver.relaxation)
             solver.reduce()
-            solver.dive(solver.relax_again())
+            if solver.graph.live():
+                solver.dive(solver.relax_again())
             solver.prunes = True
             solver.solve()
     hint = solver.graph.hint

@@ -22,11 +22,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.search.closing import SECONDS_PER_UNIT, close
 from shardplan.search.coarsening import coarse_start
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import begin_folded
-from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
 from shardplan.search.planes import Plane, highest, highest_between
 from shardplan.search.priced import PricedGraph, left_by
@@ -48,8 +47,8 @@ _LOOSE = 0.3
 stall, so that neighbours are merged: messages alone are not tight where mesh axes are alike."""
 _SWEEPS_WHERE_LOW = 40
 """After these, prices are left that cannot raise the bound: an assignment that is nearly the best there is found."""
-_FIRST_SHARE = 0.15
-"""What the excess that is known costs at the first prices, as a share of all the rest."""
+_FIRST_TIMES = 4.0
+"""What the excess that is known costs at the first prices, at each time, in times of all the rest."""
 _MOST_TIMES = 24
 _MOST_LOW = 2
 """After so many prices that are too low comes one that is high at all times."""
@@ -74,9 +73,6 @@ _SHARE_OF_CUT = 0.1
 _SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
 """What copying and reducing take, about, and what pruning and decoding take per variable that is left then."""
 _WORTH_PRUNING = 0.9
-_CROSSABLE = 40_000
-_LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
-"""In units of CP-SAT's deterministic time."""
 _RECOMBINATIONS, _BASES = 4, 2
 _RECOMBINING = 0.02
 """Likewise, per assignment that takes over parts of others."""
@@ -104,7 +100,7 @@ class Pricing:
         """Whether the last evaluation left much open, and whether what is nearly the best has to do."""
         self._messages: Messages = {}
         """Those at the last prices, where twins were taken together."""
-        self._mixed = 0
+        self.mixed = 0
         """Of how many planes CP-SAT's best mixture is known."""
         self._recombined = 0, math.inf
         """The number of planes, and the cost of the best assignment, when they were recombined last."""
@@ -145,22 +141,28 @@ class Pricing:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
         self.priced = PricedGraph(self.solver.graph, self.profile, self.instants)
         prices = self._highest()[1] if self.most > 0 and self.planes else self._first()
-        ceiling, again = math.inf, False
+        ceiling, again, doubted = math.inf, False, False
         for number in range(_EVALUATIONS):
+            high = not self.most > 0 and prices.any() and not self.known_prices().any()
             before = self.estimate
             wide = self.solver.upper - ceiling > _WIDE * abs(ceiling)
             self._brief = wide and before + self.longest > seconds
             self._evaluate(prices)
             last, self.longest = prices, max(self.longest, self.estimate - before)
             far = self.solver.upper - self.bound > _FAR * abs(self.bound)
+            between = self._between() if high and self._turned else None
+            if between is not None and not self.solver.closed and self.estimate <= seconds:
+                prices = between
+                continue
             if self._turned and not self.solver.closed and (not self._recombined[0] or (far and not again)):
                 again = self._recombined[0] > 0
                 self.recombine()
             if self.solver.closed or self.estimate > seconds:
                 break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
-            if number == _MOST_LOW and not self._turned:
+            if (high or number == _MOST_LOW) and not (doubted or self._turned):
                 self.solver.watch.doubt()
+                doubted = True
             if number >= _MOST_LOW and not self._turned:
                 prices = np.full(len(prices), self._scale())  # at all times at once: whatever fits is worth knowing
             if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
@@ -176,14 +178,24 @@ class Pricing:
         self.solver.prices = self.by_time()
 
     def _first(self) -> Array:
-        """The prices to begin with: those that are known, or such that a known excess costs a share of the rest."""
+        """The prices to begin with: those that are known, or such that anything that fits is better than an excess
+        that is known. What is best there is soon found, and says what the prices between are."""
         known = self.known_prices()
         if known.any() or self.begun is None or not (self.begun.excess > 0).any():
             return known
         over = np.maximum(self.begun.excess, 0.0)
         mean = float(over @ over / over.sum())
         room = max(mean, math.sqrt(mean * self.profile.limit))  # a small excess need not be a cheap one
-        return _FIRST_SHARE * abs(self.begun.cost) / room * (over / over.sum())
+        return np.full(len(known), _FIRST_TIMES * abs(self.begun.cost) / room)
+
+    def _between(self) -> Array | None:
+        """The prices, in proportion to a known excess, at which that costs as much as the last assignment; None where
+        this one is cheaper at all."""
+        begun, last = self.begun, self.planes[-1]
+        if begun is None or last.cost <= begun.cost:
+            return None
+        over = np.maximum(begun.excess, 0.0)
+        return (last.cost - begun.cost) / float(over @ (begun.excess - last.excess)) * over
 
     def known_prices(self) -> Array:
         """The prices that the solver knows."""
@@ -307,7 +319,10 @@ class Pricing:
         the best assignment needs to be proven."""
         upper, lower = self.solver.upper, self.solver.lower
         enough = upper + _BEYOND * (upper - lower) if upper < math.inf else upper
-        return highest(self.planes, self._scale(), enough) or (self.bound, self.best)
+        planes = self.planes
+        if self.begun is not None and all(plane.excess.max() <= 0 for plane in planes):
+            planes = [*planes, self.begun]
+        return highest(planes, self._scale(), enough) or (self.bound, self.best)
 
     def _scale(self) -> float:
         """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
@@ -331,35 +346,6 @@ class Pricing:
                 choices.update(now)
                 self.take({v: choices[v] for v in self.live})
         self.most, self._recombined = known.most, known._recombined
-
-    def cross(self, work: float = 0.0) -> None:
-        """Mixes what was found at all prices; a mixture within the limit goes to the solver.
-
-        work: seconds of CP-SAT, where that is neither little nor much.
-        """
-        if len(self.planes) == self._mixed:
-            return
-        graph = self.solver.graph.copy()
-        graph.tables = self.solver.graph.tables
-        try:
-            for place, v in enumerate(self.live):
-                keep = np.zeros(graph.size(v), dtype=bool)
-                keep[[plane.choices[place] for plane in self.planes]] = True
-                graph.restrict(v, keep)
-            graph.make_consistent()
-            shrink(graph, dominance=False)
-        except Infeasible:
-            return
-        if graph.entries() > _CROSSABLE:
-            return
-        tolerance = 0.5 * self.solver.gap * abs(self.bound)
-        units = min(max(work / SECONDS_PER_UNIT, _LEAST_CROSSING), _MOST_CROSSING)
-        result = close(graph, units, self.solver.watch.seconds_left(), tolerance, self.solver.prices)
-        self.estimate += result.work
-        self._mixed = len(self.planes) if result.proven else self._mixed
-        if result.choices is not None:
-            full = graph.expand(result.choices)
-            self.take({v: int(full[v]) for v in self.live})
 
     def recombine(self) -> None:
         """Takes parts of all assignments over into the best ones, known or at the best prices, while that helps."""

@@ -4,7 +4,7 @@ A weight, its gradient and what an optimiser keeps of it go together, as one thi
 some mesh axes or all of them. At the best prices of usage several of these ways are about equally good, for many
 weights at once, and what fits best under the limit is a matter of which weight gets which: a knapsack. What is best at
 some prices has few of the ways. So choices that no assignment has so far get a small reward: what is best at the best
-prices then has many of them. After a few such turns the ways are known, for `Pricing.cross` to mix.
+prices then has many of them. After a few such turns the ways are known, for `cross` to mix.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.closing import SECONDS_PER_UNIT, close
+from shardplan.search.graph import Infeasible
 from shardplan.search.pricing import Pricing
+from shardplan.search.reductions import shrink
 
-__all__ = ["vary"]
+__all__ = ["cross", "vary"]
 
+_CROSSABLE = 40_000
+_LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
+"""In units of CP-SAT's deterministic time."""
 _VARIATIONS = 4
 _REWARD = 0.03
 """What a choice that was not seen may cost more, as a share of what the usages of its variable's choices differ in at
@@ -64,3 +70,34 @@ def _rewards(pricing: Pricing, share: float) -> dict[int, NDArray[np.float64]]:
         if reward > 0 and unseen.any():
             rewards[v] = np.where(unseen, reward, 0.0)
     return rewards
+
+
+def cross(pricing: Pricing, work: float) -> None:
+    """Mixes what was found at all prices; a mixture within the limit goes to the solver.
+
+    work: seconds of CP-SAT, where that is neither little nor much.
+    """
+    if len(pricing.planes) == pricing.mixed:
+        return
+    solver = pricing.solver
+    graph = solver.graph.copy()
+    graph.tables = solver.graph.tables
+    try:
+        for place, v in enumerate(pricing.live):
+            keep = np.zeros(graph.size(v), dtype=bool)
+            keep[[plane.choices[place] for plane in pricing.planes]] = True
+            graph.restrict(v, keep)
+        graph.make_consistent()
+        shrink(graph, dominance=False)
+    except Infeasible:
+        return
+    if graph.entries() > _CROSSABLE:
+        return
+    tolerance = 0.5 * solver.gap * abs(pricing.bound)
+    units = min(max(work / SECONDS_PER_UNIT, _LEAST_CROSSING), _MOST_CROSSING)
+    result = close(graph, units, solver.watch.seconds_left(), tolerance, solver.prices)
+    pricing.estimate += result.work
+    pricing.mixed = len(pricing.planes) if result.proven else pricing.mixed
+    if result.choices is not None:
+        full = graph.expand(result.choices)
+        pricing.take({v: int(full[v]) for v in pricing.live})

@@ -86,6 +86,17 @@ def test_prices_prove_what_a_limit_costs() -> None:
     assert solution.prices == {} or 15.0 <= solution.prices[0] <= 16.0
 
 
+def test_what_fits_is_found_at_the_first_prices() -> None:
+    net = Network(usage_limit=14.0)
+    for number in range(10):
+        net.add_usage(net.add_variable([5.0, 15.0 + number]), [2.0, 1.0], 0, 1)
+    solver = GraphSolver(Graph.of(net), np.inf, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    pricing = Pricing(solver)
+    pricing.take(dict.fromkeys(pricing.live, 0))  # what is cheapest takes 20
+    pricing.raise_bound(0.0)
+    assert solver.upper < np.inf
+
+
 def test_prices_between_too_low_and_high_enough_are_where_planes_cross() -> None:
     none = np.zeros(0, dtype=np.intp)
     planes = [Plane(10.0, np.array([4.0, 4.0]), none), Plane(30.0, np.array([-1.0, -1.0]), none)]
