@@ -125,7 +125,7 @@ def test_a_product_over_batch_dimensions_that_lie_inside_reads_copies_and_forwar
     problem = shardplan.plan(attended, 1, _heads(32), _heads(32)).schedule.problem
     lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
     products = [o.index for o in problem.program.operations if o.primitive.name == "dot_general"]
-    assert {(copy.value, first, last) for copy, (_, first, last) in lifetimes.copies.items()} == {
+    assert {(operand.value, copy.first, copy.last) for operand, copy in lifetimes.copies.items()} == {
         (0, products[0], products[1]),
         (1, products[0], products[0]),
     }

@@ -26,10 +26,11 @@ from shardplan.memory.convolutions import (
     spread_copies,
     spread_until,
 )
+from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import Gather
 from shardplan.memory.merging import merged_lifetimes, side_by_side
-from shardplan.memory.products import ProductOperand, is_multiplied, product_operands
+from shardplan.memory.products import is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
@@ -70,7 +71,7 @@ class Lifetimes:
         self._spread = spread_until(program, self.order, kernels.copied)
         operands = product_operands(program, pointwise_operations(problem))
         self._copied = {key: operand for key, operand in operands.items() if operand.copied}
-        self.copies = self._copies()
+        self.copies = product_copies(program, self.order, self._copied, kernels)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         last_copy: dict[int, int] = {}
@@ -124,16 +125,6 @@ class Lifetimes:
                 last_read[sliced] = max(last_read[link.target], before.end)
                 self.held[sliced] = Lifetime(min(first, before.start), last_read[sliced])
 
-    def _copies(self) -> dict[ProductOperand, tuple[int, int, int]]:
-        """Copies of products' operands: the position in the first reader, and the first and last places reading it."""
-        copies: dict[ProductOperand, tuple[int, int, int]] = {}
-        for operation in self.order:
-            for position in range(len(operation.operands)):
-                copy, place = self._copied.get((operation.index, position)), self.place[operation.index]
-                if copy is not None:
-                    copies[copy] = (*copies.get(copy, (position, place))[:2], place)
-        return copies
-
     def _read_before_updates(self, last_read: dict[int, int]) -> dict[int, tuple[int, int]]:
         """When copies of the state in other layouts are read: updates read it in its own layout."""
         program = self._problem.program
@@ -155,18 +146,18 @@ class Lifetimes:
                 copy = self._copied.get((operation.index, position))
                 first = place if position else self._spread.get(operation.index, place)
                 if copy is not None:
-                    first = self._until_copied(operand, self.copies[copy][1])
+                    first = self._until_copied(operand, self.copies[copy].first)
                 if operand in initial:  # from the loop's start on, its memory is the carry's
                     yield operand, self.start(operation) - 1
                 else:
                     yield operand, max(first, ends[position] if passed else max(ends, default=0))
 
-    def _until_copied(self, operand: int, reader: int) -> int:
-        """The last place where a value is in memory that the product at place ``reader`` reads a copy of: the copy is
-        made before the product runs, which is what takes more where its result is at least as large."""
+    def _until_copied(self, operand: int, first: int) -> int:
+        """The last place where a value is in memory that is copied at place ``first``: before the product there runs,
+        which is what takes more where its result is at least as large."""
         values = self._problem.program.values
-        result = self.order[reader].results[0]
-        return reader - (values[operand].total_bytes <= values[result].total_bytes)
+        result = self.order[first].results[0]
+        return first - (first in self.in_libraries and values[operand].total_bytes <= values[result].total_bytes)
 
     def _becoming_carries(self, operation: Operation) -> frozenset[int]:
         """The values that enter a loop as carries alone."""
@@ -357,10 +348,9 @@ def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[He
 
 def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
     """The transposed and padded copies that products read, see `shardplan.memory.products`."""
-    for copy, (position, first, last) in lifetimes.copies.items():
-        reader = lifetimes.order[first]
-        strategy = schedule.assignment.strategies.get(reader.index)
-        operand, layout = reader.operands[position], strategy.operands[position] if strategy else None
-        if isinstance(operand, int) and layout is not None:
-            size = copy.padding * bytes_in(schedule, operand, layout)
-            yield Held(copy.value, layout, size, Lifetime(first, last))
+    for operand, copy in lifetimes.copies.items():
+        strategy = schedule.assignment.strategies.get(copy.reader.index)
+        read, layout = copy.reader.operands[copy.position], strategy.operands[copy.position] if strategy else None
+        if isinstance(read, int) and layout is not None:
+            size = operand.padding * bytes_in(schedule, read, layout)
+            yield Held(operand.value, layout, size, Lifetime(copy.first, copy.last))

@@ -268,8 +268,8 @@ class Usages:
             yield from self._operand_copy(gradient, 1, 1.0, (first, last))
 
     def _product_copies(self) -> Iterator[Usage]:
-        for copy, (position, first, last) in self.lifetimes.copies.items():
-            yield from self._operand_copy(self.lifetimes.order[first], position, copy.padding, (first, last))
+        for operand, copy in self.lifetimes.copies.items():
+            yield from self._operand_copy(copy.reader, copy.position, operand.padding, (copy.first, copy.last))
 
     def _operand_copy(self, reader: Operation, position: int, times: float, span: tuple[int, int]) -> Iterator[Usage]:
         """A copy of an operand, so many times as large, in the layout that the first operation reads which needs it."""
