@@ -19,12 +19,11 @@ from shardplan.search import Hint, Network, Solution, extended
 # by which most small programs are proven. Work is counted, not timed, so that the same program gets the same plan on
 # every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 2.0
-_SECONDS_PER_OPERATION = 3e-4
-_LEAST_PATIENCE = 0.2
+SECONDS_PER_OPERATION = 3e-4
+LEAST_PATIENCE = 0.2
 _LEAST_SHARE = 0.3
-_LEAST_WORK = 1.0
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
-_LEAST_SECONDS = 2.5
+LEAST_SECONDS = 2.5
 
 # A search is held to the limit where memory is short, at a few places of the order. Where what it finds exceeds the
 # limit elsewhere, the highest of these places are added, at some distance from each other. Where it exceeds the limit
@@ -37,21 +36,14 @@ _MOST_PROLONGATIONS = 3
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
 # before may exceed it in its own: the searches go over to that, so often, where it is not far above. Else they ask for
 # as much less, as they do where that order holds no more, or so many of them have found nothing.
-_MOST_ORDERS = 2
-_FAR = 1.1
+MOST_ORDERS = 2
+FAR = 1.1
 _MANY = 4
 
 # Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
 _LEANEST = 3
 
-# Where nothing fits, the least peak is looked for half-way between the least that is found and what is proven, until
-# they are this near, but not far below the limit before anything fits, and then in the order of the least, from such a
-# share of it on. Any schedule that is not far too dear will do.
-_MOST_TRIALS = 8
-_NEAR_LEAST = 0.01
-_BELOW_LIMIT, _BELOW_OWN = 0.95, 0.9
-_PRECISION_OF_TRIALS = 0.2
-_MISSED = 1.001
+MISSED = 1.001
 
 
 class Corrections:
@@ -70,8 +62,8 @@ class Corrections:
         """The cheapest schedule within the limit, in its own order."""
         self.unlimited = first.solution.lower_bound
         self.orders = 0
-        planning = first.solution.work + _SECONDS_PER_OPERATION * len(problem.program.operations)
-        self.patience = max(_LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * planning)
+        planning = first.solution.work + SECONDS_PER_OPERATION * len(problem.program.operations)
+        self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * planning)
         self.spent = 0.0
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices."""
@@ -105,13 +97,13 @@ class Corrections:
             if self.best is not None:  # what is better is soon found from it
                 return
             fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes
-            if fits and self.orders < _MOST_ORDERS and own.peak_bytes <= _FAR * self.limit_bytes:
+            if fits and self.orders < MOST_ORDERS and own.peak_bytes <= FAR * self.limit_bytes:
                 self.orders, found = self.orders + 1, own
                 self.count_in(own.lifetimes)
                 self.search = replace(self.search, limit_bytes=self.limit_bytes)
-            elif fits or (near and (number >= _MANY or own.peak_bytes <= _MISSED * found.peak_bytes)):
+            elif fits or (near and (number >= _MANY or own.peak_bytes <= MISSED * found.peak_bytes)):
                 lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
-                lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / _FAR)
+                lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / FAR)
                 self.search = replace(self.search, limit_bytes=lower)
             elif time.perf_counter() > self.deadline or self.least_bound > self.search.limit_bytes:
                 return
@@ -122,9 +114,10 @@ class Corrections:
         lower = self.best is None and found.peak_bytes < self.least.peak_bytes
         if not lower and found.peak_bytes > CLEARLY * max(self.limit_bytes, self.search.limit_bytes):
             return found
-        return self._take(self.counts.own(found.solution))
+        return self.take(self.counts.own(found.solution))
 
-    def _take(self, own: Found) -> Found:
+    def take(self, own: Found) -> Found:
+        """Takes a schedule into account that was counted in its own order."""
         self.least = min(self.least, own, key=lambda f: f.peak_bytes)
         cost = self.problem.network.cost(own.solution.choices)
         if own.peak_bytes <= self.limit_bytes and cost < self._best_cost:
@@ -184,10 +177,10 @@ class Corrections:
         """What is found in the order of the search, and in its own."""
         network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
         known = [extended(network, choices) for choices in self.known]
-        network.hint = replace(_hint(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
+        network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
         work = max(self.patience - self.work, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
-            left = max(_LEAST_SECONDS, self.deadline - time.perf_counter())
+            left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
             solution = find(self.problem, network, self.search, left, work, self._serves)
             found = self.counts.within(solution, self.lifetimes)
             self.spent += found.solution.work
@@ -227,7 +220,7 @@ class Corrections:
 
     def count(self, choices: NDArray[np.int64]) -> Found:
         """What is found besides, taken into account as it is in its own order."""
-        return self._take(self.counts.own(self._solution(choices)))
+        return self.take(self.counts.own(self._solution(choices)))
 
     def _solution(self, choices: NDArray[np.int64]) -> Solution:
         return Solution(choices[: len(self.problem.network)], np.inf, -np.inf, "feasible", self.search.method)
@@ -239,57 +232,10 @@ class Corrections:
         if found.peak_bytes > self.search.limit_bytes:
             return False
         own = self.keep(found)
-        return own.peak_bytes <= self.limit_bytes or self.orders == _MOST_ORDERS
+        return own.peak_bytes <= self.limit_bytes or self.orders == MOST_ORDERS
 
 
-def _hint(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
+def hint_of(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
     """What is known before a search: a schedule, and the prices of places in the search before."""
     by_time = {time: prices.get(place, 0.0) for time, place in enumerate(sorted(places))}
     return Hint(extended(network, found.solution.choices), by_time)
-
-
-def look_for_least(known: Corrections) -> None:
-    """Looks for the schedule of the least peak, and for what no peak is below, until one is within the limit."""
-    search, deadline = known.search, known.deadline
-    if known.lifetimes is not known.first.lifetimes:
-        known.count_in(known.first.lifetimes)
-    unreached, orders, again = known.least_bound, 0, False
-    proven = unreached
-    places: set[int] = set()
-    least = latest = known.counts.within(known.least.solution, known.lifetimes)
-    for _ in range(_MOST_TRIALS):
-        usages = known.usages
-        near = least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes
-        if known.best is not None or time.perf_counter() > deadline:
-            break
-        if near:  # in this order: what is found may take more in its own
-            if orders == _MOST_ORDERS or known.least.peak_bytes <= (1 + _NEAR_LEAST) * least.peak_bytes:
-                break
-            known.count_in(known.least.lifetimes)
-            least = latest = known.least
-            orders, places = orders + 1, set()
-            unreached = _BELOW_OWN * least.peak_bytes
-            usages = known.usages
-        target, below = 0.5 * (unreached + least.peak_bytes), _BELOW_LIMIT * known.limit_bytes
-        target = max(target, below) if below < least.peak_bytes else target
-        trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
-        places |= {*known.places_above(least, target)}
-        usages.follow(latest.schedule)
-        network = usages.network(target, places)
-        network.hint = _hint(network, least, {}, places)
-        left = max(_LEAST_SECONDS, deadline - time.perf_counter())
-        found = known.counts.within(find(known.problem, network, trial, left, _LEAST_WORK), known.lifetimes)
-        own = known.keep(found)
-        known.keep_leanest(network, found)
-        proven = max(proven, known.least_bound)
-        above, latest = {*known.places_above(found, target)} - places, found
-        again = (bool(above) or (usages.follow(found.schedule) and not again)) and np.isfinite(found.solution.cost)
-        if found.peak_bytes > _MISSED * target and not again:
-            unreached = target
-        places |= above
-        least = min(least, found, key=lambda one: one.peak_bytes)
-        if found.peak_bytes <= target and target < own.peak_bytes <= _FAR * target and orders < _MOST_ORDERS:
-            known.count_in(own.lifetimes)
-            least = latest = own
-            orders, places = orders + 1, set()
-    known.least_bound = proven

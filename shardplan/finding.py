@@ -113,6 +113,10 @@ class Counts:
             self._own[key] = _counted(self.problem, (self.schedule(solution.choices), solution), self.search)
         return replace(self._own[key], solution=solution)
 
+    def counted(self) -> list[Found]:
+        """All that was counted in its own order."""
+        return list(self._own.values())
+
     def within(self, solution: Solution, lifetimes: Lifetimes) -> Found:
         """What is found, with what it holds in this order."""
         peak = float(self.profile(solution.choices, lifetimes).max())

@@ -7,14 +7,16 @@ network, and solved again; so programs that fit, most of them, do not pay for th
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import Corrections, look_for_least
+from shardplan.correcting import Corrections
 from shardplan.errors import InfeasibleError
 from shardplan.filling import fill
 from shardplan.finding import CLEARLY, Counts, Found, Search, find
+from shardplan.leanest import Leanest
 from shardplan.memory.liveness import memory_profile
 from shardplan.problem import Problem
 from shardplan.search import Solution
@@ -25,9 +27,12 @@ def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
     limit_bytes, counts = search.limit_bytes, Counts(problem, search)
+    begun: list[Solution] = []
 
     def serves(choices: NDArray[np.int64]) -> bool:
         known = Solution(choices, np.inf, -np.inf, "feasible", search.method)
+        if not begun:  # whatever the limit is: it has decided nothing so far
+            begun.append(known)
         return counts.own(known).peak_bytes <= CLEARLY * limit_bytes
 
     asked = serves if limit_bytes < np.inf else None
@@ -39,15 +44,19 @@ def search_within(problem: Problem, search: Search) -> Found:
     found = counts.own(best)
     if found.peak_bytes <= limit_bytes:
         return found
-    return _search_again(counts, search, found, deadline)
+    return _search_again(counts, search, [found, counts.own(begun[0] if begun else best)], deadline)
 
 
-def _search_again(counts: Counts, search: Search, first: Found, deadline: float) -> Found:
-    """The best schedule within the limit, where ``first``, the best one without, is not."""
-    corrections = Corrections(counts, search, first, deadline)
-    corrections.follow(first)
+def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadline: float) -> Found:
+    """The best schedule within the limit, where none of the ``first`` is: the best one without a limit, and one that
+    does not depend on this limit."""
+    corrections = Corrections(counts, search, first[0], deadline)
+    corrections.follow(first[0])
+    leanest = Leanest(counts, search, first[1], deadline)
     if corrections.best is None:
-        look_for_least(corrections)
+        leanest.look()
+        for found in counts.counted():
+            corrections.take(found)
         if corrections.best is not None:  # whatever fits, with a peak far below the limit
             corrections.spent = 0.0
             corrections.count_in(corrections.best.lifetimes)
@@ -55,9 +64,9 @@ def _search_again(counts: Counts, search: Search, first: Found, deadline: float)
     if corrections.best is not None:
         fill(corrections)
         return corrections.best_proven()
-    least = min(corrections.least, corrections.aside, key=lambda found: found.peak_bytes)
+    least = leanest.found
     raise InfeasibleError(
-        _does_not_fit(counts.problem, least, min(corrections.least_bound, least.peak_bytes), search), least.peak_bytes
+        _does_not_fit(counts.problem, least, min(leanest.bound, least.peak_bytes), search), least.peak_bytes
     )
 
 

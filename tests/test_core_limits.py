@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan import finding
+from shardplan import InfeasibleError, finding
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -55,3 +55,13 @@ def test_a_higher_limit_never_sends_more():
     sent = [plan.objective for plan in plans]
     assert sent == sorted(sent, reverse=True)
     assert sent[1] < sent[0]  # what is left of the higher limit is used
+
+
+@pytest.mark.parametrize(("sizes", "times"), [((4,), 1.0), pytest.param((2, 4), 1.003, marks=pytest.mark.slow)])
+def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
+    step, state, batch = _training()
+    mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
+    with pytest.raises(InfeasibleError) as caught:
+        shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e4)
+    limit = times * caught.value.least_peak_bytes
+    assert shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
