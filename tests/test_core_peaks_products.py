@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import shardplan
-from shardplan.memory.hiding import hiding_order
+from shardplan.memory.accumulation import merged_anywhere
+from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.products import merged_products
@@ -125,3 +127,44 @@ def test_a_bias_of_columns_is_added_by_the_product_and_its_result_is_not_overwri
     args = jax.ShapeDtypeStruct((4096, 512), "float32"), _square(512), jax.ShapeDtypeStruct((512,), "float32")
     assert shardplan.plan(step, 1, *args).peak_bytes == inputs + 2 * own + WORKSPACE_BYTES
     assert shardplan.plan(masked, 1, *args).peak_bytes == inputs + 3 * own
+
+
+@pytest.mark.parametrize(("contracted", "groups"), [(0, [[0, 1, 2, 3]]), (1, [[0, 3], [1, 2]])])
+def test_products_are_merged_that_read_what_they_share_in_one_order(contracted, groups):
+    def step(w, x, y):
+        rows = (((1,), (contracted,)), ((), ()))
+        batches = (((2,), (contracted,)), ((), ()))
+        some = [jax.lax.dot_general(x, w, rows), jax.lax.dot_general(y, w, batches)]
+        return *some, jax.lax.dot_general(2 * y, w, batches), jax.lax.dot_general(2 * x, w, rows)
+
+    y = jax.ShapeDtypeStruct((4, 16, 64), "float32")
+    program = trace_program(step, (_square(64), _square(64), y), {})
+    products = [o.index for o in program.operations if o.primitive.name == "dot_general"]
+    found = merged_products(program, program.operations, dict.fromkeys(products, 1.0))
+    assert found == [[products[number] for number in group] for group in groups]
+
+
+def test_what_is_computed_twice_is_read_as_one_by_products_that_are_merged():
+    def step(x, w, v):
+        return jnp.tan(jnp.sin(x) @ w), jnp.sin(x) @ v, jnp.tanh(jnp.sin(x) @ w)
+
+    schedule = shardplan.plan(step, 1, *[_square(64)] * 3).schedule
+    products = [o.index for o in schedule.program.operations if o.primitive.name == "dot_general"]
+    assert merged_anywhere(schedule) == [products[:2]]
+    graph = Graph(schedule, kernels_of(schedule.problem), [], [])
+    assert graph.reads.keys() & {*products} == {*products[:2]}
+
+
+def test_a_sum_of_what_is_computed_from_a_reductions_result_is_no_part_of_that_reduction():
+    def step(x, y):
+        hot = jax.nn.one_hot(jnp.argmin(x, axis=1), 512)
+        return jnp.sum(hot, axis=0), (2 * hot).T @ y
+
+    args = jax.ShapeDtypeStruct((4096, 512), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    schedule = shardplan.plan(step, 1, *args).schedule
+    kernels = kernels_of(schedule.problem)
+    graph = Graph(schedule, kernels, [], [])
+    graph.join(kernels)
+    names = {index: schedule.program.operations[index].primitive.name for index in graph.reads}
+    joined = [(names[node], [names[part] for part in parts]) for node, parts in graph.joined.items()]
+    assert joined == [("mul", ["reduce_sum"])]

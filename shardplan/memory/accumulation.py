@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardplan.memory.products import is_multiplied, merged_products
+from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -108,15 +109,17 @@ def merged_anywhere(schedule: Schedule) -> list[list[int]]:
 
 
 def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int] | None = None) -> list[list[int]]:
-    """Products that XLA merges into one, see `merged_products`; of those with ``held`` results, if these are said."""
+    """Products that XLA merges into one, see `merged_products`; of those with ``held`` results, if these are said, else
+    of those that are no repetition of another one."""
     program = schedule.program
+    same = repeated_in(program) if held is None else {}
     among = None if held is None else {*held}
     sizes = {}
     for operation in order:
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is None or not is_multiplied(program, operation):
             continue
-        if among is None or operation.results[0] in among:
+        if operation.results[0] not in same if among is None else operation.results[0] in among:
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
             sizes[operation.index] = sum(
                 bytes_in(schedule, value, layout)

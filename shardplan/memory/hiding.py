@@ -38,6 +38,7 @@ from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing
 from shardplan.memory.products import is_multiplied
 from shardplan.memory.recomputing import Kernels
+from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import kernel_microseconds
 from shardplan.program import Operation
@@ -122,8 +123,13 @@ class Graph:
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in self.program.operations if self._is_part(o)}
-        in_memory = kernels.stored | kernels.read
+        in_memory, same = kernels.stored | kernels.read, repeated_in(self.program)
         for operation in self.program.operations:
+            if operation.results and same.keys() >= {*operation.results}:
+                for result in operation.results:
+                    self._sources[result] = self._sources.get(same[result], frozenset((same[result],)))
+                    self._brought[result] = self._brought.get(same[result], ())
+                continue
             reads = frozenset[int]().union(
                 *(self._sources.get(o, frozenset((o,))) for o in operation.operands if isinstance(o, int))
             )
@@ -225,7 +231,8 @@ class Graph:
             for other in reversed(touching.get(value, [])[-_MOST_SOURCES:]):
                 before = all(need == other or place[own] < place[other] for need, own in needs)
                 alike = self.elements(self.program.operations[other]) == elements
-                if alike and before and place[other] < place[index] and (sums or value in self.reads[other]):
+                reads_it = value in self.reads[other] or (sums and prod(values[value].shape) == elements)
+                if alike and before and place[other] < place[index] and reads_it:
                     return other
         return None
 
@@ -256,14 +263,15 @@ class Graph:
         for node, needs in self.needs.items():
             for need in needs:
                 needed[need] = min(place[node], needed.get(need, len(place)))
-        found = dict[int, int]()
+        found, values = dict[int, int](), self.program.values
         for index in sorted(self.reads.keys() - owner.keys() - self.joined.keys()):
             operation = self.program.operations[index]
             if operation.primitive.name not in SUMS or index in found.values():
                 continue
             elements, until = self.elements(operation), needed.get(index, len(place))
-            for value in sorted(self.reads[index]):
-                if prod(self.program.values[value].shape) != elements:
+            reads = sorted(self.reads[index], key=lambda value: (-values[value].total_bytes, value))
+            for value in reads:
+                if value != reads[0] and prod(values[value].shape) != elements:
                     continue
                 later = (
                     other

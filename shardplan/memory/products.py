@@ -22,6 +22,7 @@ from typing import Any
 
 from shardplan import _jax
 from shardplan.memory.lying import PRODUCT, lying_of
+from shardplan.memory.repeated import repeated_in
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
@@ -37,8 +38,9 @@ _MULTIPLE = 8
 _MERGED_BYTES = 64 * 2**20
 """A product that moves more is merged only with one that does not."""
 
-_LOOKED_AT = 20
-"""Operations that are looked at to tell whether products need each other, per operation of the program."""
+_LOOKED_AT, _MOST_TRIED = 40, 2
+"""Operations that are looked at to tell whether products need each other, per operation of the program, and merged
+products of one operand that another one is tried to be merged with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,35 +147,63 @@ def _product_operand(
 def merged_products(program: Program, operations: Iterable[Operation], sizes: Mapping[int, float]) -> list[list[int]]:
     """Products that read the same operand and become one, as lists of operation indices.
 
-    XLA merges two where one of them moves few bytes (``sizes``, per operation on one device) and neither needs the
-    other. Their other operands are put side by side, and so are their results, in one buffer. Where one might be merged
-    with several, it goes through what is shared in the order in which it is made, the forward pass first.
+    XLA merges two where one of them moves few bytes (``sizes``, per operation on one device), neither needs the other,
+    and both read what they share in one order of its dimensions. Their other operands are put side by side, and so are
+    their results, in one buffer. Where one might be merged with several, it goes through what is shared in the order in
+    which it is made, the forward pass first.
     """
-    groups: dict[Any, list[int]] = {}
+    same, groups = repeated_in(program), dict[Any, list[list[int]]]()
     left = _LOOKED_AT * len(program.operations)
     for operation in operations:
         if operation.index not in sizes:
             continue
-        for position, shared in enumerate(operation.operands):
-            other = operation.operands[1 - position]
-            if not isinstance(shared, int) or not isinstance(other, int):
+        pair = [same.get(o, o) if isinstance(o, int) else None for o in operation.operands]
+        for position, shared in enumerate(pair):
+            other = pair[1 - position]
+            if shared is None or other is None:
                 continue
-            numbers = tuple(tuple(dims[position]) for dims in operation.params["dimension_numbers"])
-            key = shared, position, numbers, operation.region, str(program.values[other].dtype)
-            group = groups.setdefault(key, [])
-            small = min(sizes[index] for index in (operation.index, *group)) <= _MERGED_BYTES or not group
-            between = _made_between(program, other, group, left) if small else frozenset(group)
-            left -= len(between)
-            if between.isdisjoint(group):
-                group.append(operation.index)
+            read = _read_as(program, operation, position)
+            alike = groups.setdefault((shared, position, read, operation.region, str(program.values[other].dtype)), [])
+            for group in alike[:_MOST_TRIED]:
+                small = min(sizes[operation.index], sum(sizes[index] for index in group)) <= _MERGED_BYTES
+                members = [_first(program, index) for index in group]
+                between = _made_between(program, other, members, left) if small else frozenset(members)
+                left -= len(between)
+                if between.isdisjoint(members):
+                    group.append(operation.index)
+                    break
+            else:
+                alike.append([operation.index])
     merged: list[list[int]] = []
     taken: set[int] = set()
-    for _, group in sorted(groups.items(), key=lambda item: item[0][0]):
-        remaining = [index for index in group if index not in taken]
-        if len(remaining) > 1:
-            merged.append(remaining)
-            taken.update(remaining)
+    for _, alike in sorted(groups.items(), key=lambda item: item[0][0]):
+        for group in alike:
+            remaining = [index for index in group if index not in taken]
+            if len(remaining) > 1:
+                merged.append(remaining)
+                taken.update(remaining)
     return merged
+
+
+def _first(program: Program, index: int) -> int:
+    """The first operation that computes what an operation does."""
+    result = program.operations[index].results[0]
+    return _makers(program)[repeated_in(program).get(result, result)].index
+
+
+def _read_as(program: Program, operation: Operation, position: int) -> tuple[tuple[int, ...], int, int]:
+    """The order of dimensions in which a product reads an operand, and where its batch ends and what it contracts
+    begins: as it is written where both operands have one dimension besides at most, else with the batch in front, and
+    what is contracted next to the other operand's."""
+    numbers = operation.params["dimension_numbers"]
+    ranks = [len(operand_type(program, operand).shape) for operand in operation.operands]
+    contracted, batch = (tuple(some[position]) for some in numbers)
+    in_front = all(tuple(batches) == tuple(range(len(batches))) for batches in numbers[1])
+    if in_front and len(contracted) == 1 and max(ranks) <= len(batch) + 2:
+        return tuple(range(ranks[position])), len(batch), contracted[0]
+    free = tuple(d for d in range(ranks[position]) if d not in contracted and d not in batch)
+    order = (*batch, *contracted, *free) if position else (*batch, *free, *contracted)
+    return order, len(batch), order.index(contracted[0]) if contracted else len(order)
 
 
 def leaving_products(program: Program) -> frozenset[int]:
@@ -198,12 +228,12 @@ def _made_between(program: Program, value: int, among: Collection[int], most: in
 @once
 def _made_since(program: Program, value: int, first: int, most: int) -> frozenset[int] | None:
     """Operations from a first one on that a value is computed from, None if these are more than ``most``."""
-    found, stack, makers = set[int](), [value], _makers(program)
+    found, stack, makers, same = set[int](), [value], _makers(program), repeated_in(program)
     while stack:
         maker = makers.get(stack.pop())
         if maker is not None and maker.index >= first and maker.index not in found:
             found.add(maker.index)
-            stack += (operand for operand in maker.operands if isinstance(operand, int))
+            stack += (same.get(operand, operand) for operand in maker.operands if isinstance(operand, int))
         if len(found) > most:
             return None
     return frozenset(found)
