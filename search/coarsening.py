@@ -129,11 +129,11 @@ def coarse_start(
     relaxation, choices = solver.relaxation, narrowing.choices
     if relaxation is None:
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
-    if not narrowing.proven:
+    if above is None and not _open_by_itself(solver, graph, choices):
+        parts.near = [_near(small, relaxation, places, count) for count in _NEAR]
+    if not narrowing.proven and (parts.near or not narrowing.looked):
         parts.kept = kept_twins(small, places)
         parts.messages = _lifted(relaxation.messages(), places)
-        if above is None and not _open_by_itself(solver, graph, choices):
-            parts.near = [_near(small, relaxation, places, count) for count in _NEAR]
         choices = parts.assignment(graph, solver.lower, choices)
     lifted = _lifted(relaxation.messages(), places)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
@@ -141,7 +141,8 @@ def coarse_start(
         mark = len(graph.undo)
         choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         lifted = restricted_messages(lifted, graph.undo[mark:])
-    return Start(lifted, choices, solver.sweeps, solver.estimate + sum(parts.estimates), solver.lower)
+    stalled = solver.stalled and _open_by_itself(solver, graph, choices)
+    return Start(lifted, choices, solver.sweeps, solver.estimate + sum(parts.estimates), solver.lower, stalled)
 
 
 def _open_by_itself(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:

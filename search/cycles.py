@@ -19,7 +19,7 @@ others, and neighbours have to agree on it. What was a cycle is then a path, alo
 >>> for u, v in ((a, b), (b, c), (a, c)):
 ...     net.add_edge(u, v, np.array([[3.0, 0.0], [0.0, 4.0]]))
 >>> graph = Graph.of(net)
->>> open_cycles(graph, Relaxation(graph), 3.0, 1000)
+>>> open_cycles(graph, Relaxation(graph), 3.0, 1000).cycles
 1
 >>> relaxation = Relaxation(graph)
 >>> relaxation.improve(3.0)
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,18 +41,23 @@ from shardplan.search.reductions import fold_follower
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.tables import Tables
 
-__all__ = ["open_cycles"]
+__all__ = ["Opened", "open_cycles"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Cycle = list[int]
 Rises = dict[tuple[int, int], Array]
+Fitting = dict[tuple[int, int], NDArray[np.float32]]
+"""Per edge, 1 for pairs that hardly raise the bound and 0 for others."""
 _LONGEST = 8
 """Edges of a cycle."""
 _MOST = 20_000
 """Cycles that are looked at."""
-_LARGEST = 2e7
-"""Table entries that are read to see by how much a cycle contradicts itself, each once per choice it is opened at."""
+_LARGEST, _MOST_ENTRIES = 2e7, 2e9
+"""Table entries that are read to see by how much a cycle contradicts itself, each once per choice it is opened at: of
+one cycle, and of all."""
+_SECONDS_PER_CYCLE, _SECONDS_PER_ENTRY = 3e-5, 1e-9
+"""What looking at a cycle takes, about, and reading such an entry."""
 _NOTHING = 1e-4
 """The share of the gap up to which a contradiction is only that messages have not settled."""
 _WORTH = 0.02
@@ -60,8 +66,16 @@ _OF_MOST = 0.1
 """The share of the greatest contradiction that is worth opening a cycle for."""
 
 
-def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> int:
-    """Opens the cycles that contradict themselves most, no two with a variable in common; returns how many.
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """How many cycles were opened, and the seconds that it should have taken, the same on every machine."""
+
+    cycles: int
+    seconds: float
+
+
+def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> Opened:
+    """Opens the cycles that contradict themselves most, no two with a variable in common.
 
     relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
     many table entries the graph may grow.
@@ -72,12 +86,7 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
     rises: Rises = {}
     for v, w, rise in relaxation.pair_costs():
         rises[v, w], rises[w, v] = rise, rise.T
-    found = [
-        (by, cycle)
-        for cycle in itertools.islice(_cycles(graph), _MOST)
-        if (by := _contradiction(rises, cycle, _NOTHING * gap)) > 0
-    ]
-    found.sort(key=lambda pair: (-pair[0], pair[1]))
+    found, seconds = _contradicting(graph, rises, _NOTHING * gap)
     chosen: list[tuple[Cycle, list[tuple[Index, Index]]]] = []
     used: set[int] = set()
     total = 0.0
@@ -92,13 +101,35 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
             room -= max(0, growth)
             total += by
     if total < _WORTH * gap:
-        return 0
+        return Opened(0, seconds)
     relaxation.reparametrise()
     graph.tables = Tables()  # hardly two tables are the same any more
     for cycle, pairs in chosen:
         _open(graph, cycle, pairs)
     graph.tables = Tables()
-    return len(chosen)
+    return Opened(len(chosen), seconds)
+
+
+def _contradicting(graph: Graph, rises: Rises, least: float) -> tuple[list[tuple[float, Cycle]], float]:
+    """Cycles whose pairs do not all raise the bound by up to `least`, those that raise it most first, with by how much;
+    and the seconds that looking for them should have taken."""
+    fitting: Fitting = {edge: (rise <= least).astype(np.float32) for edge, rise in rises.items()}
+    found: list[tuple[float, Cycle]] = []
+    count = entries = 0
+    for cycle in itertools.islice(_cycles(graph), _MOST):
+        edges = _edges(cycle)
+        own = graph.size(cycle[0]) * sum(rises[edge].size for edge in edges)
+        count += 1
+        if own > _LARGEST:
+            continue
+        entries += own
+        if entries > _MOST_ENTRIES:
+            break
+        by = _contradiction(rises, fitting, edges)
+        if by > 0:
+            found.append((by, cycle))
+    found.sort(key=lambda pair: (-pair[0], pair[1]))
+    return found, count * _SECONDS_PER_CYCLE + entries * _SECONDS_PER_ENTRY
 
 
 def _cycles(graph: Graph) -> Iterator[Cycle]:
@@ -135,18 +166,14 @@ def _edges(cycle: Cycle) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*cycle, cycle[0]]))
 
 
-def _contradiction(rises: Rises, cycle: Cycle, least: float) -> float:
-    """By how much the bound rises at least whatever the variables of a cycle take; 0 where it is up to `least`."""
-    edges = _edges(cycle)
-    size = len(rises[edges[0]])
-    if size * sum(rises[edge].size for edge in edges) > _LARGEST:
+def _contradiction(rises: Rises, fitting: Fitting, edges: list[tuple[int, int]]) -> float:
+    """By how much the bound rises at least whatever the variables of a cycle take; 0 where they fit all the way."""
+    fits = fitting[edges[0]]
+    for edge in edges[1:-1]:
+        fits = np.minimum(fits @ fitting[edge], np.float32(1.0))
+    if (fits * fitting[edges[-1]].T).any():
         return 0.0
-    fitting = np.eye(size, dtype=np.float32)
-    for edge in edges:
-        fitting = np.minimum(fitting @ (rises[edge] <= least).astype(np.float32), 1.0)
-    if fitting.diagonal().any():
-        return 0.0
-    return float(min(_along(rises, edges, k)[-1][k] for k in range(size)))
+    return float(min(_along(rises, edges, k)[-1][k] for k in range(len(fits))))
 
 
 def _along(rises: Rises, edges: list[tuple[int, int]], choice: int) -> list[Array]:

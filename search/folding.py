@@ -39,7 +39,7 @@ class Start:
     """Messages and, where one was found, an assignment of a graph, to search on from.
 
     sweeps: that it took. estimate: seconds that these should have taken, the same on every machine.
-    lower_bound: of the graph, as far as it is known.
+    lower_bound: of the graph, as far as it is known. stalled: whether sweeps of these messages would not help any more.
     """
 
     messages: Messages
@@ -47,6 +47,7 @@ class Start:
     sweeps: int
     estimate: float
     lower_bound: float = -math.inf
+    stalled: bool = False
 
 
 def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Start | None:

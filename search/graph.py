@@ -117,6 +117,11 @@ class Graph:
         graph.make_consistent()
         return graph
 
+    def twins_of(self, v: int, choice: int) -> NDArray[np.bool_]:
+        """The twins of one of a variable's choices, itself included."""
+        labels = self.twins.get(v, np.arange(self.size(v)))
+        return labels == labels[choice]
+
     def copy(self, sibling: bool = False) -> Graph:
         """A graph that can be reduced without changing this one.
 

@@ -68,9 +68,14 @@ class Narrowing:
         """Whether what is found is within the asked gap of the bound."""
         return self.choices is not None and relative_gap(self.graph.cost(self.choices), self.solver.lower) <= self.gap
 
+    @property
+    def looked(self) -> bool:
+        """Whether the twins of the small graph's best assignment are taken into account."""
+        return self._looked_at <= self.solver.upper
+
     def _look(self) -> None:
         """Takes the twins of the small graph's best assignment into account, if that is new."""
-        if self.solver.upper >= self._looked_at:
+        if self.looked:
             return
         self._looked_at = self.solver.upper
         found = self.look(self.graph, kept_twins(self.solver.graph, self.places))

@@ -54,7 +54,7 @@ def begin(solver: GraphSolver) -> float:
     if start is None:
         return -math.inf
     solver.begin(start.messages, start.choices)
-    solver.sweeps, solver.estimate = start.sweeps, start.estimate
+    solver.sweeps, solver.estimate, solver.stalled = start.sweeps, start.estimate, start.stalled
     solver.raise_lower(min(start.lower_bound, solver.upper))
     return start.lower_bound
 

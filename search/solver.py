@@ -177,7 +177,9 @@ class GraphSolver:
             return False
         relaxation = Relaxation(graph)
         room = int(_ROOM_TO_OPEN * self.effort.merging) - relaxation.sweeper.entries
-        if not open_cycles(graph, relaxation, self.upper, room):
+        opened = open_cycles(graph, relaxation, self.upper, room)
+        self.estimate += opened.seconds
+        if not opened.cycles:
             return False
         shrink(graph, dominance=False)
         self.stalled = False
@@ -251,7 +253,10 @@ class GraphSolver:
 
     def _hardly_risen(self, bounds: list[float]) -> bool:
         # Messages of a start have been swept before: where they are far from closed, they have stalled or nearly so.
-        turns = 1 if self.messages and relative_gap(self.upper, self.lower) > _FAR else self.patience
+        far = bool(self.messages) and relative_gap(self.upper, self.lower) > _FAR
+        if far and self.stalled:  # where the start knows that they have
+            return True
+        turns = 1 if far else self.patience
         return len(bounds) > turns + 1 and bounds[-1] - bounds[-1 - turns] < 0.05 * (self.upper - self.lower)
 
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
@@ -343,7 +348,7 @@ class GraphSolver:
         part = graph.copy()
         part.twins = {}
         try:
-            part.restrict_all({v: self._twins_of(v, hint[v]) for v in graph.live()})
+            part.restrict_all({v: graph.twins_of(v, hint[v]) for v in graph.live()})
             part.make_consistent()
             effort = replace(self.effort, sweeps=200, closing=0.0, dives=False, merging=0)
             solver = GraphSolver(part, math.inf, effort, self.gap, Watch(part.tick, self.watch.seconds_left))
@@ -355,10 +360,6 @@ class GraphSolver:
             full = part.expand(part.hint)
             found = {v: int(full[v]) for v in graph.live()}
             self.accept(found, graph.cost(found))
-
-    def _twins_of(self, v: int, choice: int) -> NDArray[np.bool_]:
-        labels = self.graph.twins.get(v, np.arange(self.graph.size(v)))
-        return labels == labels[choice]
 
     def _settled_by_elimination(self, entries: float, largest: float) -> bool:
         """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""

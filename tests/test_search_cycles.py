@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shardplan.search import Network, coarsening, testing
+from shardplan.search import Network, coarsening, cycles, testing
 from shardplan.search.cycles import open_cycles
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
@@ -41,7 +41,7 @@ def test_an_opened_cycle_has_the_optimum_and_messages_find_it(seed: int) -> None
     relaxation = Relaxation(graph)
     for _ in range(10):
         relaxation.improve(optimum)
-    if not open_cycles(graph, relaxation, optimum, 10_000):
+    if not open_cycles(graph, relaxation, optimum, 10_000).cycles:
         assert relaxation.bound > optimum - 0.05 * abs(optimum)
         return
     opened = Relaxation(graph)
@@ -101,7 +101,7 @@ def test_cycles_are_opened_within_the_room_and_apart_from_each_other() -> None:
     entries = sum(table.size for v in graph.live() for table in graph.neighbours[v].values()) // 2
     for room, count in ((0, 0), (25_000, 1), (10**6, 3)):
         part = graph.copy()
-        assert open_cycles(part, Relaxation(part), 12.0, room) == count
+        assert open_cycles(part, Relaxation(part), 12.0, room).cycles == count
         after = sum(table.size for v in part.live() for table in part.neighbours[v].values()) // 2
         assert after <= entries + room
         assert len(part.live()) == len(graph.live()) - count
@@ -114,7 +114,7 @@ def test_a_cycle_that_fits_all_the_way_round_is_left_alone() -> None:
     for v in range(4):
         net.add_edge(v, (v + 1) % 4, 1.0 - np.eye(3))
     graph = Graph.of(net)
-    assert open_cycles(graph, Relaxation(graph), 1.0, 10**6) == 0
+    assert open_cycles(graph, Relaxation(graph), 1.0, 10**6).cycles == 0
     assert len(graph.live()) == 4
 
 
@@ -125,8 +125,28 @@ def test_a_cycle_is_found_beside_shorter_ones_through_the_same_variables() -> No
         net.add_edge(6 + v, (v + 2) % 6, np.zeros((5, 5)))
         net.add_edge(6 + v, (v + 3) % 6, np.zeros((5, 5)))
     graph = Graph.of(net)
-    assert open_cycles(graph, Relaxation(graph), 2.0, 10**6) == 1
+    assert open_cycles(graph, Relaxation(graph), 2.0, 10**6).cycles == 1
     opened = Relaxation(graph)
     for _ in range(20):
         opened.improve(2.0)
     assert opened.bound == pytest.approx(2.0)
+
+
+def test_looking_for_cycles_takes_counted_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked at is counted, and no more than so much is looked at."""
+
+    known = cycles.open_cycles(*_before_opening())
+    assert known.cycles and known.seconds > 0.0
+    monkeypatch.setattr(cycles, "_MOST_ENTRIES", 1)
+    least = cycles.open_cycles(*_before_opening())
+    assert least.cycles == 0 and least.seconds <= known.seconds
+
+
+def _before_opening() -> tuple[Graph, Relaxation, float, int]:
+    net, rows = Network(), np.arange(3)
+    for _ in range(4):
+        net.add_variable(np.zeros(3))
+    for v in range(4):
+        net.add_edge(v, (v + 1) % 4, 1.0 - (rows[:, None] == (rows[None, :] + int(v == 3)) % 3))
+    graph = Graph.of(net)
+    return graph, Relaxation(graph), 2.0, 10**6

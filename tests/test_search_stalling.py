@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardplan.search import Network, solver, testing
+from shardplan.search.cycles import Opened
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Relaxation
@@ -27,7 +28,7 @@ def _contradicting() -> Network:
 def test_better_assignments_are_asked_for_before_merging(monkeypatch: pytest.MonkeyPatch) -> None:
     net = _contradicting()
     steps: list[str] = []
-    monkeypatch.setattr(solver, "open_cycles", lambda *_: steps.append("open"))
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: steps.append("merge"))
     watch = Watch(lambda: None, lambda: 60.0, stuck=lambda: steps.append("stuck"))
     one = GraphSolver(Graph.of(net), math.inf, Effort(entries=1, closable=0), 1e-9, watch)
@@ -42,7 +43,7 @@ def test_messages_go_on_from_a_much_better_assignment(monkeypatch: pytest.Monkey
     best, optimum = testing.brute_force(net)
     assert best is not None
     known = dict(enumerate(best.tolist()))
-    monkeypatch.setattr(solver, "open_cycles", lambda *_: False)
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: steps.append("merge"))
 
     class Blind(GraphSolver):
@@ -62,7 +63,7 @@ def test_messages_go_on_from_a_much_better_assignment(monkeypatch: pytest.Monkey
 
 def test_merging_ends_where_there_is_hardly_room(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[bool] = []
-    monkeypatch.setattr(solver, "open_cycles", lambda *_: False)
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: called.append(True))
     for merging, expected in ((10_000, False), (10_000_000, True)):
         called.clear()
@@ -82,3 +83,23 @@ def test_the_time_of_a_stage_within_another_counts_once() -> None:
             pass
         spent = run.seconds["inner"] - before["inner"]
         assert run.seconds["outer"] == before["outer"] - spent
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+def test_messages_of_a_start_that_have_stalled_are_hardly_swept(stalled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
+    monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
+    graph = Graph.of(_contradicting())
+    known = Relaxation(graph)
+    for _ in range(40):
+        known.improve(math.inf)
+    one = GraphSolver(graph, math.inf, Effort(entries=1, closable=0, dives=False), 1e-9, Watch(_nothing, lambda: 60.0))
+    choices = known.by_variable(known.sweeper.decode())
+    one.begin(known.messages(), choices)
+    one.stalled = stalled
+    one.sweep_until_prunable()
+    assert one.stalled and (one.sweeps <= 4) == stalled
+
+
+def _nothing() -> None:
+    pass
