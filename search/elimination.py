@@ -133,36 +133,38 @@ class Elimination:
 
     def _fix(self, v: int, place: int) -> None:
         self.constant += float(self.costs[v][place])
-        for scope, table in self._take(v):
+        for scope, table in self._take(v)[0]:
             axis = scope.index(v)
             self._put(scope[:axis] + scope[axis + 1 :], np.asarray(table.take(place, axis=axis)))
 
     def _eliminate(self, v: int, keeps: bool) -> Decision:
         """Takes `v` out; returns what says which of its choices is the cheapest, given the others'."""
-        # Small tables first: sums grow to the full size only at the end.
-        factors = sorted(self._take(v), key=lambda factor: factor[1].size)
-        scope = tuple(sorted({w for names, _ in factors for w in names if w != v}))
-        full = (len(self.keep[v]), *(len(self.keep[w]) for w in scope))
-        costs = total = self.costs[v].reshape(-1, *[1] * len(scope))
+        costs = self.costs[v]
+        factors, scope = self._take(v)
+        factors.sort(key=_size)  # sums grow to the full size only at the end
+        full = (len(costs), *[len(self.keep[w]) for w in scope])
+        first = total = costs.reshape(-1, *[1] * len(scope))
         for names, table in factors:  # whose axes are in ascending order, like those of the scope
             axis = names.index(v)
             if axis:
                 table = table.transpose(axis, *range(axis), *range(axis + 1, len(names)))
             if len(names) < len(full):
-                table = table[tuple([_EVERY, *(_EVERY if w in names else None for w in scope)])]
-            if total.shape == full and total is not costs:
+                table = table[tuple([_EVERY, *[_EVERY if w in names else None for w in scope]])]
+            if total.shape == full and total is not first:
                 total += table
             else:
                 total = total + table
         self._put(scope, np.minimum.reduce(total))
-        return _of_sums(v, self.costs[v], factors) if keeps else _of_all(scope, total)
+        return _of_sums(v, costs, factors) if keeps else _of_all(scope, total)
 
-    def _take(self, v: int) -> list[Factor]:
-        """Removes the factors that have `v`."""
+    def _take(self, v: int) -> tuple[list[Factor], tuple[int, ...]]:
+        """Removes the factors that have `v`; returns them, and their other variables."""
         factors = self.factors.pop(v)
-        for w in {w for names, _ in factors for w in names if w != v}:
+        around = {w for names, _ in factors for w in names}
+        around.discard(v)
+        for w in around:
             self.factors[w] = [factor for factor in self.factors[w] if v not in factor[0]]
-        return factors
+        return factors, tuple(sorted(around))
 
     def _put(self, scope: tuple[int, ...], table: Array) -> None:
         if not scope:
@@ -190,6 +192,10 @@ def _of_all(scope: tuple[int, ...], total: Array) -> Decision:
     """The same of their sum, of which only the choices are kept."""
     best = total.argmin(axis=0).astype(np.uint16)
     return lambda found: int(best[tuple([found[w] for w in scope])])
+
+
+def _size(factor: Factor) -> int:
+    return factor[1].size
 
 
 def adjacency(graph: Graph) -> dict[int, set[int]]:

@@ -47,7 +47,9 @@ def half(network: Network) -> tuple[int, NDArray[np.bool_]] | None:
     for u, v, table in network.edges:
         for end in (u, v):
             spread[end] = spread.get(end, 0.0) + differences[table]
-    own = {v: float(np.mean(mirror[v] == np.arange(len(mirror[v])))) for v in spread}
+    images = {id(mirror[v]): mirror[v] for v in spread}  # variables of equal choices share theirs
+    shares = {key: float(np.mean(image == np.arange(len(image)))) for key, image in images.items()}
+    own = {v: shares[id(mirror[v])] for v in spread}
     able = [v for v in spread if own[v] <= _MOST_OWN_IMAGES]
     if not able:
         return None
@@ -58,9 +60,9 @@ def half(network: Network) -> tuple[int, NDArray[np.bool_]] | None:
 def _costs_the_same(network: Network) -> bool:
     """Whether every assignment costs what its image does: each of its costs and tables does, and ties hold for both."""
     mirror = network.mirror
-    for v, costs in enumerate(network.costs):
-        if not _same(costs, costs[mirror[v]]):
-            return False
+    images = [costs[mirror[v]] for v, costs in enumerate(network.costs)]
+    if not _same(np.concatenate(network.costs), np.concatenate(images)):
+        return False
     if any((mirror[u] != mirror[v]).any() for u, v in network.ties):
         return False
     known: set[tuple[int, int, int]] = set()
