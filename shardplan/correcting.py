@@ -91,7 +91,7 @@ class Corrections:
     def follow(self, found: Found) -> None:
         """Searches on from a schedule, until what is found is within the limit."""
         for number in range(_MOST_CORRECTIONS):
-            if not self._exclude(found):
+            if not self._exclude(found) or (number and self.work > self.patience):
                 return
             found, own = self._search_once(found)
             if self.best is not None:  # what is better is soon found from it
@@ -191,7 +191,8 @@ class Corrections:
             self.known = [choices[: len(self.problem.network)] for choices in found.solution.known]
             self.seen |= {choices.tobytes(): choices for choices in [found.solution.choices, *self.known]}
             settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
-            if settled or found.peak_bytes <= self.search.limit_bytes or time.perf_counter() >= self.deadline:
+            over = self.work > self.patience or time.perf_counter() >= self.deadline
+            if settled or found.peak_bytes <= self.search.limit_bytes or over:
                 break
             work *= _TIMES_LONGER_WHERE_NOTHING_FITS
         if np.isfinite(found.solution.cost):

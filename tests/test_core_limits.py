@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan import InfeasibleError, finding
+from shardplan import InfeasibleError, correcting, finding
+from shardplan.correcting import Corrections
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -65,3 +66,17 @@ def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
         shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e4)
     limit = times * caught.value.least_peak_bytes
     assert shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
+
+
+def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leaner_schedules(monkeypatch):
+    searched = []
+    once = Corrections._search_once
+    monkeypatch.setattr(Corrections, "_search_once", lambda *given: (searched.append(1), once(*given))[1])
+    monkeypatch.setattr(correcting, "LEAST_PATIENCE", 1e-3)
+    monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 1e-6)
+    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
+    step, state, batch = _training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    with pytest.raises(InfeasibleError):
+        shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1.12e7)
+    assert len(searched) == 1
