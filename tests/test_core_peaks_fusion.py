@@ -68,6 +68,15 @@ def test_rows_that_fill_tiles_badly_or_are_padded_for_products_are_stored(length
     assert ("sub" in _stored(jax.grad(step, (0, 1, 2)), heads, heads, heads)) == stored
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "stored"),
+    [(4096, 1024, ["mul"]), (2048, 256, ["mul"]), (4096, 2048, []), (8192, 64, [])],
+)
+def test_sums_down_few_columns_read_one_operand(rows, columns, stored):
+    args = _shape(rows, columns), _shape(rows, columns)
+    assert _stored(lambda x, y: jnp.sum(x * y, axis=0), *args) == stored
+
+
 def test_what_gathers_takes_no_kernel_in_that_reduces_rows():
     def picked(scores, places):
         shifted = scores - jnp.max(scores, axis=1, keepdims=True)
@@ -187,7 +196,7 @@ def test_of_an_associative_scan_pairs_are_stored_and_what_is_as_large_as_its_hal
 def test_what_devices_repeat_is_stored_where_it_is_dear_to_compute():
     def step(x):
         seen = jnp.sin(x)
-        return jnp.sum(seen), jnp.max(seen, axis=0)
+        return jnp.sum(seen), jnp.max(seen, axis=1)
 
     with pytest.warns(shardplan.ShardplanWarning, match="divides"):
         plan = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), _shape(509, 1021))

@@ -34,7 +34,7 @@ import numpy as np
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.products import PRODUCT, copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
-from shardplan.memory.sums import adds_few, adds_many
+from shardplan.memory.sums import adds_few, adds_many, sums_columns
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
@@ -66,6 +66,11 @@ _CACHES = ((270e3, 20.0), (50e6, 2.5))
 """What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
 ones, one in each of its processors, XLA takes 2 KiB to be free."""
 
+_WHOLE, _BUSY = 4096, 3350.0
+"""Sums down columns of up to so many rows are made by one block of threads for each 32 columns. It takes fewer of these
+to sum up more rows in parts; with fewer columns than the second, an H100 reads as much slower as these are fewer: each
+block reads 32 GB/s by XLA's count."""
+
 _WARP = 32
 _APART = 400
 """Elements that a warp computes together, and cycles, by XLA's count, for an element of what is put together from
@@ -92,7 +97,8 @@ class _Kernel:
     (`_OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at other
     places, as a slice, a broadcast or a sum does. ``sums``: whether it adds up many numbers to one. ``rows``:
     where it goes through rows that it has reduced, how much it computes for each element, else 0. ``tiles``: whether
-    tiles can be cut of all that it computes.
+    tiles can be cut of all that it computes. ``slower``: how much longer it takes to read and to compute than one that
+    keeps the whole device busy.
     """
 
     reads: dict[int, dict[int, float]]
@@ -103,13 +109,15 @@ class _Kernel:
     sums: bool = False
     rows: float = 0.0
     tiles: bool = True
+    slower: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Computing:
     """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
     else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
-    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them."""
+    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them;
+    ``columns``: whether it sums up along other dimensions than the innermost one."""
 
     read: tuple[int, ...]
     cycles: int
@@ -119,6 +127,7 @@ class _Computing:
     library: bool
     rows: float
     tiles: bool
+    columns: bool
 
 
 @once
@@ -145,7 +154,8 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
         read = tuple([o for o in operands_read if isinstance(o, int) and o not in problem.generated])
         tiles = cuts_tiles(operation) and operation.index not in padded
         sums = adds_many(program, operation)
-        found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles)
+        columns = sums and sums_columns(program, operation)
+        found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles, columns)
     return found
 
 
@@ -223,6 +233,9 @@ class _Fusion:
         cycles += _REDUCING_CYCLES if computing.rows else 0
         kernel = _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
         kernel.rows, kernel.tiles = computing.rows, computing.tiles
+        if computing.columns and elements <= _WHOLE * self._elements[result]:
+            kernel.slower = max(1.0, _BUSY / self._elements[result])
+            kernel.cycles *= kernel.slower
         return kernel
 
     def _of_element(self, value: int, result: int) -> dict[int, float]:
@@ -245,8 +258,9 @@ class _Fusion:
 
     def _moved(self, value: int) -> float:
         """The bytes that a kernel reads and writes."""
-        reads = self._kernels[value].reads
-        return self._bytes[value] + sum([self._reading(v, sum(times.values())) for v, times in reads.items()])
+        kernel = self._kernels[value]
+        read = sum([self._reading(v, sum(times.values())) for v, times in kernel.reads.items()])
+        return kernel.slower * (self._bytes[value] + read)
 
     def _reading(self, value: int, times: float) -> float:
         """The bytes that could be read in the time in which a kernel goes through a value so often."""
@@ -291,7 +305,7 @@ class _Fusion:
         own, kernel = self._kernels[value], self._kernels[reader]
         places = kernel.reads[value]
         times = sum(places.values())
-        moved = kernel.moved - self._reading(value, times)
+        moved = -self._reading(value, times)
         for source, shares in own.reads.items():
             known = kernel.reads.get(source, {})
             before = sum(known.values())
@@ -299,9 +313,9 @@ class _Fusion:
             if _OWN in shares:  # what it reads for these elements already is not read again
                 now -= sum([share for place, share in known.items() if place in places])
             moved += self._reading(source, now) - self._reading(source, before)
-        rows = max(own.rows, kernel.rows)
-        rows = max(own.rows, kernel.rows)
-        return _time(kernel.cycles, kernel.moved, kernel.rows) - _time(kernel.cycles + times * own.cycles, moved, rows)
+        rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
+        moved = kernel.moved + kernel.slower * moved
+        return _time(kernel.cycles, kernel.moved, kernel.rows) - _time(cycles, moved, rows)
 
     def _fuse(self, value: int) -> None:
         """Lets all kernels that read a value compute it, and weighs anew what that changes."""
@@ -340,7 +354,7 @@ class _Fusion:
                 else:
                     merged[place] = merged.get(place, 0.0) + share * times
             self._saved[source].setdefault(reader, 0.0)
-        kernel.cycles += times * own.cycles
+        kernel.cycles += kernel.slower * times * own.cycles
         kernel.operations += len(places) * own.operations
         kernel.branches += len(places) * own.branches
         kernel.sums |= own.sums

@@ -69,3 +69,12 @@ def adds_many(program: Program, operation: Operation) -> bool:
     """Whether a reduction is of those that never become part of another one."""
     found = _reduced(program, operation)
     return found is not None and prod(found[0][dim] for dim in found[1]) >= _MANY
+
+
+def sums_columns(program: Program, operation: Operation) -> bool:
+    """Whether a reduction by threads together leaves the innermost dimension."""
+    found = _reduced(program, operation)
+    if found is None or adds_few(program, operation):
+        return False
+    shape, dims = found
+    return any(size > 1 and dim > max(dims, default=-1) for dim, size in enumerate(shape))
