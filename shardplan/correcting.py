@@ -43,6 +43,9 @@ _MANY = 4
 # Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
 _LEANEST = 3
 
+# What fits so, but costs so many times what fits in the order of the search, is not all that is looked for.
+_DEAR = 1.5
+
 MISSED = 1.001
 
 
@@ -94,7 +97,8 @@ class Corrections:
             if not self._exclude(found) or (number and self.work > self.patience):
                 return
             found, own = self._search_once(found)
-            if self.best is not None:  # what is better is soon found from it
+            dear = self._best_cost > _DEAR * found.solution.cost and not number and self.work < self.patience
+            if self.best is not None and not dear:  # what is better is soon found from it
                 return
             fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes
             if fits and self.orders < MOST_ORDERS and own.peak_bytes <= FAR * self.limit_bytes:
