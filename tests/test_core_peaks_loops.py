@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import shardplan
+from shardplan.memory.combining import combined_reductions
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.tracing import trace_program
 
@@ -148,3 +151,31 @@ def test_a_slice_that_only_repeated_operations_read_is_not_held():
 
     xs, flag = jax.ShapeDtypeStruct((16, 64), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
     assert _peak_of(step, xs, flag)[0] == _peak_of(step, xs)[0] + 1
+
+
+def test_bodies_are_put_in_order_and_their_reductions_merge_as_the_program_itself():
+    def loss(weights, x, mixing):
+        for w in weights:
+            x = mixing @ (x @ w)
+        return jnp.sum(x)
+
+    def step(weights, xs, mixing):
+        def micro(total, x):
+            gradients = jax.grad(loss)(weights, x, mixing)
+            return jax.tree.map(lambda t, g: t + jnp.tanh(g), total, gradients), None
+
+        return jax.lax.scan(micro, jax.tree.map(jnp.zeros_like, weights), xs)[0]
+
+    xs, mesh = jax.ShapeDtypeStruct((4, 4096, 64, 64), "float32"), jax.sharding.AbstractMesh((2,), ("x",))
+    pins = {"0/*": jax.P(), "1": jax.P(None, "x", None, None), "2": jax.P()}
+    schedule = shardplan.plan(step, mesh, [_square(64)] * 3, xs, _square(64), pins=pins).schedule
+    [merged] = combined_reductions(schedule)
+    assert len(merged) == 3 and {operation.region for operation in merged} == {1}
+    order = hiding_order(schedule, kernels_of(schedule.problem))[0]
+    gradients = [o.index for o in merged]
+    last_read = max(
+        o.index for o in schedule.program.operations if o.primitive.name == "dot_general" and o not in merged
+    )
+    # as outside of loops, weights' gradients run behind the products that all wait for
+    assert order.index(gradients[0]) > order.index(last_read) > gradients[0]
+    assert order[-1] == schedule.program.regions[0].operations[-1]

@@ -56,9 +56,9 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
         once = operation.results and operation.results[0] not in same
         steps = schedule.result_steps(operation, 0) if strategy is not None and once else ()
         reducing = [step for step in steps if step.kind in REDUCTIONS]
-        if strategy is not None and reducing and not operation.region:
+        if strategy is not None and reducing:
             dtype = program.values[operation.results[0]].dtype
-            kind = tuple((step.kind, step.axes) for step in reducing), strategy.reducers[0], dtype
+            kind = operation.region, tuple((step.kind, step.axes) for step in reducing), strategy.reducers[0], dtype
             size = bytes_in(schedule, operation.results[0], reducing[-1].layout)
             number, filled = filling.get(kind, (-1, COMBINED_BYTES))
             if number in found or filled + size > COMBINED_BYTES:

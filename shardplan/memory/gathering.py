@@ -30,8 +30,9 @@ from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
-_Kind = tuple[tuple[int, ...], int]
-"""What is gathered together is alike in the mesh axes that it goes over, and in the dimension that these split."""
+_Kind = tuple[int, tuple[int, ...], int]
+"""What is gathered together is alike in the region, in the mesh axes that it goes over, and in the dimension that these
+split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Gather:
 
 @once
 def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
-    """What is gathered together, outside of loops and branches: groups of two and more."""
+    """What is gathered together, in each region by itself: groups of two and more."""
     groups = list[list[Gather]]()
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
@@ -79,9 +80,9 @@ def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Lay
 
 
 def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gather, _Kind]]:
-    """The gathers that an operation of the program's own region reads, with the kind of each."""
+    """The gathers that an operation reads, with the kind of each."""
     strategy, values = schedule.assignment.strategies.get(operation.index), schedule.assignment.values
-    if strategy is None or operation.region:
+    if strategy is None:
         return
     for operand, layout in zip(operation.operands, strategy.operands, strict=True):
         if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
@@ -90,4 +91,7 @@ def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gath
                 before = steps[-2].layout if len(steps) > 1 else schedule.route(operand, layout).source
                 shape = schedule.program.values[operand].shape
                 gathered = [old != new for old, new, size in zip(before, layout, shape, strict=True) if size > 1]
-                yield gather_for(schedule, operation, operand, layout), (steps[-1].axes, gathered.index(True))
+                yield (
+                    gather_for(schedule, operation, operand, layout),
+                    (operation.region, steps[-1].axes, gathered.index(True)),
+                )

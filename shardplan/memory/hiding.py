@@ -4,7 +4,8 @@ It goes through the program from its end. Next (which means: before all that is 
 are placed. An operation can start a microsecond after the one that it needs, by its model, and a collective takes
 its time; what fills such a wait is placed first, and of that what fits the wait best. So weights' gradients and sums
 for biases, whose merged reductions come last, are placed one by one behind the kernels of the backward pass, the last
-ones first, whatever that holds in memory. Below, two kernels of a layer run between one weight's gradient and the next.
+ones first, whatever that holds in memory. Bodies of loops and branches are put in order like the program itself.
+Below, two kernels of a layer run between one weight's gradient and the next.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> from shardplan.memory.recomputing import kernels_of
@@ -50,33 +51,47 @@ _COLLECTIVE, _SENT = 33.0, 0.35e6
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""
 
+_Sending = tuple[dict[Gather, int], dict[int, int]]
+"""A `Sending` in the making."""
+
 
 def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sending]:
     """The indices of all operations in the order in which they run, a loop's body before the loop, and when collectives
-    run beside them.
+    run beside them. Each body is put in order by itself."""
+    begins, ends = dict[Gather, int](), dict[int, int]()
+    order = _order_in(schedule, kernels, 0, (begins, ends))
+    return order, Sending(begins, ends)
 
-    Bodies of loops and branches keep the order of the program.
-    """
+
+def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: _Sending) -> list[int]:
+    """The order of a region, with what runs in its operations' bodies; when its collectives run is added."""
     merged, gathers = combined_reductions(schedule), combined_gathers(schedule)
     for groups in ((merged, gathers), (without_leading(schedule, merged), gathers), (merged, []), ([], [])):
-        graph = Graph(schedule, kernels, *groups)
+        graph = Graph(schedule, kernels, *groups, region)
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
             break
     graph.join(kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
+    operations = schedule.program.operations
+    bodies = {
+        index: [inner for body in operations[index].bodies for inner in _order_in(schedule, kernels, body, sending)]
+        for index in schedule.program.regions[region].operations
+    }
     order: list[int] = []
     done: set[int] = set()
-    placed, operations = list(reversed(Placing(graph).run())), schedule.program.operations
-    for node in placed:
-        for index in (node, *graph.joined.get(node, ())) if node < len(operations) else ():
-            graph.append(index, order, done)
-    for index in schedule.program.regions[0].operations:
-        graph.append(index, order, done)
-    return order, _sending(graph, placed)
+    placed = list(reversed(Placing(graph).run()))
+    nodes = (index for node in placed if node < len(operations) for index in (node, *graph.joined.get(node, ())))
+    for wanted in (*nodes, *schedule.program.regions[region].operations):
+        for operation in operands_first(schedule.program, wanted, done):
+            order += [*bodies[operation.index], operation.index]
+    begins, ends = _sending(graph, placed)
+    sending[0].update(begins)
+    sending[1].update(ends)
+    return order
 
 
-def _sending(graph: Graph, placed: Sequence[int]) -> Sending:
+def _sending(graph: Graph, placed: Sequence[int]) -> _Sending:
     """When collectives run beside kernels. What a gather brings waits where others end before it is read: that is not
     counted, since how many wait for one another depends on the times of all; so it begins by as many kernels before its
     first reader as run beside it."""
@@ -91,11 +106,11 @@ def _sending(graph: Graph, placed: Sequence[int]) -> Sending:
             ran.append(node)
     beside = {end: after[end] - after[start] for end, start in graph.starts.items()}
     begins = {gather: ran[read[end] - beside[end]] for gather, end in graph.gathers.items() if end in read}
-    return Sending(begins, {index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
+    return begins, {index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()}
 
 
 class Graph:
-    """The kernels of the program's own region, by the index of the operation that ends them, and its collectives,
+    """The kernels of a region, by the index of the operation that ends them, and its collectives,
     each a start and an end, numbered after all operations: what each needs, and how long it takes."""
 
     def __init__(
@@ -104,6 +119,7 @@ class Graph:
         kernels: Kernels,
         combined: Sequence[Sequence[Operation]],
         gathers: Sequence[Sequence[Gather]],
+        region: int = 0,
     ) -> None:
         self.schedule, self.program = schedule, schedule.program
         self.needs: dict[int, set[int]] = {}
@@ -112,7 +128,8 @@ class Graph:
         self.values: dict[int, set[int]] = {}  # those that each reads as they are made, or lie outside
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
-        self.makers = {result: operation for operation in self.program.operations for result in operation.results}
+        here = [self.program.operations[index] for index in self.program.regions[region].operations]
+        self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}
         self.gathers: dict[Gather, int] = {}
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
@@ -122,9 +139,9 @@ class Graph:
         self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
         self._products = {index: found.product for index, found in kernels.adding.items()}
-        self.parts = {o.index for o in self.program.operations if self._is_part(o)}
+        self.parts = {o.index for o in here if self._is_part(o)}
         in_memory, same = kernels.stored | kernels.read, repeated_in(self.program)
-        for operation in self.program.operations:
+        for operation in here:
             if operation.results and same.keys() >= {*operation.results}:
                 for result in operation.results:
                     self._sources[result] = self._sources.get(same[result], frozenset((same[result],)))
@@ -140,7 +157,7 @@ class Graph:
                 self._sources |= dict.fromkeys(operation.results, reads)
                 if brought:
                     self._brought |= dict.fromkeys(operation.results, brought)
-            elif operation.region == 0:
+            else:
                 self.reads[operation.index], self._moved_by[operation.index] = reads, brought
         self._connect({o.index: number for number, group in enumerate(combined) for o in group})
 
@@ -381,11 +398,3 @@ class Graph:
             operation = self.program.operations[self._products[operation.index]]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))
         return kernel_microseconds(self.schedule, operation, reads)
-
-    def append(self, index: int, order: list[int], done: set[int]) -> None:
-        """Appends an operation after all that it is computed from, and a loop after its body."""
-        for operation in operands_first(self.program, index, done):
-            for body in operation.bodies:
-                for inner in self.program.regions[body].operations:
-                    self.append(inner, order, done)
-            order.append(operation.index)
