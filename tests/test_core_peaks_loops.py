@@ -10,7 +10,7 @@ import pytest
 import shardplan
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.hiding import hiding_order
-from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.tracing import trace_program
@@ -179,3 +179,26 @@ def test_bodies_are_put_in_order_and_their_reductions_merge_as_the_program_itsel
     # as outside of loops, weights' gradients run behind the products that all wait for
     assert order.index(gradients[0]) > order.index(last_read) > gradients[0]
     assert order[-1] == schedule.program.regions[0].operations[-1]
+
+
+def test_stacks_stay_as_they_are_gathered_up_to_an_iteration_that_runs_apart():
+    def step(weights, x):
+        def loss(weights):
+            return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    stack, x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    for sizes, stored, rows, kept in (
+        ((2, 4), jax.P(None, None, ("a", "b")), ("b", "a"), True),  # an island scatters what each iteration gives
+        ((2, 4), jax.P(("a", "b"), None, None), ("b", "a"), False),
+        ((8, 1), jax.P(None, None, "a"), "a", False),  # XLA makes the reduce-scatter itself, too late
+    ):
+        mesh = jax.sharding.AbstractMesh(sizes, ("a", "b"))
+        pins = {"0": stored, "1": jax.P(rows, None)}
+        plan = shardplan.plan(step, mesh, stack, x, pins=pins, donate_argnums=0)
+        schedule, value = plan.schedule, plan.program.inputs[0]
+        lifetimes = Lifetimes(schedule.problem, range(len(plan.program.operations)))
+        copies = [h.lifetime for h in memory_held(lifetimes, schedule, frozenset({0})) if h.value == value]
+        until = lifetimes.start([o for o in plan.program.operations if o.bodies][-1])
+        assert [span.end for span in copies if span.start < until and span.end <= until] == [until] * kept

@@ -86,12 +86,18 @@ def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gath
         return
     for operand, layout in zip(operation.operands, strategy.operands, strict=True):
         if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
-            steps = schedule.route(operand, layout).steps
-            if steps and steps[-1].kind == "all-gather":
-                before = steps[-2].layout if len(steps) > 1 else schedule.route(operand, layout).source
-                shape = schedule.program.values[operand].shape
-                gathered = [old != new for old, new, size in zip(before, layout, shape, strict=True) if size > 1]
-                yield (
-                    gather_for(schedule, operation, operand, layout),
-                    (operation.region, steps[-1].axes, gathered.index(True)),
-                )
+            gathered = last_gathered(schedule, operand, layout)
+            if gathered is not None:
+                yield gather_for(schedule, operation, operand, layout), (operation.region, *gathered)
+
+
+def last_gathered(schedule: Schedule, value: int, layout: Layout) -> tuple[tuple[int, ...], int] | None:
+    """Where a gather brings a value to a layout at last: the mesh axes that it goes over, and the dimension that these
+    split, counted without those of size 1."""
+    route = schedule.route(value, layout)
+    if not route.steps or route.steps[-1].kind != "all-gather":
+        return None
+    before = route.steps[-2].layout if len(route.steps) > 1 else route.source
+    shape = schedule.program.values[value].shape
+    gathered = [old != new for old, new, size in zip(before, layout, shape, strict=True) if size > 1]
+    return route.steps[-1].axes, gathered.index(True)

@@ -30,6 +30,7 @@ from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import Gather
 from shardplan.memory.merging import merged_lifetimes, side_by_side
+from shardplan.memory.pipelining import gathered_until
 from shardplan.memory.products import is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
@@ -292,12 +293,15 @@ def memory_held(
             yield hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
         elif isinstance(output, int) and output in lifetimes.beside:
             yield hold(output, schedule.assignment.values[output], lifetimes.held[output].start, lifetimes.end)
-    together = gathered_from(lifetimes, schedule, sending)
+    together, twice = gathered_from(lifetimes, schedule, sending), gathered_until(lifetimes, schedule)
     for value in schedule.assignment.copies:
         copy = schedule.copy(value)
         if copy != schedule.assignment.values[value]:
             first, last = lifetimes.copied[value]
-            yield hold(value, copy, min(first, together.get(Gather(value, copy), first)), last)
+            first = min(first, together.get(Gather(value, copy), first))
+            yield hold(value, copy, first, last)
+            if value in twice:
+                yield hold(value, copy, first, twice[value])
     reduced = reduced_at(lifetimes, schedule)
     for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():
         yield hold(gather.value, gather.layout, first, last)

@@ -34,6 +34,7 @@ from shardplan.memory.bringing import Sending, brought_spans, gathered_from, red
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.liveness import Lifetime, Lifetimes
 from shardplan.memory.merging import merged_lifetimes
+from shardplan.memory.pipelining import gathered_until
 from shardplan.memory.sizes import layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
@@ -82,6 +83,7 @@ class Usages:
         self._lifetimes = lifetimes.held
         self._reduced: dict[int, int] = {}
         self._begun: dict[int, int] = {}
+        self._twice: dict[int, int] = {}
         self._spans: dict[tuple[int, int], Lifetime] = {}
         self._inputs = {*self.program.inputs, *self.program.captured}
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
@@ -120,14 +122,15 @@ class Usages:
     def follow(self, schedule: Schedule) -> bool:
         """Lets results of products that XLA merges, partial results that it reduces together and what is brought to
         other layouts live as long as with this schedule; True where that is another."""
-        before = self._lifetimes, self._reduced, self._begun, self._spans
+        before = self._lifetimes, self._reduced, self._begun, self._twice, self._spans
         self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
         self._reduced = reduced_at(self.lifetimes, schedule)
         together = gathered_from(self.lifetimes, schedule, Sending())
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
         spans = brought_spans(self.lifetimes, schedule, together).items()
         self._spans = {(gather.value, index): Lifetime(*span) for gather, (index, *span) in spans if span[0] < span[1]}
-        return before != (self._lifetimes, self._reduced, self._begun, self._spans)
+        self._twice = gathered_until(self.lifetimes, schedule)
+        return before != (self._lifetimes, self._reduced, self._begun, self._twice, self._spans)
 
     def _counted_values(self, limit: float) -> frozenset[int]:
         """All values but the smallest."""
@@ -175,6 +178,8 @@ class Usages:
             first, last = self.lifetimes.copied[value]
             first = min(first, self._begun.get(value, first))
             yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
+            if value in self._twice:
+                yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, self._twice[value] + 1)
             lifetime = self._held(value)
             if lifetime is not None:
                 until = self._taken_over(value, lifetime)
