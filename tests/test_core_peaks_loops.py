@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shardplan
+from shardplan.memory.bringing import brought_spans
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
@@ -202,3 +203,35 @@ def test_stacks_stay_as_they_are_gathered_up_to_an_iteration_that_runs_apart():
         copies = [h.lifetime for h in memory_held(lifetimes, schedule, frozenset({0})) if h.value == value]
         until = lifetimes.start([o for o in plan.program.operations if o.bodies][-1])
         assert [span.end for span in copies if span.start < until and span.end <= until] == [until] * kept
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_made_for_a_loop_is_kept_for_others_that_would_make_the_same(transposed):
+    def step(x, w):
+        floor = jnp.full((512, 512), -3.0)
+        x = jax.lax.scan(lambda x, _: (jnp.maximum(x @ w, floor), None), x, length=4)[0]
+        y = (jnp.tanh(x) @ w) * 2.0
+        return jnp.maximum(y.T if transposed else y, jnp.full((512, 512), -3.0)) @ w
+
+    schedule = shardplan.plan(step, 1, _square(512), _square(512)).schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+    loop = next(operation for operation in lifetimes.order if operation.bodies)
+    last = lifetimes.order[-2]
+    [(first, *span)] = brought_spans(lifetimes, schedule, {}).values()
+    # XLA transposes what a kernel computes behind it: so the other one is made in another order
+    assert (first, span[1]) == (loop.index, lifetimes.place[(loop if transposed else last).index])
+
+
+def test_what_loops_read_that_is_made_from_nothing_is_made_once_for_all():
+    def step(x, w):
+        for _ in range(2):
+            floor = jnp.full((512, 512), -3.0)
+            x = jax.lax.scan(lambda x, _, floor=floor: (jnp.maximum(x @ w, floor), None), x, length=4)[0]
+        return x
+
+    schedule = shardplan.plan(step, 1, _square(512), _square(512)).schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+    first, second = (operation for operation in lifetimes.order if operation.bodies)
+    assert [*brought_spans(lifetimes, schedule, {}).values()] == [
+        (first.index, lifetimes.start(first), lifetimes.place[second.index])
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,10 @@ from shardplan import _jax
 from shardplan.layout import Layout
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.gathering import Gather, combined_gathers, gather_for
-from shardplan.program import Constant, Operation
+from shardplan.memory.pipelining import peeled_loops
+from shardplan.memory.repeated import generated_alike
+from shardplan.once import once
+from shardplan.program import Constant, Operation, Program
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -44,7 +47,66 @@ def brought_spans(
             gather = gather_for(schedule, operation, value, layout)
             known = found.get(gather, (operation.index, first, last))
             found[gather] = known[0], min(known[1], first, together.get(gather, first)), max(known[2], last)
+    for gather, kept, until in list(_generated_until(lifetimes, schedule, found)):
+        index, first, last = found[kept]
+        found[kept] = index, first, max(last, until)
+        if kept != gather:
+            found.pop(gather, None)
     return found
+
+
+def _generated_until(
+    lifetimes: Lifetimes, schedule: Schedule, brought: Mapping[Gather, tuple[int, int, int]]
+) -> Iterator[tuple[Gather, Gather, int]]:
+    """What is made from nothing for loops, with what was made before, of equal ones, and is kept for it. Until when
+    that is read by others that XLA would else make the same for: those around the loop, and those of iterations that
+    run apart there."""
+    program, generated = schedule.program, schedule.problem.generated
+    stored = sorted((g for g in brought if g.value in generated), key=lambda gather: brought[gather][1])
+    if not stored:
+        return
+    alike, makers = generated_alike(program, generated), _makers(program)
+    around = {
+        body: program.operations[index].region
+        for index in peeled_loops(schedule)
+        for body in program.operations[index].bodies
+    }
+    made: dict[tuple[int, Layout, int], Gather] = {}
+    for gather in stored:
+        region, equal = makers[gather.value].region, alike.get(gather.value, [gather.value])
+        kept = made.setdefault((equal[0], gather.layout, region), gather)
+        yield gather, kept, brought[gather][2]
+        for value in equal if kept == gather else ():
+            if around.get(makers[value].region, makers[value].region) == region:
+                for reader in lifetimes.readers.get(value, ()):
+                    strategy = schedule.assignment.strategies.get(reader.index)
+                    as_stored = strategy and strategy.operands[reader.operands.index(value)] == gather.layout
+                    if as_stored and not _is_transposed(lifetimes, makers, generated, reader):
+                        yield gather, gather, _computed_until(lifetimes, schedule, reader)
+
+
+@once
+def _makers(program: Program) -> dict[int, Operation]:
+    return {result: operation for operation in program.operations for result in operation.results}
+
+
+def _is_transposed(
+    lifetimes: Lifetimes, makers: Mapping[int, Operation], generated: Collection[int], operation: Operation
+) -> bool:
+    """Whether what an operation computes is transposed on the way to it: XLA transposes the result instead, and what
+    is made from nothing is made in the order before."""
+    seen, stack = {operation.index}, [operation]
+    while stack:
+        for operand in stack.pop().operands:
+            maker = makers.get(operand) if isinstance(operand, int) and operand not in generated else None
+            if maker is None or maker.index in seen or maker.index not in lifetimes.fused:
+                continue
+            if maker.primitive.name == "transpose":
+                return True
+            if operand not in lifetimes.held:
+                seen.add(maker.index)
+                stack.append(maker)
+    return False
 
 
 def gathered_from(lifetimes: Lifetimes, schedule: Schedule, sending: Sending) -> dict[Gather, int]:

@@ -80,6 +80,25 @@ def _computing(program: Program) -> dict[int, int]:
 
 
 @once
+def generated_alike(program: Program, generated: frozenset[int]) -> dict[int, list[int]]:
+    """Per value that is ``generated`` from nothing, those that are known to be equal, in any region."""
+    first: dict[Any, int] = {}
+    same: dict[int, int] = {}
+    found: dict[int, list[int]] = {}
+    literals = _literals(program)
+    for operation in program.operations:
+        if len(operation.results) == 1 and operation.results[0] in generated and not operation.equation.effects:
+            [result] = operation.results
+            operands = [same.get(o, o) if isinstance(o, int) else literals[id(o)] for o in operation.operands]
+            key = operation.primitive, tuple(sorted(operation.params.items())), *operands
+            with contextlib.suppress(TypeError):  # parameters that are not known to be equal
+                same[result] = first.setdefault(key, result)
+                found[result] = found.setdefault(same[result], [])
+                found[result].append(result)
+    return found
+
+
+@once
 def _literals(program: Program) -> dict[int, tuple[bytes, Any]]:
     """The bits and the type of each literal, by the identity of the operand. By their bits, zeros with signs are told
     apart, and what is no number is equal to itself."""

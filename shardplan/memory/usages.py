@@ -206,7 +206,8 @@ class Usages:
                 if value in self.problem.generated:
                     slices = self.program.values[value].total_bytes / self.program.values[link.target].total_bytes
                     start, variable = self.lifetimes.start(operation), self.problem.variables.values[link.target]
-                    yield Usage(variable, slices * self._sizes(link.target), start, place + 1)
+                    until = self._spans.get((value, operation.index), Lifetime(start, place)).end
+                    yield Usage(variable, slices * self._sizes(link.target), start, until + 1)
 
     def _brought(self, moments: Array) -> Iterator[PairUsage]:
         """Operands and results on their way, at these moments."""
