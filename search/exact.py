@@ -48,6 +48,8 @@ _NEAR_PEAK, _SWEEPS_WITHOUT_LOWER_PEAK = 1e-3, 20
 so many sweeps that have not come nearer by as much."""
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
+_WORTH_PROVING = 1.05
+"""Times of what is known to begin with, up to which an assignment is hardly worth proving where work is limited."""
 _CROSSING = 0.4
 """The share that CP-SAT's mixing of what was best at all prices may take, where prices leave as much."""
 _VARYING = 0.4
@@ -229,7 +231,11 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
 def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
     """Prices, mixtures, branches: as much of them as the work allows; False where no assignment was found."""
     limit = min(run.time_limit, run.work_limit)
+    if run.work_limit < math.inf:
+        pricing.near = _WORTH_PROVING
     pricing.raise_bound(_PRICING * limit)
+    if pricing.until < limit:
+        limit = run.work_limit = pricing.until
     if not solver.closed and pricing.planes:
         pricing.recombine()
     if not solver.closed and pricing.needs_assignments:
@@ -246,7 +252,7 @@ def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
     if not solver.closed and solver.upper - solver.lower < _PRUNABLE * abs(solver.lower):
         pricing.prune()
         branching = Branching(solver, _BRANCH, pricing)
-        left = min(_BRANCHING * run.time_limit, run.work_limit) - pricing.estimate
+        left = min(_BRANCHING * run.time_limit, limit) - pricing.estimate
         few = left < _FEWEST_EVALUATIONS * pricing.longest  # too few for branches to close anything
         while not (few or solver.closed) and branching.estimate < left and branching.step(left - branching.estimate):
             solver.watch.report()

@@ -72,6 +72,9 @@ _SHARE_OF_CUT = 0.1
 """How exactly prices are evaluated: to this share of what the plane that comes out takes off the ones before."""
 _SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
 """What copying and reducing take, about, and what pruning and decoding take per variable that is left then."""
+_TIMES_TO_IMPROVE, _LEAST_WORK = 2.0, 0.1
+"""What is hardly worth proving gets so many times the work until it was mixed, and such work at least, in seconds, in
+which small graphs are proven."""
 _WORTH_PRUNING = 0.9
 _RECOMBINATIONS, _BASES = 4, 2
 _RECOMBINING = 0.02
@@ -96,6 +99,10 @@ class Pricing:
         """What the first prices are taken from."""
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
+        self.near = 0.0
+        """What costs at most so many times the bound that is known to begin with is hardly worth proving."""
+        self.until = math.inf
+        """The estimate at which the search should end."""
         self._loose = self._brief = False
         """Whether the last evaluation left much open, and whether what is nearly the best has to do."""
         self._messages: Messages = {}
@@ -140,24 +147,28 @@ class Pricing:
     def raise_bound(self, seconds: float) -> None:
         """Evaluates prices until the planes leave no room above the bound, or for about so many seconds of work."""
         self.priced = PricedGraph(self.solver.graph, self.profile, self.instants)
+        self.until, known = seconds, self.solver.lower
         prices = self._highest()[1] if self.most > 0 and self.planes else self._first()
         ceiling, again, doubted = math.inf, False, False
         for number in range(_EVALUATIONS):
             high = not self.most > 0 and prices.any() and not self.known_prices().any()
             before = self.estimate
             wide = self.solver.upper - ceiling > _WIDE * abs(ceiling)
-            self._brief = wide and before + self.longest > seconds
+            self._brief = wide and before + self.longest > self.until
             self._evaluate(prices)
             last, self.longest = prices, max(self.longest, self.estimate - before)
             far = self.solver.upper - self.bound > _FAR * abs(self.bound)
             between = self._between() if high and self._turned else None
-            if between is not None and not self.solver.closed and self.estimate <= seconds:
+            if between is not None and not self.solver.closed and self.estimate <= self.until:
                 prices = between
                 continue
             if self._turned and not self.solver.closed and (not self._recombined[0] or (far and not again)):
                 again = self._recombined[0] > 0
+                upper = self.solver.upper
                 self.recombine()
-            if self.solver.closed or self.estimate > seconds:
+                if self.solver.upper < min(upper, self.near * known):
+                    self.until = min(seconds, max(_TIMES_TO_IMPROVE * self.estimate, _LEAST_WORK))
+            if self.solver.closed or self.estimate > self.until:
                 break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
             if (high or number == _MOST_LOW) and not (doubted or self._turned):

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from shardplan.errors import InfeasibleError
 from shardplan.finding import Found, Search
 from shardplan.overlap import memory_traffic, sent_seconds, time_prices
 from shardplan.problem import Problem
@@ -58,7 +59,10 @@ def search_sharing(problem: Problem, search: Search, rebuild: Callable[..., Prob
     left = deadline - time.perf_counter()
     if rebuild is None or not traffic or left <= 0:
         return found
-    other = search_within(rebuild(traffic=traffic), replace(search, seconds=left))
+    try:
+        other = search_within(rebuild(traffic=traffic), replace(search, seconds=left))
+    except InfeasibleError:  # at these prices it has found nothing within the limit, but the first plan is
+        return found
     return min(found, other, key=lambda one: _step(one.schedule, traffic, traffic).seconds)
 
 

@@ -59,6 +59,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
             corrections.take(found)
         if corrections.best is not None:  # whatever fits, with a peak far below the limit
             corrections.spent = 0.0
+            corrections.search = search  # in another order nothing was missed yet
             corrections.count_in(corrections.best.lifetimes)
             corrections.follow(corrections.best)
     if corrections.best is not None:

@@ -1,5 +1,7 @@
 """Planning within a memory limit: what a search takes, and how much of the limit its plan uses."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -80,3 +82,38 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
     with pytest.raises(InfeasibleError):
         shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1.12e7)
     assert len(searched) == 1
+
+
+@pytest.mark.parametrize(("times", "searches"), [(1.2, 1), (4.0, 2)])
+def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkeypatch, times, searches):
+    searched = []
+    once = Corrections._search_once
+
+    def dear(corrections, found):
+        searched.append(1)
+        found, own = once(corrections, found)
+        if len(searched) == 1:
+            corrections.best = replace(own, solution=replace(own.solution, cost=times * found.solution.cost))
+        return found, own
+
+    monkeypatch.setattr(Corrections, "_search_once", dear)
+    monkeypatch.setattr("shardplan.searching.fill", lambda known: None)
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    assert len(searched) == searches
+
+
+def test_searches_in_the_order_of_a_leaner_schedule_ask_for_the_limit_itself(monkeypatch):
+    limits = []
+
+    def follow(corrections, found):
+        limits.append(corrections.search.limit_bytes)
+        corrections.search = replace(corrections.search, limit_bytes=0.5 * corrections.limit_bytes)
+
+    monkeypatch.setattr(Corrections, "follow", follow)
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    limit = 0.8 * free.peak_bytes
+    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
+    assert limits == [limit, limit]

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import shardplan
+from shardplan import repeating
 from shardplan.hardware import load
 from shardplan.layout import MeshAxes
 from shardplan.planning import rebuild
@@ -52,6 +53,20 @@ def test_a_plan_whose_time_is_over_is_the_one_that_counts_no_traffic() -> None:
     plan = shardplan.plan(ordered, MESH, square(8192), time_limit=1e-6)
     assert not plan.statistics["traffic"]
     assert plan.communication_bytes == 0
+
+
+def test_where_nothing_fits_with_memory_traffic_the_first_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, searched = repeating.search_within, []
+
+    def refusing(*given: Any) -> Any:
+        searched.append(1)
+        if len(searched) > 1:
+            raise shardplan.InfeasibleError("nothing was found within the limit")
+        return search(*given)
+
+    monkeypatch.setattr(repeating, "search_within", refusing)
+    assert shardplan.plan(ordered, MESH, square(8192)).communication_bytes == 0
+    assert len(searched) == 2
 
 
 @pytest.mark.parametrize(("size", "objective"), [(512, "bytes"), (8192, "time")])

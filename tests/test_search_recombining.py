@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from shardplan.search import Hint, solve
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
@@ -95,3 +96,30 @@ def test_mixtures_keep_within_any_limit_and_cost_no_more_with_a_higher_one(seed)
             costs.append(network.cost(found))
     assert len(costs) > 1
     assert costs == sorted(costs, reverse=True)
+
+
+def test_what_is_near_all_that_is_known_is_proven_only_where_work_is_not_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shardplan.search.pricing._LEAST_WORK", 0.0)
+    evaluated: list[Pricing] = []
+    evaluate = Pricing._evaluate
+    monkeypatch.setattr(Pricing, "_evaluate", lambda *given: (evaluated.append(given[0]), evaluate(*given))[1])
+    rng = np.random.default_rng(5)
+    network, tensors = Network(usage_limit=math.inf), []
+    for _ in range(40):
+        tensors.append(network.add_variable([0.0, float(rng.integers(1, 9)), float(rng.integers(9, 20))]))
+        size, time = int(rng.integers(4, 20)), int(rng.integers(0, 4))
+        network.add_usage(tensors[-1], [4 * size, 2 * size, size], time, time + 3)
+    for one, other in itertools.pairwise(tensors):
+        network.add_edge(one, other, rng.integers(0, 3, (3, 3)).astype(float))
+    network.add_variable([5000.0])  # beside which no way to store anything costs much
+    free = solve(network)
+    network.usage_limit = float(int(0.9 * network.peak(free.choices)[0]))
+    network.hint = Hint(free.choices, {}, lower_bound=free.lower_bound)
+    proven, found = solve(network, gap=1e-6), len(evaluated)
+    assert proven.status == "optimal"
+    evaluated.clear()
+    near = solve(network, gap=1e-6, work_limit=60.0)
+    assert len(evaluated) < found
+    assert near.lower_bound <= proven.cost <= near.cost <= 1.001 * proven.cost
