@@ -2,10 +2,11 @@
 
 `shardplan.search.repetition` leaves out all layers but a few at either end. That small graph is searched first. What it
 gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest one
-that stayed. Where choices that were lifted exclude each other, more layers are kept at either end. Lifted choices are
-an assignment like any other, whose cost is counted on the whole graph. Lifted messages are a start like any other:
-whatever the messages are, the bound of a sweep is true. So nothing rests on the layers being equal; where they are, a
-few sweeps of the whole graph reach the bound that took a hundred of the small one.
+that stayed; the messages are then made to suit a layer between its like (`shardplan.search.rings`). Where choices that
+were lifted exclude each other, more layers are kept at either end. Lifted choices are an assignment like any other,
+whose cost is counted on the whole graph. Lifted messages are a start like any other: whatever the messages are, the
+bound of a sweep is true. So nothing rests on the layers being equal; where they are, a few sweeps of the whole graph
+reach the bound that took a hundred of the small one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Messages
 from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, Folded, fold
+from shardplan.search.rings import Ring
 from shardplan.search.run import Stop
 from shardplan.search.solver import GraphSolver
 
@@ -27,7 +29,7 @@ _CLOSE = 2e-4
 """The gap at which the small graph has given what it can: pruning the whole one is quicker from there on."""
 
 _CLOSER = 0.6
-"""The gap asked of the small graph, as a share of that of the whole one, which may come out larger."""
+"""The gap asked of the small graph and of rings, as a share of that of the whole one, which may come out larger."""
 
 _LAST_SWEEPS = 20
 _SHARE_OF_TIME = 0.2
@@ -67,7 +69,26 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
         if first is not None:
             start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)
         fits = start.choices is not None and graph.cost(start.choices) < math.inf
-        folded = fold(graph, MORE_ENDS) if first is None and not fits else None
+        more = fold(graph, MORE_ENDS) if first is None and not fits else None
+        start = start if more is not None else _steadied(graph, folded, start, gap, watch)
+        folded = more
+    return start
+
+
+def _steadied(graph: Graph, folded: Folded, start: Start, gap: float, watch: Watch) -> Start:
+    """The start, with messages of layers in rings for those that were left out."""
+    if start.choices is None:
+        return start
+    allowed = _SHARE_OF_TIME * watch.seconds_left()
+    for found, layers in folded.repetitions:
+        ring = Ring(graph, found, start.messages, start.choices)
+        ring.sweep(_CLOSER * gap, lambda: watch.seconds_left() > allowed)
+        start = replace(
+            start,
+            messages=start.messages | ring.messages(layers),
+            sweeps=start.sweeps + ring.sweeps,
+            estimate=start.estimate + ring.estimate,
+        )
     return start
 
 

@@ -58,11 +58,13 @@ class Folded:
 
     graph: of the same variable ids; those of the layers left out are `None`. variable: per variable of the whole
     graph, the one of this graph that stands for it. edge: per edge (both ways round), the one that stands for it.
+    repetitions: those that layers were left out of, and which.
     """
 
     graph: Graph
     variable: dict[int, int]
     edge: dict[tuple[int, int], tuple[int, int]]
+    repetitions: list[tuple[Repetition, range]]
 
 
 def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | None:
@@ -265,6 +267,7 @@ def _composed(first: Folded, second: Folded) -> Folded:
         second.graph,
         {v: second.variable[w] for v, w in first.variable.items()},
         {edge: second.edge[w] for edge, w in first.edge.items() if w in second.edge},
+        first.repetitions + second.repetitions,
     )
 
 
@@ -293,7 +296,8 @@ def _without_layers(graph: Graph, found: Repetition, ends: int) -> Folded | None
                 small.set_edge(v, end, table)
             elif v < w:
                 small.set_edge(v, w, table)
-    return Folded(small, _variables(graph, found, (start, stop)), _edges(graph, small, found, (start, stop)))
+    stand_ins = _variables(graph, found, (start, stop)), _edges(graph, small, found, (start, stop))
+    return Folded(small, *stand_ins, [(found, range(start, stop))])
 
 
 def _ahead(found: Repetition, v: int, steps: int) -> int | None:

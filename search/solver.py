@@ -70,8 +70,8 @@ class GraphSolver:
         """Whether the messages have stopped to help."""
         self.estimate = 0.0
         """Seconds that the sweeps should have taken, the same on every machine."""
-        self._reduced = False
-        self._merges = True
+        self._reduced, self._merges = False, True
+        self._untried, self._wait = 0, 1  # turns of sweeps until the next trial, and between two
         self._unmerged: Graph | None = None
         """The graph before the first merging, where CP-SAT could take it."""
 
@@ -230,19 +230,19 @@ class GraphSolver:
         self.relaxation = relaxation
         bounds: list[float] = []
         # A start has an assignment that is as good as its messages, unless it turns out to be far from their bound.
-        trial, wait = int(bool(self.messages) and self.upper < math.inf), 1
+        self._untried = self._wait if self.messages and self.upper < math.inf else self._untried
         while self.may_sweep():
             self._sweep_while_closing(relaxation) if self.messages and not bounds else self._sweep(relaxation, _SWEEPS)
+            bounds.append(self.lower)
             if self.closed:
                 break
-            bounds.append(self.lower)
-            turn = len(bounds) - 1
-            if turn == trial or (turn == 0 and relative_gap(self.upper, self.lower) > _FAR):
+            if self._untried == 0 or (len(bounds) == 1 and relative_gap(self.upper, self.lower) > _FAR):
                 upper = self.upper
                 self._try_promising(relaxation)
                 # Trials get rarer while they find nothing.
-                wait = 1 if self.upper < upper - 0.1 * (upper - self.lower) else 2 * wait
-                trial += wait
+                self._wait = 1 if self.upper < upper - 0.1 * (upper - self.lower) else 2 * self._wait
+                self._untried = self._wait
+            self._untried -= 1
             if self.closed or (self.prunes and relaxation.prunable(max(self.upper, self.ceiling)) > _WORTH_PRUNING):
                 break
             if self._hardly_risen(bounds) and relaxation.settled:

@@ -126,6 +126,23 @@ def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
     assert tight >= 0.6 * folded
 
 
+@pytest.mark.parametrize("seed", [0, 4, 7])
+def test_what_lifted_messages_lose_is_lost_at_the_ends_and_not_in_every_layer(seed: int) -> None:
+    lost = []
+    for count in (30, 90):
+        graph = Graph.of(stacked((Layers(seed), count))[0])
+        start = folded_start(graph, Effort(), 1e-3, Watch(lambda: None, lambda: 60.0))
+        assert start is not None
+        relaxation = Relaxation(graph)
+        relaxation.load(start.messages)
+        relaxation.improve(math.inf)
+        lifted = relaxation.bound
+        for _ in range(30):
+            relaxation.improve(math.inf)
+        lost.append(relaxation.bound - lifted)
+    assert lost[1] < 1.1 * lost[0]
+
+
 def test_choices_of_the_ends_that_do_not_go_with_themselves_are_looked_for_among_more_layers() -> None:
     """Four layers are best as 0, 1, 3, 4, but 1 cannot follow itself: in the middle of forty stands 2."""
     follows = np.full((5, 5), 10.0)
@@ -256,6 +273,18 @@ def test_messages_are_tried_at_once_where_the_assignment_with_them_is_far_off(mo
     solver.begin(messages, {v: int(np.argmax(graph.costs[v])) for v in graph.live()})
     solver.sweep_until_prunable()
     assert solver.closed and solver.sweeps < 10
+
+
+def test_trials_of_what_is_promising_get_rarer_from_one_round_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph.of(testing.random_grid(np.random.default_rng(0), 4, 5, 4))
+    graph.constant += 1e5  # so that the gap is small
+    solver = GraphSolver(graph, math.inf, Effort(), -1.0, Watch(lambda: None, lambda: 60.0))
+    tried: list[int] = []
+    monkeypatch.setattr(solver, "_try_promising", lambda _: tried.append(solver.sweeps))
+    monkeypatch.setattr(Relaxation, "prunable", lambda *_: 1.0)  # every turn of sweeps ends a round
+    for _ in range(8):
+        solver.sweep_until_prunable()
+    assert [sweeps // tried[0] for sweeps in tried] == [1, 3, 7]
 
 
 def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
