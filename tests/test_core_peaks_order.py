@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.memory.hiding import hiding_order
+from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
 
@@ -93,3 +93,36 @@ def test_a_sum_that_takes_in_another_one_joins_no_kernel_itself():
     schedule = shardplan.plan(step, 1, square, square).schedule
     order = hiding_order(schedule, kernels_of(schedule.problem))[0]
     assert sorted(order) == list(range(len(schedule.program.operations)))
+
+
+def _joined(step, *shapes):
+    """The kernels of a step on one device, with what each is one with, and the operations by their names."""
+    plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    kernels = kernels_of(plan.schedule.problem)
+    graph = Graph(plan.schedule, kernels, [], [])
+    graph.join(kernels)
+    named = {}
+    for operation in plan.program.operations:
+        named.setdefault(operation.primitive.name, []).append(operation.index)
+    return {node: graph.joined.get(node, []) for node in graph.needs}, named
+
+
+@pytest.mark.parametrize(("scale", "alike"), [((512,), True), ((), False)])
+def test_kernels_as_large_that_read_one_vector_are_one(scale, alike):
+    def step(scale, x, y, a, b, c, d):
+        x, y = x @ a, y @ b
+        return jnp.tanh(x * scale) @ c, jnp.tanh(y * scale) @ d
+
+    joined, named = _joined(step, scale, *[(4096, 512)] * 2, *[(512, 512)] * 4)
+    first, second = named["tanh"]
+    assert (joined[first] == [second]) == alike
+
+
+def test_a_view_is_no_kernel():
+    def step(x, w, v, u):
+        h = x @ w
+        return jnp.tanh(h) @ v, jax.lax.stop_gradient(h).T @ u
+
+    joined, named = _joined(step, *[(512, 512)] * 4)
+    [view] = named["stop_gradient"]
+    assert view not in joined and all(view not in parts for parts in joined.values())

@@ -31,7 +31,7 @@ REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
 _SEARCHES = frozenset({"argmax", "argmin"})
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
 _READS_ON_THE_WAY = frozenset(
     REDUCTIONS
     | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
@@ -52,8 +52,8 @@ def is_scatter(program: Program, operation: Operation) -> bool:
 
 
 def is_view(program: Program, operation: Operation) -> bool:
-    """Whether an operation gives back what it reads, in another shape: so does taking the only element there is along
-    a dimension (``picked[..., 0]``), or adding up along it."""
+    """Whether an operation gives back what it reads, maybe in another shape: so does taking the only element there is
+    along a dimension (``picked[..., 0]``), or adding up along it."""
     name = operation.primitive.name
     if name in _VIEWS:
         return True

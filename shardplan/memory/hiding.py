@@ -32,7 +32,7 @@ from math import prod
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import combined_reductions, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.fusion import REDUCTIONS as SUMS
+from shardplan.memory.fusion import REDUCTIONS, is_view
 from shardplan.memory.gathering import Gather, combined_gathers, gather_for
 from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
@@ -150,7 +150,7 @@ class Graph:
             reads = frozenset[int]().union(
                 *(self._sources.get(o, frozenset((o,))) for o in operation.operands if isinstance(o, int))
             )
-            stored = not in_memory.isdisjoint(operation.results)
+            stored = not in_memory.isdisjoint(operation.results) and not is_view(self.program, operation)
             brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
             brought += tuple(self._read_otherwise(operation))
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
@@ -190,8 +190,8 @@ class Graph:
 
     def join(self, kernels: Kernels) -> None:
         """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced,
-        and what is computed element by element of one before it that reads the same and is as large: that one makes
-        several results, and each is taken from them.
+        and what is computed element by element of one before it that is as large and reads the same value, if only a
+        bias, but no single number: that one makes several results, and each is taken from them.
 
         What they need stands before that kernel, and what needs them behind, so that nothing waits for itself.
         """
@@ -199,7 +199,7 @@ class Graph:
         place = {node: number for number, node in enumerate(self.in_order())}
         owner: dict[int, int] = {}
         for index in sorted(self.reads):
-            sums = self.program.operations[index].primitive.name in SUMS
+            sums = self.program.operations[index].primitive.name in REDUCTIONS
             if not sums and index not in kernels.fused:
                 continue
             other = self._joining(index, touching, place, owner)
@@ -240,9 +240,9 @@ class Graph:
     ) -> int | None:
         """The kernel before an operation that takes it in, if there is one."""
         operation, values = self.program.operations[index], self.program.values
-        sums, elements = operation.primitive.name in SUMS, self.elements(operation)
+        sums, elements = operation.primitive.name in REDUCTIONS, self.elements(operation)
         reads = sorted(self.reads[index], key=lambda value: (-values[value].total_bytes, value))
-        shared = reads[:1] if sums else [value for value in reads if prod(values[value].shape) == elements]
+        shared = reads[:1] if sums else [value for value in reads if prod(values[value].shape) > 1]
         needs = [(need, owner.get(need, need)) for need in self.needs[index]]
         for value in shared:
             for other in reversed(touching.get(value, [])[-_MOST_SOURCES:]):
@@ -283,7 +283,7 @@ class Graph:
         found, values = dict[int, int](), self.program.values
         for index in sorted(self.reads.keys() - owner.keys() - self.joined.keys()):
             operation = self.program.operations[index]
-            if operation.primitive.name not in SUMS or index in found.values():
+            if operation.primitive.name not in REDUCTIONS or index in found.values():
                 continue
             elements, until = self.elements(operation), needed.get(index, len(place))
             reads = sorted(self.reads[index], key=lambda value: (-values[value].total_bytes, value))
@@ -306,7 +306,7 @@ class Graph:
 
     def elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""
-        value = (operation.operands if operation.primitive.name in SUMS else operation.results)[:1]
+        value = (operation.operands if operation.primitive.name in REDUCTIONS else operation.results)[:1]
         return sum(prod(self.program.values[v].shape) for v in value if isinstance(v, int))
 
     def _connect(self, merged: Mapping[int, int]) -> None:

@@ -27,7 +27,7 @@ from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
 
 _SUMMED = 1e7
 """A product of a vector and a matrix is a multiplication and a sum where the matrix has fewer elements than this."""

@@ -35,7 +35,7 @@ from shardplan.program import Operation
 
 UPDATES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
 
 _LOOKED_AT = 64
 """Operations of a kernel that are looked at."""
