@@ -235,3 +235,13 @@ def test_what_loops_read_that_is_made_from_nothing_is_made_once_for_all():
     assert [*brought_spans(lifetimes, schedule, {}).values()] == [
         (first.index, lifetimes.start(first), lifetimes.place[second.index])
     ]
+
+
+def test_a_product_that_leaves_a_branch_transposed_lies_in_the_memory_of_the_result():
+    def step(number, x, y):
+        return jax.lax.switch(number, [lambda x, y: (x @ y).T, lambda x, y: y], x, y)
+
+    problem = shardplan.plan(step, 1, jax.ShapeDtypeStruct((), jnp.int32), _square(64), _square(64)).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+    [product] = [o for o in lifetimes.order if o.primitive.name == "dot_general"]
+    assert product.results[0] not in lifetimes.held

@@ -187,6 +187,17 @@ class Lifetimes:
                 read = last_read.get(link.target, -1) if link.target not in operation.results else -1
                 if read < self.place[maker.index] + in_place:
                     self.held.pop(source, None)
+                    product = self._transposed_product(makers, maker)
+                    if product is not None and read < self.place[product.index]:
+                        self.held.pop(product.results[0], None)
+
+    def _transposed_product(self, makers: Mapping[int, Operation], operation: Operation) -> Operation | None:
+        """The product of which an operation is the transposition, if nothing else reads it: it writes that itself."""
+        operand = next((o for o in operation.operands if isinstance(o, int)), -1)
+        maker = makers.get(operand)
+        if operation.primitive.name != "transpose" or maker is None or len(self.readers[operand]) > 1:
+            return None
+        return maker if is_multiplied(self._problem.program, maker) else None
 
     def _made_beside_arguments(self) -> frozenset[int]:
         """Results that cannot lie in the memory of the arguments tied to them: those of loops that read these, and not
