@@ -31,6 +31,9 @@ _CLOSE = 2e-4
 _CLOSER = 0.6
 """The gap asked of the small graph and of rings, as a share of that of the whole one, which may come out larger."""
 
+_SWEEPS_OF_ALL = 80
+"""The work of sweeping the small graph is held to that of so many sweeps of the whole one, which pruning makes cheaper
+as it goes on."""
 _LAST_SWEEPS = 20
 _SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
@@ -64,7 +67,8 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
         small = folded.graph
         # The same share of the graph's constant cost, so that gaps compare.
         small.constant = graph.constant * len(small.live()) / len(graph.live())
-        found = _search(small, effort, gap, watch, settles=start is None)
+        sweeps = min(effort.sweeps, math.ceil(_SWEEPS_OF_ALL * graph.entries() / max(small.entries(), 1)))
+        found = _search(small, replace(effort, sweeps=sweeps), gap, watch, settles=start is None)
         first, start = start, _lifted(folded, found)
         if first is not None:
             start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)

@@ -143,6 +143,16 @@ def test_what_lifted_messages_lose_is_lost_at_the_ends_and_not_in_every_layer(se
     assert lost[1] < 1.1 * lost[0]
 
 
+def test_the_folded_graph_is_not_swept_for_longer_than_the_whole_one_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GraphSolver, "_hardly_risen", lambda *_: False)  # it seems to help for ever
+    graph = Graph.of(stacked((Layers(2), 20))[0])
+    start = folded_start(graph, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    assert start is not None
+    assert start.sweeps < 600
+
+
 def test_choices_of_the_ends_that_do_not_go_with_themselves_are_looked_for_among_more_layers() -> None:
     """Four layers are best as 0, 1, 3, 4, but 1 cannot follow itself: in the middle of forty stands 2."""
     follows = np.full((5, 5), 10.0)
