@@ -131,11 +131,10 @@ def coarse_start(
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
     if above is None and not _open_by_itself(solver, graph, choices):
         parts.near = [_near(small, relaxation, places, count) for count in _NEAR]
-    if not narrowing.proven and (parts.near or not narrowing.looked):
-        parts.kept = kept_twins(small, places)
-        parts.messages = _lifted(relaxation.messages(), places)
-        choices = parts.assignment(graph, solver.lower, choices)
     lifted = _lifted(relaxation.messages(), places)
+    if not narrowing.proven and (parts.near or not narrowing.looked):
+        parts.kept, parts.messages = kept_twins(small, places), lifted
+        choices = parts.assignment(graph, solver.lower, choices)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
     if choices is not None and not closed and above != math.inf:
         mark = len(graph.undo)
