@@ -42,7 +42,7 @@ def peeled_loops(schedule: Schedule) -> frozenset[int]:
     scattered = {
         operation.results[0]
         for operation in program.operations
-        if operation.region and operation.index in schedule.assignment.strategies
+        if operation.region and operation.results and operation.index in schedule.assignment.strategies
         if any(step.kind == "reduce-scatter" for step in schedule.result_steps(operation, 0))
         if schedule.island_dtype(operation) is not None
     }
