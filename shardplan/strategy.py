@@ -13,6 +13,8 @@ from itertools import combinations, product
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from shardplan import _jax, rules
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, from_spec, replicated
 from shardplan.partitioner import (
@@ -182,7 +184,8 @@ class StrategyMaker:
             ]
             for n in self.space.mesh.degrees
         }
-        work = rule.flops, sum(bytes_of(t) for t in (*operands, *results)), (*operands, *results)[0].dtype
+        tensors = (*operands, *results)  # none, where all that is printed is text
+        work = rule.flops, sum(bytes_of(t) for t in tensors), tensors[0].dtype if tensors else np.dtype(np.float32)
         every = [sized.split for found in splits.values() for sized in found]
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)

@@ -91,6 +91,7 @@ def test_callbacks_inside_bodies(capfd: pytest.CaptureFixture[str]) -> None:
         def body(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
             h = jnp.tanh(h @ w)
             jax.debug.print("norm {}", jnp.round(jnp.linalg.norm(h)))
+            jax.debug.print("one layer")
             return h, None
 
         return jax.lax.scan(body, x, weights)[0]
