@@ -313,7 +313,6 @@ def memory_held(
             yield hold(value, copy, first, last)
             if value in twice:
                 yield hold(value, copy, first, twice[value])
-    reduced = reduced_at(lifetimes, schedule)
     for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():
         yield hold(gather.value, gather.layout, first, last)
     for place, operation in enumerate(lifetimes.order):
@@ -322,19 +321,28 @@ def memory_held(
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is not None and operation.primitive.name == POOLING_GRADIENT:
             yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
-        for position, result in enumerate(operation.results):
-            if strategy is None:
-                break
-            own = layout_left(schedule.problem, operation, strategy, position)
-            if own != schedule.assignment.values[result] and result not in sliced:
-                ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
-                yield hold(result, own, place, max(ends, reduced.get(operation.index, place)))
+    yield from _left(lifetimes, schedule, sliced, sending)
     for size, first, last in (*masked_rows(lifetimes.order, schedule), *side_by_side(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes.fillings, lifetimes.place, lifetimes.fused):
         yield Held(None, layout, size, Lifetime(first, last))
+
+
+def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout], sending: Sending) -> Iterator[Held]:
+    """Results in the layouts that operations leave, until they are in those that are stored."""
+    reduced = reduced_at(lifetimes, schedule)
+    for place, operation in enumerate(lifetimes.order):
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is None:
+            continue
+        for position, result in enumerate(operation.results):
+            own = layout_left(schedule.problem, operation, strategy, position)
+            if own != schedule.assignment.values[result] and result not in sliced:
+                ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
+                last = max(ends, reduced.get(operation.index, place))
+                yield Held(result, own, bytes_in(schedule, result, own), Lifetime(place, last))
 
 
 def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

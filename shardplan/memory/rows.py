@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 
-from shardplan.memory.repeated import repeated_results
+from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sums import REDUCTIONS
 from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
@@ -60,7 +60,7 @@ class _Rows:
 
     def __init__(self, program: Program, pointwise: Collection[int]) -> None:
         self._program, self._pointwise = program, pointwise
-        self._same = repeated_results(program, program.operations)
+        self._same = repeated_in(program)
         self._makers = {result: operation for operation in program.operations for result in operation.results}
         self._users = Counter(o for region in program.regions for o in region.outputs if isinstance(o, int))
         for operation in program.operations:
