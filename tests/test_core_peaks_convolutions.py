@@ -9,7 +9,7 @@ from shardplan.memory.convolutions import (
     copied_with_neighbours,
     rectifiers_of_poolings,
     reordered_inputs,
-    spread_images,
+    spread_operands,
 )
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
@@ -117,5 +117,27 @@ def test_the_gradient_of_a_transposed_convolutions_filters_spreads_no_image():
     shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
     program = trace_program(jax.grad(grow, argnums=1), shapes, {})
     grown, gradient = (o.index for o in program.operations if o.primitive.name == "conv_general_dilated")
-    assert spread_images(program, program.operations) == {grown: 4.0}
-    assert spread_images(program, program.operations, {(gradient, 0)}) == {grown: 4.0, gradient: 4.0}
+    assert spread_operands(program, program.operations) == {(grown, 0): (65 / 32) ** 2}
+    assert spread_operands(program, program.operations, {(gradient, 0)}) == {
+        (grown, 0): (65 / 32) ** 2,
+        (gradient, 0): 4.0,
+    }
+
+
+def test_the_gradients_of_filters_larger_than_what_they_make_are_read_from_copies():
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def step(images, filters):
+        made = jax.lax.conv_general_dilated(images, filters, (2, 2), "VALID", dimension_numbers=numbers)
+        return jnp.sum(made**2)
+
+    shapes = jax.ShapeDtypeStruct((4, 20, 20, 8), jnp.float32), jax.ShapeDtypeStruct((9, 9, 8, 8), jnp.float32)
+    program = trace_program(jax.grad(step, argnums=(0, 1)), shapes, {})
+    _, of_filters, of_images = (o.index for o in program.operations if o.primitive.name == "conv_general_dilated")
+    spread = (11 / 6) ** 2  # the gradient of 6 x 6 images, of which every second row is zero
+    assert spread_operands(program, program.operations) == {
+        (of_filters, 0): (19 / 20) ** 2,
+        (of_filters, 1): spread,
+        (of_images, 1): (30 / 9) ** 2,
+        (of_images, 0): spread,
+    }

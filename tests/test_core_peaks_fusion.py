@@ -6,7 +6,7 @@ import pytest
 
 import shardplan
 from shardplan.memory.combining import combined_reductions
-from shardplan.memory.convolutions import spread_images
+from shardplan.memory.convolutions import spread_operands
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.priorities import _Fusion
 from shardplan.memory.products import merged_products, product_operands
@@ -97,7 +97,9 @@ def test_a_product_reads_a_batch_dimension_between_the_others():
     assert copied == [False] * 4
 
 
-@pytest.mark.parametrize(("padding", "times"), [([(1, 1)], {}), ([(0, 1)], 9 / 8), ([(2, 0)], 10 / 8), ([(-1, 0)], {})])
+@pytest.mark.parametrize(
+    ("padding", "times"), [([(1, 1)], {}), ([(0, 1)], 9 / 8), ([(2, 0)], 10 / 8), ([(-1, 0)], 7 / 8)]
+)
 def test_images_that_are_padded_more_at_one_end_are_read_from_a_copy(padding, times):
     numbers = ("NWC", "WIO", "NWC")
 
@@ -107,7 +109,7 @@ def test_images_that_are_padded_more_at_one_end_are_read_from_a_copy(padding, ti
 
     program = trace_program(step, (_shape(2, 8, 4), _shape(3, 4, 4)), {})
     [convolution] = [o.index for o in program.operations if o.primitive.name == "conv_general_dilated"]
-    assert spread_images(program, program.operations) == (times and {convolution: times})
+    assert spread_operands(program, program.operations) == (times and {(convolution, 0): times})
 
 
 def test_the_copy_for_the_gradient_of_filters_is_padded_by_the_difference():
@@ -116,7 +118,7 @@ def test_the_copy_for_the_gradient_of_filters_is_padded_by_the_difference():
         return jnp.sum(made**2)
 
     program = trace_program(jax.grad(step, argnums=1), (_shape(2, 32, 4), _shape(7, 4, 4)), {})
-    assert [*spread_images(program, program.operations).values()] == [37 / 32, 33 / 32]
+    assert [*spread_operands(program, program.operations).values()] == [37 / 32, 33 / 32]
 
 
 def test_picked_logits_are_summed_together_with_the_exponentials_also_where_they_are_picked_in_two_steps():
@@ -141,8 +143,8 @@ def test_an_image_lives_until_its_padded_copy_is_made():
     args = _shape(8, 4096, 64), _shape(3, 64, 64)
     schedule = shardplan.plan(jax.grad(lambda *args: step(*args)[0], argnums=1), 1, *args).schedule
     held = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
-    [(forward, times, first, last)] = held.spread
-    assert (forward.primitive.name, times) == ("conv_general_dilated", 4097 / 4096) and first < last
+    [(forward, position, times, first, last)] = held.spread
+    assert (forward.primitive.name, position, times) == ("conv_general_dilated", 0, 4097 / 4096) and first < last
     assert held.reads[schedule.program.inputs[0]][1] <= first
 
 

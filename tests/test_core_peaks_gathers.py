@@ -139,3 +139,15 @@ def test_a_gather_begins_as_many_kernels_before_its_reader_as_run_beside_it():
     reader = next(o for o in plan.program.operations if plan.program.inputs[0] in o.operands)
     begun = [index for gather, index in sending.begins.items() if gather.value == plan.program.inputs[0]]
     assert len(begun) == 1 and begun[0] < reader.index
+
+
+def test_kernels_read_their_part_of_what_a_device_has_where_it_lies():
+    def held(function):
+        pins = {"0": jax.P(), "1": jax.P("x", None)}
+        rows = jax.ShapeDtypeStruct((4096, 16), "float32")
+        schedule = shardplan.plan(function, MESH, rows, rows, pins=pins).schedule
+        lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+        return {held.layout for held in memory_held(lifetimes, schedule, frozenset()) if held.value == 0}
+
+    assert held(lambda x, y: jnp.sum(x * y, axis=1)) == {((), ())}
+    assert held(lambda x, y: jnp.einsum("bi,bj->ij", x, y)) == {((), ()), ((0,), ())}

@@ -55,6 +55,18 @@ def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is
     assert pairs == [[first.index, fourth.index], [second.index, third.index]]
 
 
+def test_products_that_read_what_they_share_in_other_layouts_stay_apart():
+    def step(x, w, v):
+        return w @ x, v @ x
+
+    program = trace_program(step, (_square(8),) * 3, {})
+    first, second = (o.index for o in program.operations)
+    whole, rows = ((), ()), (("x",), ())
+    for layout, merged in ((whole, [[first, second]]), (rows, [])):
+        layouts = {first: (rows, whole), second: (rows, layout)}
+        assert merged_products(program, program.operations, {first: 1.0, second: 1.0}, layouts) == merged
+
+
 def test_partial_gradients_of_one_weight_are_added_up_in_place():
     n, steps = 512, 6
 

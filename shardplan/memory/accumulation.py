@@ -114,19 +114,20 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
     program = schedule.program
     same = repeated_in(program) if held is None else {}
     among = None if held is None else {*held}
-    sizes = {}
+    sizes, layouts = {}, {}
     for operation in order:
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is None or not is_multiplied(program, operation):
             continue
         if operation.results[0] not in same if among is None else operation.results[0] in among:
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
+            layouts[operation.index] = strategy.operands
             sizes[operation.index] = sum(
                 bytes_in(schedule, value, layout)
                 for value, layout in pairs
                 if isinstance(value, int) and layout is not None
             )
-    return merged_products(program, order, sizes)
+    return merged_products(program, order, sizes, layouts)
 
 
 def with_products_late(order: Iterable[int], adding: Mapping[int, Accumulation]) -> list[int]:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from shardplan import _jax
 from shardplan.layout import Layout
 from shardplan.memory.combining import combined_reductions
+from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import Gather, combined_gathers, gather_for
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.repeated import generated_alike
+from shardplan.memory.slicing import is_sliced
 from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
 from shardplan.schedule import Schedule
@@ -132,8 +134,10 @@ def brought_for(
         for link, source in lifetimes.kept_around(operation)
     ]
     strategy = schedule.assignment.strategies.get(operation.index)
-    if strategy is not None:
-        wanted += [(o, layout, place) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+    for position, operand in enumerate(operation.operands if strategy is not None else ()):
+        layout = strategy.operands[position] if strategy is not None else None
+        if not _is_sliced_on_the_way(schedule, operation, position, layout):
+            wanted.append((operand, layout, place))
     ends: dict[int | Constant, int] = {}
     if operation.primitive is _jax.optimization_barrier:  # what passes it lives on in the same memory
         pairs = zip(operation.operands, operation.results, strict=True)
@@ -149,6 +153,14 @@ def brought_for(
         if layout != values[operand] and not copied:
             last = ends[operand] if operand in ends else _computed_until(lifetimes, schedule, operation)
             yield operand, layout, first, last
+
+
+def _is_sliced_on_the_way(schedule: Schedule, operation: Operation, position: int, layout: Layout | None) -> bool:
+    """Whether an operation computes an operand on the way, and reads but a part of what a device has of it."""
+    operand, values = operation.operands[position], schedule.assignment.values
+    if not isinstance(operand, int) or layout is None or operand not in values:
+        return False
+    return is_sliced(values[operand], layout) and fuses_operands(schedule.problem, operation, position)
 
 
 def _computed_until(lifetimes: Lifetimes, schedule: Schedule, operation: Operation) -> int:

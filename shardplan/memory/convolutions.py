@@ -4,14 +4,15 @@ cuDNN reads one block of memory per operand. Where an image is split along its w
 neighbours around its own in a copy, which lives while the convolution runs. The kernel that makes it computes the image
 on the way: what is cheap to compute (a rectifier) is then stored nowhere. Where a transposed convolution spreads its
 image, zeros are written between the elements, in a copy, and so they are around an image that is padded more at one end
-than at the other. The gradient of its filters, which are larger than the image,
-needs none, unless it runs in an island. Filters that the step is given in another order than cuDNN's are transposed
-once for the whole step, and so are images.
+than at the other. The gradient of its filters, which are larger than the image, needs none, unless it runs in an
+island; that of filters which are larger than what they make is a convolution like any other. Filters that the step is
+given in another order than cuDNN's are transposed once for the whole step, and so are images.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from shardplan.once import once
@@ -99,90 +100,136 @@ def unreversed(program: Program) -> dict[int, int]:
     return {o.results[0]: o.operands[0] for o in reversing if isinstance(o.operands[0], int)}
 
 
-def spread_images(
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """How a convolution goes through one dimension of its image: sizes without what dilates them."""
+
+    image: int
+    filters: int
+    made: int
+    low: int
+    high: int
+    spread: int  # elements of the image are so far apart
+    dilation: int  # and those of the filters
+
+    def changed_places(self) -> _Window:
+        """The same where the image is taken for the filters, and these for the image."""
+        more = (self.image - 1) * self.spread - (self.filters - 1) * self.dilation
+        low, high = self.low + more, self.high + more
+        return _Window(self.filters, self.image, self.made, low, high, self.dilation, self.spread)
+
+    def padded(self) -> int:
+        """The size of the image with all zeros written, and without what is cut off."""
+        return (self.image - 1) * self.spread + 1 + self.low + self.high
+
+    def unlike(self) -> tuple[int, int] | None:
+        """The zeros to write before and behind an image so that cuDNN pads both ends alike for the gradient of filters;
+        None if it would have to cut off some."""
+        least = self.made + (self.filters - 1) * self.dilation - self.image - self.low
+        high = min(max(self.low, least), least + self.dilation - 1)
+        return None if min(self.low, high) < 0 else (self.low - min(self.low, high), high - min(self.low, high))
+
+
+def spread_operands(
     program: Program, operations: Iterable[Operation], copied: Collection[tuple[int, int]] = ()
-) -> dict[int, float]:
-    """The convolutions that read a copy of their image with zeros between its elements, or around them, by index, and
-    how many times larger it is.
+) -> dict[tuple[int, int], float]:
+    """The operands of convolutions that are read from a copy with zeros between their elements, or around them, by the
+    operation's index and the position, and how many times larger that is.
 
     Where filters are reversed, cuDNN computes the gradient of an image, without a copy. Where filters are larger than
-    their images (the gradient of a transposed convolution's filters), XLA lets both change places: the image becomes
-    filters, between whose elements cuDNN leaves space. It does not where the image is ``copied`` all the same (an
-    operation's index and a position), with rows of neighbours or in an island.
+    their images (the gradient of a transposed convolution's filters), XLA lets both change places. Filters that are
+    larger then than what is made are a gradient, and cuDNN computes that of filters, and leaves space between their
+    elements. All others are forward convolutions, for which XLA writes the zeros: between the elements of both, and
+    around an image that is not padded alike at both ends. An image that is ``copied`` all the same (an operation's
+    index and a position), with rows of neighbours or in an island, is so with what is around it.
     """
-    reversed_filters, found = set[int](), {}
+    reversed_filters, found = set[int](), dict[tuple[int, int], float]()
     for operation in operations:
         if operation.primitive.name == "rev":
             reversed_filters.update(operation.results)
-        elif operation.primitive.name == CONVOLUTION and operation.operands[1] not in reversed_filters:
-            times = prod(operation.params["lhs_dilation"])
-            padded = _times_padded(program, operation)
-            if times > 1 and ((operation.index, 0) in copied or not _change_places(program, operation)):
-                found[operation.index] = float(times)
-            elif padded > 1 and times == 1 and (operation.index, 0) not in copied:
-                found[operation.index] = padded
+        elif operation.primitive.name == CONVOLUTION:
+            reverses = operation.operands[1] in reversed_filters
+            if (operation.index, 0) in copied:
+                times = float(prod(operation.params["lhs_dilation"]))
+                found |= {(operation.index, 0): times} if times > 1 and not reverses else {}
+            else:
+                found |= {(operation.index, n): times for n, times in _spread(program, operation, reverses)}
     return found
 
 
-def _times_padded(program: Program, operation: Operation) -> float:
-    """How many times larger an image is with the zeros around it that XLA writes: cuDNN pads both ends alike, so that
-    where they differ (a stride of 2 over an even size, a causal convolution) it is given a padded copy, and for the
-    gradient of filters one that is padded by the difference."""
-    image = operand_type(program, operation.operands[0]).shape
-    padding = [(max(low, 0), max(high, 0)) for low, high in operation.params["padding"]]
-    if all(low == high for low, high in padding):
-        return 1.0
-    if _filters_larger(program, operation):
-        padding = [(low - min(low, high), high - min(low, high)) for low, high in padding]
-    sizes = [image[dim] for dim in operation.params["dimension_numbers"].lhs_spec[2:]]
-    return prod((low + size + high) / size for size, (low, high) in zip(sizes, padding, strict=True))
+def _spread(program: Program, operation: Operation, reverses: bool) -> Iterator[tuple[int, float]]:
+    """The operands, by position, that are read from a copy with zeros, and how many times larger each is."""
+    windows, image, filters = _windows(program, operation), 0, 1
+    grouped = operation.params["feature_group_count"] > 1
+    alone = not grouped and operation.params["batch_group_count"] == 1
+    if alone and prod(w.filters for w in windows) > prod(w.image for w in windows):
+        windows, image, filters = [window.changed_places() for window in windows], 1, 0
+    elif reverses and not grouped:
+        return
+    strides = any(stride > 1 for stride in operation.params["window_strides"])
+    padding = [w.unlike() for w in windows]
+    if not reverses and not strides and not grouped and _is_gradient(windows) and None not in padding:
+        sizes = [(w.image + sum(more or ())) / w.image for w, more in zip(windows, padding, strict=True)]
+    elif any(w.low != w.high or w.low < 0 or w.spread > 1 for w in windows):
+        sizes = [w.padded() / w.image for w in windows]
+    else:
+        sizes = []
+    if any(size != 1 for size in sizes):
+        yield image, prod(sizes)
+    if any(w.dilation > 1 for w in windows) and not _is_gradient(windows):
+        yield filters, prod(((w.filters - 1) * w.dilation + 1) / w.filters for w in windows)
 
 
-def _filters_larger(program: Program, operation: Operation) -> bool:
-    """Whether filters are larger than what a convolution makes, as in the gradient of filters."""
-    made, filters = program.values[operation.results[0]].shape, operand_type(program, operation.operands[1]).shape
-    numbers = operation.params["dimension_numbers"]
-    return prod(filters[d] for d in numbers.rhs_spec[2:]) > prod(made[d] for d in numbers.out_spec[2:])
+def _is_gradient(windows: Sequence[_Window]) -> bool:
+    """Whether a convolution is the gradient of its filters, by their sizes, as XLA tells it."""
+    larger = [window.filters > window.made for window in windows]
+    return all(w.spread == 1 for w in windows) and (
+        any(larger) if any(w.dilation > 1 for w in windows) else all(larger)
+    )
 
 
-def _change_places(program: Program, operation: Operation) -> bool:
-    """Whether a convolution's filters are larger than its images, and may change places with these."""
-    image, filters = (operand_type(program, operand).shape for operand in operation.operands)
-    numbers = operation.params["dimension_numbers"]
-    sizes = [
-        prod(shape[d] for d in spec[2:]) for shape, spec in ((image, numbers.lhs_spec), (filters, numbers.rhs_spec))
+def _windows(program: Program, operation: Operation) -> list[_Window]:
+    shapes = [operand_type(program, operand).shape for operand in operation.operands]
+    shapes.append(program.values[operation.results[0]].shape)
+    numbers, params = operation.params["dimension_numbers"], operation.params
+    specs = (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec)
+    sizes = ([shape[dim] for dim in spec[2:]] for shape, spec in zip(shapes, specs, strict=True))
+    low, high = zip(*params["padding"], strict=True)
+    return [
+        _Window(*found) for found in zip(*sizes, low, high, params["lhs_dilation"], params["rhs_dilation"], strict=True)
     ]
-    groups = operation.params["feature_group_count"] * operation.params["batch_group_count"]
-    return groups == 1 and sizes[1] > sizes[0]
 
 
 def spread_copies(
     program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]] = ()
-) -> Iterator[tuple[Operation, float, int, int]]:
-    """For each copy of a spread image the first convolution that reads it, how many times larger it is than the image,
-    and from which to which place of the order it lives."""
-    for (_, times), places in _reading_copies(program, order, copied).items():
-        yield order[places[0]], times, places[0], places[-1]
+) -> Iterator[tuple[Operation, int, float, int, int]]:
+    """For each copy of a spread operand the first convolution that reads it, and its position there, how many times
+    larger it is than the operand, and from which to which place of the order it lives."""
+    for (value, times), places in _reading_copies(program, order, copied).items():
+        first = order[places[0][0]]
+        yield first, first.operands.index(value), times, places[0][0], places[-1][0]
 
 
 def spread_until(
     program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]] = ()
-) -> dict[int, int]:
-    """Per convolution that reads a copy of a spread image, by index, the place of the order where the copy is made."""
+) -> dict[tuple[int, int], int]:
+    """Per operand of a convolution that is read from a copy with zeros, by the operation's index and the position, the
+    place of the order where the copy is made."""
     found = _reading_copies(program, order, copied)
-    return {order[place].index: places[0] for places in found.values() for place in places}
+    return {(order[place].index, n): places[0][0] for places in found.values() for place, n in places}
 
 
 def _reading_copies(
     program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]]
-) -> dict[tuple[int, float], list[int]]:
-    """Per spread image and how many times larger its copy is, the places of the convolutions that read it."""
-    spread = spread_images(program, order, copied)
-    found: dict[tuple[int, float], list[int]] = {}
+) -> dict[tuple[int, float], list[tuple[int, int]]]:
+    """Per spread operand and how many times larger its copy is, the places of the convolutions that read it, with the
+    position there."""
+    spread = spread_operands(program, order, copied)
+    found: dict[tuple[int, float], list[tuple[int, int]]] = {}
     for place, operation in enumerate(order):
-        image = operation.operands[0] if operation.index in spread else None
-        if isinstance(image, int):
-            found.setdefault((image, spread[operation.index]), []).append(place)
+        for position, operand in enumerate(operation.operands):
+            if isinstance(operand, int) and (operation.index, position) in spread:
+                found.setdefault((operand, spread[operation.index, position]), []).append((place, position))
     return found
 
 

@@ -145,7 +145,7 @@ class Lifetimes:
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int):
                 copy = self._copied.get((operation.index, position))
-                first = place if position else self._spread.get(operation.index, place)
+                first = self._spread.get((operation.index, position), place)
                 if copy is not None:
                     first = self._until_copied(operand, self.copies[copy].first)
                 if operand in initial:  # from the loop's start on, its memory is the carry's
@@ -352,11 +352,11 @@ def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[He
         if strategy is not None and strategy.halos:
             size = neighbour_bytes(schedule.problem, operation, strategy)
             yield Held(None, (), size, Lifetime(place, place))
-    for reader, times, first, last in lifetimes.spread:
-        image, strategy = reader.operands[0], schedule.assignment.strategies[reader.index]
-        layout = strategy.operands[0]
-        if isinstance(image, int) and layout is not None:
-            yield Held(image, layout, times * bytes_in(schedule, image, layout), Lifetime(first, last))
+    for reader, position, times, first, last in lifetimes.spread:
+        operand, strategy = reader.operands[position], schedule.assignment.strategies[reader.index]
+        layout = strategy.operands[position]
+        if isinstance(operand, int) and layout is not None:
+            yield Held(operand, layout, times * bytes_in(schedule, operand, layout), Lifetime(first, last))
     for value, (reader, position) in lifetimes.reordered.items():
         layout = schedule.assignment.values[value]
         strategy = schedule.assignment.strategies.get(reader.index)

@@ -15,12 +15,13 @@ stored for them, if what it is computed from is. Without batch dimensions, a tra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from shardplan import _jax
+from shardplan.layout import Layout
 from shardplan.memory.lying import PRODUCT, lying_of
 from shardplan.memory.repeated import repeated_in
 from shardplan.once import once
@@ -144,11 +145,17 @@ def _product_operand(
     return ProductOperand(operand, order, padding, copied=padding > 1 or order != as_it_is)
 
 
-def merged_products(program: Program, operations: Iterable[Operation], sizes: Mapping[int, float]) -> list[list[int]]:
+def merged_products(
+    program: Program,
+    operations: Iterable[Operation],
+    sizes: Mapping[int, float],
+    layouts: Mapping[int, Sequence[Layout | None]] | None = None,
+) -> list[list[int]]:
     """Products that read the same operand and become one, as lists of operation indices.
 
     XLA merges two where one of them moves few bytes (``sizes``, per operation on one device), neither needs the other,
-    and both read what they share in one order of its dimensions. Their other operands are put side by side, and so are
+    and both read what they share in one order of its dimensions, and in one layout (``layouts``, per operation and
+    operand, where the program is split). Their other operands are put side by side, and so are
     their results, in one buffer. Where one might be merged with several, it goes through what is shared in the order in
     which it is made, the forward pass first.
     """
@@ -163,7 +170,9 @@ def merged_products(program: Program, operations: Iterable[Operation], sizes: Ma
             if shared is None or other is None:
                 continue
             read = _read_as(program, operation, position)
-            alike = groups.setdefault((shared, position, read, operation.region, str(program.values[other].dtype)), [])
+            layout = layouts[operation.index][position] if layouts is not None else None
+            dtype = str(program.values[other].dtype)
+            alike = groups.setdefault((shared, position, read, operation.region, dtype, layout or ()), [])
             for group in alike[:_MOST_TRIED]:
                 small = min(sizes[operation.index], sum(sizes[index] for index in group)) <= _MERGED_BYTES
                 members = [_first(program, index) for index in group]

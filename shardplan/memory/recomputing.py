@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardplan.memory.accumulation import Accumulation, accumulations
-from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_images, unreversed
+from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_of
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
@@ -73,8 +73,8 @@ def _kernels_of(problem: Problem, copied: frozenset[tuple[int, int]], degrees: t
 @once
 def _unfused(problem: Problem, copied: frozenset[tuple[int, int]]) -> Kernels:
     """What XLA:GPU could fuse, and what is read from memory anyway."""
-    spread = {(index, 0) for index in spread_images(problem.program, problem.program.operations, copied)}
-    fused, read = fused_operations(problem), _read_from_memory(problem, spread | copied)
+    spread = spread_operands(problem.program, problem.program.operations, copied)
+    fused, read = fused_operations(problem), _read_from_memory(problem, spread.keys() | copied)
     read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
     read |= _turned(problem, fused, read)
     return Kernels(fused, read, frozenset(), copied)

@@ -268,8 +268,8 @@ class Usages:
                 amounts = [neighbour_bytes(self.problem, operation, strategy) for strategy in strategies]
                 if any(amounts):
                     yield Usage(variable, np.array(amounts), place, place + 1)
-        for reader, times, first, last in self.lifetimes.spread:
-            yield from self._operand_copy(reader, 0, times, (first, last))
+        for reader, position, times, first, last in self.lifetimes.spread:
+            yield from self._operand_copy(reader, position, times, (first, last))
         for gradient, first, last in self.lifetimes.zeros():
             yield from self._operand_copy(gradient, 1, 1.0, (first, last))
 
