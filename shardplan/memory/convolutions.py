@@ -4,9 +4,10 @@ cuDNN reads one block of memory per operand. Where an image is split along its w
 neighbours around its own in a copy, which lives while the convolution runs. The kernel that makes it computes the image
 on the way: what is cheap to compute (a rectifier) is then stored nowhere. Where a transposed convolution spreads its
 image, zeros are written between the elements, in a copy, and so they are around an image that is padded more at one end
-than at the other. The gradient of its filters, which are larger than the image, needs none, unless it runs in an
-island; that of filters which are larger than what they make is a convolution like any other. Filters that the step is
-given in another order than cuDNN's are transposed once for the whole step, and so are images.
+than at the other. The gradient of filters needs none, unless those are larger than what they make, or the convolution
+is a transposed one: then it is a forward convolution like any other, which reads its operands with the batch in the
+place of their channels, from transposed copies. Filters that the step is given in another order than cuDNN's are
+transposed once for the whole step, and so are images.
 """
 
 from __future__ import annotations
@@ -138,46 +139,74 @@ def spread_operands(
 
     Where filters are reversed, cuDNN computes the gradient of an image, without a copy. Where filters are larger than
     their images (the gradient of a transposed convolution's filters), XLA lets both change places. Filters that are
-    larger then than what is made are a gradient, and cuDNN computes that of filters, and leaves space between their
-    elements. All others are forward convolutions, for which XLA writes the zeros: between the elements of both, and
-    around an image that is not padded alike at both ends. An image that is ``copied`` all the same (an operation's
-    index and a position), with rows of neighbours or in an island, is so with what is around it.
+    larger than what is made, and keep their place, are a gradient: cuDNN computes that of filters, and leaves space
+    between their elements. All others are forward convolutions: XLA writes the zeros between the elements of an image,
+    or around one that is not padded alike at both ends, and then those of filters too; and what has features where the
+    convolution wants the batch is transposed, into a copy as large. An image that is ``copied`` all the same (its
+    operation's index and position), with rows of neighbours or in an island, is so with what is around it.
     """
     reversed_filters, found = set[int](), dict[tuple[int, int], float]()
+    lying: dict[int, tuple[int, int]] = {}
     for operation in operations:
         if operation.primitive.name == "rev":
             reversed_filters.update(operation.results)
         elif operation.primitive.name == CONVOLUTION:
+            turned = _turned(operation, lying)
             reverses = operation.operands[1] in reversed_filters
             if (operation.index, 0) in copied:
                 times = float(prod(operation.params["lhs_dilation"]))
                 found |= {(operation.index, 0): times} if times > 1 and not reverses else {}
             else:
-                found |= {(operation.index, n): times for n, times in _spread(program, operation, reverses)}
+                found |= {(operation.index, n): times for n, times in _spread(program, operation, reverses, turned)}
+        elif len(operation.results) == 1:
+            shape = program.values[operation.results[0]].shape
+            for operand in operation.operands:
+                if isinstance(operand, int) and operand in lying and program.values[operand].shape == shape:
+                    lying.setdefault(operation.results[0], lying[operand])
     return found
 
 
-def _spread(program: Program, operation: Operation, reverses: bool) -> Iterator[tuple[int, float]]:
-    """The operands, by position, that are read from a copy with zeros, and how many times larger each is."""
+def _spread(
+    program: Program, operation: Operation, reverses: bool, turned: Collection[int]
+) -> Iterator[tuple[int, float]]:
+    """The operands, by position, that are read from a copy with zeros, or ``turned``, and how many times larger each
+    is."""
     windows, image, filters = _windows(program, operation), 0, 1
     grouped = operation.params["feature_group_count"] > 1
     alone = not grouped and operation.params["batch_group_count"] == 1
-    if alone and prod(w.filters for w in windows) > prod(w.image for w in windows):
+    change = alone and prod(w.filters for w in windows) > prod(w.image for w in windows)
+    if change:
         windows, image, filters = [window.changed_places() for window in windows], 1, 0
     elif reverses and not grouped:
         return
     strides = any(stride > 1 for stride in operation.params["window_strides"])
     padding = [w.unlike() for w in windows]
-    if not reverses and not strides and not grouped and _is_gradient(windows) and None not in padding:
-        sizes = [(w.image + sum(more or ())) / w.image for w, more in zip(windows, padding, strict=True)]
-    elif any(w.low != w.high or w.low < 0 or w.spread > 1 for w in windows):
-        sizes = [w.padded() / w.image for w in windows]
+    times: dict[int, float] = {}
+    if not (reverses or change or strides or grouped) and _is_gradient(windows) and None not in padding:
+        times[image] = prod((w.image + sum(more or ())) / w.image for w, more in zip(windows, padding, strict=True))
+        times = {n: size for n, size in times.items() if size != 1}
     else:
-        sizes = []
-    if any(size != 1 for size in sizes):
-        yield image, prod(sizes)
-    if any(w.dilation > 1 for w in windows) and not _is_gradient(windows):
-        yield filters, prod(((w.filters - 1) * w.dilation + 1) / w.filters for w in windows)
+        times = dict.fromkeys(turned, 1.0)
+        if any(w.low != w.high or w.low < 0 or w.spread > 1 for w in windows):
+            times[image] = prod(w.padded() / w.image for w in windows)
+            if any(w.dilation > 1 for w in windows):
+                times[filters] = prod(((w.filters - 1) * w.dilation + 1) / w.filters for w in windows)
+    yield from times.items()
+
+
+def _turned(operation: Operation, lying: dict[int, tuple[int, int]]) -> list[int]:
+    """The operands, by position, whose features are what a convolution takes for the batch; ``lying`` has the
+    dimensions that are the batch and the features of each image seen so far."""
+    numbers, found = operation.params["dimension_numbers"], []
+    for position, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+        operand = operation.operands[position]
+        if isinstance(operand, int):
+            if position == 0:
+                lying.setdefault(operand, spec[:2])
+            if lying.get(operand) == spec[1::-1]:
+                found.append(position)
+    lying.setdefault(operation.results[0], numbers.out_spec[:2])
+    return found
 
 
 def _is_gradient(windows: Sequence[_Window]) -> bool:
