@@ -21,7 +21,7 @@ def floating_point_operations(expression: Expression) -> int:
 def _work(term: Term, elements: int, expression: Expression) -> int:
     match term:
         case Reduce(_, indices, body):
-            looked_up = prod(expression.sizes[name] for name in _looked_up(body))
+            looked_up = max(1, prod(expression.sizes[name] for name in _looked_up(body)))
             inner = max(1, elements * prod(expression.sizes[name] for name in indices) // looked_up)
             return inner + _work(body, inner, expression)
         case Guard(_, body):

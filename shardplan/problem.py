@@ -25,7 +25,7 @@ from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
-from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps
+from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps, over_trips
 from shardplan.twins import mirrored, twins
 from shardplan.variables import Numbering, generated_values
 
@@ -180,7 +180,7 @@ class Problem:
         moving = tuple(id(self.moving(o)) for o in (*operation.operands, *operation.results) if isinstance(o, int))
         key = (id(choices), "work", times, self.traffic.get(operation.index, 0), moving)
         if key not in self._tables:
-            self._tables[key] = times * np.array([self._price_of(operation, s) for s in choices.strategies])
+            self._tables[key] = over_trips(times, [self._price_of(operation, s) for s in choices.strategies])
         return self._tables[key]
 
     def _price_of(self, operation: Operation, strategy: Strategy) -> float:
@@ -265,7 +265,7 @@ class Problem:
         domain, moving = self.domain(value.index), self.moving(value.index)
         key = (domain, targets, value.total_bytes, times, id(moving))
         if key not in self._tables:
-            self._tables[key] = times * moving.table(domain, targets, value.total_bytes)
+            self._tables[key] = over_trips(times, moving.table(domain, targets, value.total_bytes))
         return self._tables[key]
 
     def _add_operations(self, network: Network) -> None:
@@ -295,8 +295,8 @@ class Problem:
             targets = layouts_read(link, self.domain(link.target).layouts, len(target.shape))
             table = self._transition_table(source, targets, link.times)
             if link.begins and self.domain(link.target).whole is not None:
-                moving, domain = self.moving(link.source), self.domain(link.source)
-                table = np.minimum(table, link.times * beginning_prices(moving, domain, targets, source.total_bytes))
+                made = self.moving(link.source), self.domain(link.source)
+                table = np.minimum(table, over_trips(link.times, beginning_prices(*made, targets, source.total_bytes)))
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
     def _add_barrier(self, network: Network, operation: Operation) -> None:
@@ -337,7 +337,7 @@ class Problem:
             key = (id(choices), "result", position, domain, value.total_bytes, times, moving, rounded)
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
-                self._tables[key] = times * np.array([row.of(value.total_bytes) for row in rows])
+                self._tables[key] = over_trips(times, [row.of(value.total_bytes) for row in rows])
             network.add_edge(variable, self.variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:

@@ -46,6 +46,12 @@ class Priced:
         return np.where(possible, np.where(possible, self.per_byte, 0.0) * total_bytes + self.fixed, np.inf)
 
 
+def over_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """Prices per execution times the executions; what is excluded stays excluded in a loop that has no trips."""
+    table = np.asarray(prices)
+    return times * table if times else np.where(np.isinf(table), table, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of a transition: a collective (or a free slice) that ends in ``layout``.

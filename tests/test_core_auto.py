@@ -74,6 +74,10 @@ def test_lower_and_compile(mesh: Mesh) -> None:
     assert_equal_trees(shardplan.auto(product, mesh).lower(X, X).compile()(X, X), product(X, X))
 
 
+def empty_batches(a: Any) -> Any:
+    return jnp.sum(jnp.sin(a.reshape(4, 4, 4)[:0]) @ a.reshape(4, 4, 4)[:0])
+
+
 TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "python scalars": (lambda a, b: (a + b, a * 2, -b), (1, 2.5)),
     "weak types": (lambda a, b: (a + b, a * 2, b), (1.5, X)),
@@ -87,6 +91,16 @@ TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "no elements": (
         lambda a, b: (a @ b, jnp.concatenate([a, a]), a.sum(), jnp.sort(a)),
         (jnp.zeros((0, 8)), jnp.ones((8, 8))),
+    ),
+    "no elements between": (
+        jax.grad(
+            lambda a, b, e: jnp.sum(jnp.tanh(a @ b) + (a @ e) @ e.T + jnp.cumsum(e.T @ a, 0).sum(0) + empty_batches(a))
+        ),
+        (X, jnp.ones((8, 8)), jnp.ones((8, 0))),
+    ),
+    "no trips": (
+        jax.grad(lambda a, b, e: jax.lax.scan(lambda c, x: (c @ a * x.sum(), c), a @ b, e)[0].sum()),
+        (X, jnp.ones((8, 8)), jnp.ones((0, 8))),
     ),
     "no arguments": (lambda: jnp.ones(3), ()),
     "no leaves": (lambda tree: tree, ({},)),

@@ -45,7 +45,7 @@ def _product_microseconds(schedule: Schedule, operation: Operation) -> float:
     flops, measured = 1.0, 1.0
     for count, size in enumerate(_product_sizes(schedule, operation)):
         flops *= size
-        measured *= min(max(size, _MEASURED[0]), _MEASURED[1]) if count else min(size, 4)
+        measured *= min(max(size, _MEASURED[0]), _MEASURED[1]) if count else min(max(size, 1), 4)
     return flops / measured * (_PRODUCT + 2 * measured / _FLOPS.get(width, _FLOPS[4]))
 
 
