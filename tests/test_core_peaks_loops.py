@@ -12,6 +12,7 @@ from shardplan.memory.bringing import brought_spans
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
+from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.tracing import trace_program
@@ -203,6 +204,25 @@ def test_stacks_stay_as_they_are_gathered_up_to_an_iteration_that_runs_apart():
         copies = [h.lifetime for h in memory_held(lifetimes, schedule, frozenset({0})) if h.value == value]
         until = lifetimes.start([o for o in plan.program.operations if o.bodies][-1])
         assert [span.end for span in copies if span.start < until and span.end <= until] == [until] * kept
+
+
+def test_an_iteration_runs_apart_whose_gradient_stays_partial_until_it_is_put_into_the_form_that_is_stacked():
+    def step(weights, x):
+        def body(x, w):
+            narrow = w.astype(jnp.bfloat16)
+            return jnp.tanh(jnp.tanh(x @ narrow) @ narrow), None
+
+        def loss(weights):
+            return jnp.sum(jax.lax.scan(body, x, weights)[0] ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    stack, x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)
+    plan = shardplan.plan(step, MESH, stack, x, pins={"0": jax.P(None, None, "x"), "1": jax.P("x", None)})
+    schedule, operations = plan.schedule, plan.program.operations
+    widened = [o for o in operations if o.region and o.primitive.name == "convert_element_type"][-1]
+    assert schedule.assignment.values[widened.operands[0]] == ((0,), (), ())  # both products' parts, added up
+    assert peeled_loops(schedule) == {[o.index for o in operations if o.bodies][-1]}
 
 
 @pytest.mark.parametrize("transposed", [False, True])

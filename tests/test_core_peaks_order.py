@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.accumulation import merged_anywhere, read_together
+from shardplan.memory.combining import combined_reductions
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
@@ -126,3 +128,48 @@ def test_a_view_is_no_kernel():
     joined, named = _joined(step, *[(512, 512)] * 4)
     [view] = named["stop_gradient"]
     assert view not in joined and all(view not in parts for parts in joined.values())
+
+
+def test_products_that_are_merged_wait_for_what_any_of_them_reads_and_so_do_their_reductions():
+    def step(x, u, v, w):
+        later = jnp.tanh(u @ v)
+        return x @ w, later @ w
+
+    shapes = (64, 4096), (64, 8192), (8192, 4096), (4096, 64)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    columns, rows = jax.P(None, "x"), jax.P("x", None)
+    pins = {"0": columns, "1": columns, "2": rows, "3": rows}
+    schedule = shardplan.plan(step, jax.sharding.AbstractMesh((2,), ("x",)), *arguments, pins=pins).schedule
+    first, *merged = [o.index for o in schedule.program.operations if o.primitive.name == "dot_general"]
+    assert merged_anywhere(schedule) == [merged]
+    # reduced together with the first product, the second one would wait for itself
+    assert combined_reductions(schedule) == [
+        [schedule.program.operations[index] for index in group] for group in ([first], merged)
+    ]
+
+
+def test_products_are_apart_that_would_wait_for_themselves():
+    """Two pairs that are merged, where one of each needs one of the other."""
+
+    def step(a, b, x, y):
+        one, two = x @ a, y @ b
+        return jnp.tanh(one) @ b, jnp.tanh(two) @ a
+
+    square = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
+    schedule = shardplan.plan(step, jax.sharding.AbstractMesh((1,), ("x",)), *square).schedule
+    assert len(merged_anywhere(schedule)) == 2
+    assert len(read_together(schedule)) == 2
+
+
+def test_a_kernel_waits_for_all_that_is_gathered_of_one_value():
+    mesh = jax.sharding.AbstractMesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(p):
+        result = (2 * p)[:, :, None] * (p + 1)[None, :, :]
+        return jax.lax.with_sharding_constraint(result, jax.NamedSharding(mesh, jax.P("x", None, "y")))
+
+    argument = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    schedule = shardplan.plan(step, mesh, argument, pins={"0": jax.P("x", "y")}).schedule
+    graph = Graph(schedule, kernels_of(schedule.problem), [], [])
+    assert len(graph.starts) == 2
+    assert any(graph.starts.keys() <= needs for needs in graph.needs.values())

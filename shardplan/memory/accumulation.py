@@ -25,7 +25,7 @@ whose result the last one is added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -33,7 +33,7 @@ from shardplan.memory.products import is_multiplied, merged_products
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
-from shardplan.program import Operation
+from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -106,6 +106,46 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
 def merged_anywhere(schedule: Schedule) -> list[list[int]]:
     """Products that XLA merges into one, whether their results are held or not."""
     return merged_in(schedule, schedule.program.operations)
+
+
+@once
+def read_together(schedule: Schedule) -> dict[int, list[int]]:
+    """Per product that XLA merges with others, the values that any of them reads: all are there before one is computed.
+    Where products would so wait for themselves, since what one of them reads needs another one, they stay apart."""
+    operations = schedule.program.operations
+    waiting, found = [merged_anywhere(schedule)], dict[int, list[int]]()
+    read: dict[int, list[int]]
+    while waiting:
+        some = waiting.pop()
+        read = {}
+        for group in some:
+            every = [o for index in group for o in operations[index].operands if isinstance(o, int)]
+            read |= {index: every for index in group}
+        if _is_ordered(schedule.program, found | read):
+            found |= read
+        elif len(some) > 1:
+            waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+    return found
+
+
+def _is_ordered(program: Program, read: Mapping[int, Collection[int]]) -> bool:
+    """Whether no operation needs its own result where these read these values."""
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    opened, done = set[int](), set[int]()
+    for first in read:
+        stack = [first]
+        while stack:
+            index = stack[-1]
+            operands = read.get(index, program.operations[index].operands)
+            missing = {makers[o].index for o in operands if isinstance(o, int) and o in makers} - done
+            if index in done or not missing:
+                done.add(stack.pop())
+            elif index in opened:  # what it needs was looked at, and needs it
+                return False
+            else:
+                opened.add(index)
+                stack += missing
+    return True
 
 
 def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int] | None = None) -> list[list[int]]:

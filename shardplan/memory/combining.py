@@ -19,6 +19,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from shardplan.memory.accumulation import read_together
 from shardplan.memory.fusion import is_view, pointwise_operations
 from shardplan.memory.order import operands_first, order_of
 from shardplan.memory.recomputing import Kernels
@@ -51,8 +52,7 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     for operation in with_partners(schedule):
         index = operation.index
         strategy = schedule.assignment.strategies.get(index)
-        read = [same.get(o, o) for o in operation.operands if isinstance(o, int)]
-        found = frozenset[int]().union(*(behind.get(o, ()) for o in read))
+        found = frozenset[int]().union(*(behind.get(same.get(o, o), ()) for o in read_for(schedule, operation)))
         once = operation.results and operation.results[0] not in same
         steps = schedule.result_steps(operation, 0) if strategy is not None and once else ()
         reducing = [step for step in steps if step.kind in REDUCTIONS]
@@ -74,12 +74,20 @@ def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
     return [[program.operations[index] for index in group] for group in numbers]
 
 
+def read_for(schedule: Schedule, operation: Operation) -> list[int]:
+    """The values that are there before an operation is computed: those that it reads, and a product that XLA merges
+    with others what these read too."""
+    together = read_together(schedule).get(operation.index)
+    return [o for o in operation.operands if isinstance(o, int)] if together is None else together
+
+
 @once
 def with_partners(schedule: Schedule) -> list[Operation]:
     """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
     together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
     need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the
-    exponentials' sums, so waits for the picked logits, from which the loss is computed with these."""
+    exponentials' sums, so waits for the picked logits, from which the loss is computed with these. Products that XLA
+    merges stand behind what any of them reads."""
     program, problem = schedule.program, schedule.problem
     pointwise, strategies = pointwise_operations(problem), schedule.assignment.strategies
     sources: dict[int, frozenset[int]] = {}  # per value, the reductions that its kernel reads, all as large
@@ -104,8 +112,14 @@ def with_partners(schedule: Schedule) -> list[Operation]:
                 for index in found:
                     partners.setdefault(index, []).extend(sorted(found - {index}))
     order, done = list[Operation](), set[int]()
+    makers = {result: operation.index for operation in program.operations for result in operation.results}
+    others = {
+        index: [makers[o] for o in read if o in makers and program.operations[makers[o]].region == region]
+        for index, read in read_together(schedule).items()
+        for region in [program.operations[index].region]
+    }
     for index in order_of(program):
-        waiting = [operands_first(program, index, done)]
+        waiting = [operands_first(program, index, done, others)]
         while waiting:
             following = next(waiting[-1], None)
             if following is None:
@@ -113,7 +127,7 @@ def with_partners(schedule: Schedule) -> list[Operation]:
                 continue
             order.append(following)
             together = [other for other in partners.get(following.index, ()) if other not in done]
-            waiting += [operands_first(program, other, done) for other in reversed(together)]
+            waiting += [operands_first(program, other, done, others) for other in reversed(together)]
     return order
 
 

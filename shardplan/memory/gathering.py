@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.layout import Layout
-from shardplan.memory.combining import COMBINED_BYTES, with_partners
+from shardplan.memory.combining import COMBINED_BYTES, read_for, with_partners
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
@@ -54,9 +54,7 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
     same = repeated_in(schedule.program)
     for operation in with_partners(schedule):
-        found = frozenset[int]().union(
-            *(behind.get(same.get(o, o), ()) for o in operation.operands if isinstance(o, int))
-        )
+        found = frozenset[int]().union(*(behind.get(same.get(o, o), ()) for o in read_for(schedule, operation)))
         for gather, kind in _gathers_of(schedule, operation):
             if gather not in numbers:
                 size = bytes_in(schedule, gather.value, gather.layout)

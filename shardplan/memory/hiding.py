@@ -326,10 +326,10 @@ class Graph:
                     self.values[self.starts[end]].add(result)
                     sent[result] = self.reduced[index] = end
         for index in self.reads:
-            moved = dict(self._moved(index, sent))
-            for value in self.reads[index]:
-                maker = self._maker(value)
-                need = moved.get(value, sent.get(value, maker))
+            moved = self._moved(index, sent)
+            self.needs[index].update(end for _, end in moved)
+            for value in self.reads[index].difference(value for value, _ in moved):
+                need = sent.get(value, maker := self._maker(value))
                 if need is not None:
                     self.needs[index].add(need)
                 if need == maker:

@@ -21,7 +21,7 @@ together: the gradient is gone before the next one is made.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from shardplan.once import once
 from shardplan.program import Operation, Program
@@ -48,12 +48,16 @@ def order_of(program: Program) -> list[int]:
     return execution_order(program)
 
 
-def operands_first(program: Program, index: int, done: set[int]) -> Iterator[Operation]:
-    """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``."""
-    operations, before, stack = program.operations, _before(program), [index]
+def operands_first(
+    program: Program, index: int, done: set[int], others: Mapping[int, Sequence[int]] | None = None
+) -> Iterator[Operation]:
+    """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``.
+
+    ``others`` are operations that some wait for besides, by index."""
+    operations, before, stack, others = program.operations, _before(program), [index], others or {}
     while stack:
         here = stack[-1]
-        missing = [other for other in before[here] if other not in done]
+        missing = [other for other in (*before[here], *others.get(here, ())) if other not in done]
         if here not in done and missing:
             stack += missing
             continue

@@ -1,9 +1,10 @@
 """Loops of which XLA:GPU takes the first iteration out, so that reductions run beside the iteration after.
 
-A reduce-scatter that an island states, and whose result a scan stacks, is sent while the next iteration computes. So
-the first iteration runs before the loop, as part of what is around it. It takes its slices from stacks as a gather
-leaves them, the gathered dimension first. The loop reads a copy of that in the usual order, so that both are in memory
-from the gather up to that iteration. Reduce-scatters that XLA makes of all-reduces come too late for this.
+A reduce-scatter that an island states, and whose result a scan stacks, is sent while the next iteration computes: that
+of a product, or of what stays partial until it is put into the form that is stacked. So the first iteration runs before
+the loop, as part of what is around it. It takes its slices from stacks as a gather leaves them, the gathered dimension
+first. The loop reads a copy of that in the usual order, so that both are in memory from the gather up to that
+iteration. Reduce-scatters that XLA makes of all-reduces come too late for this.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(weights, x):
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.memory.gathering import last_gathered
 from shardplan.once import once
+from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -43,8 +45,7 @@ def peeled_loops(schedule: Schedule) -> frozenset[int]:
         operation.results[0]
         for operation in program.operations
         if operation.region and operation.results and operation.index in schedule.assignment.strategies
-        if any(step.kind == "reduce-scatter" for step in schedule.result_steps(operation, 0))
-        if schedule.island_dtype(operation) is not None
+        if _scatters_itself(schedule, operation)
     }
     if not scattered:
         return frozenset()
@@ -61,6 +62,19 @@ def peeled_loops(schedule: Schedule) -> frozenset[int]:
             if value in scattered and makers[value].region in loop.bodies:
                 found.add(loop.index)
     return frozenset(found)
+
+
+def _scatters_itself(schedule: Schedule, operation: Operation) -> bool:
+    """Whether an island reduces and scatters the result of an operation, or what it changes no more than the form of:
+    a value that stays partial until it is read."""
+    if any(step.kind == "reduce-scatter" for step in schedule.result_steps(operation, 0)):
+        return schedule.island_dtype(operation) is not None
+    if operation.primitive.name not in _FORMATTING or not isinstance(operation.operands[0], int):
+        return False
+    layout = schedule.assignment.strategies[operation.index].operands[0]
+    if layout is None or layout == schedule.assignment.values.get(operation.operands[0], layout):
+        return False
+    return any(step.kind == "reduce-scatter" for step in schedule.route(operation.operands[0], layout).steps)
 
 
 def gathered_until(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
