@@ -12,8 +12,10 @@ from shardplan.memory.convolutions import (
     spread_operands,
 )
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
+from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.turning import turn_operands
 from shardplan.tracing import trace_program
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -142,3 +144,21 @@ def test_the_gradients_of_filters_larger_than_what_they_make_are_read_from_copie
         (of_images, 1): (30 / 9) ** 2,
         (of_images, 0): spread,
     }
+
+
+def test_what_copies_operands_of_convolutions_stands_in_the_order_by_itself():
+    def grow(images, filters):
+        grown = jax.lax.conv_general_dilated(jnp.tanh(images), filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+        return jnp.sum(jnp.tanh(grown))
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), jnp.float32), jax.ShapeDtypeStruct((8, 8, 2, 2), jnp.float32)
+    schedule = shardplan.plan(jax.grad(grow, argnums=1), 1, *shapes).schedule
+    kernels = kernels_of(schedule.problem)
+    grown, gradient = (o.index for o in schedule.program.operations if o.primitive.name == "conv_general_dilated")
+    graph = Graph(schedule, kernels, [], [])
+    assert graph.needs[gradient] == {grown}
+    turn_operands(graph, kernels)
+    assert graph.needs[gradient] <= graph.further and len(graph.needs[gradient]) == 2 and graph.needs[grown]
+    assert {need for node in graph.needs[gradient] for need in graph.needs[node]} == {grown}
+    order, _ = hiding_order(schedule, kernels)
+    assert sorted(order) == list(range(len(order)))

@@ -23,7 +23,7 @@ def _placed(needs, takes, starts=None):
         place={node: float(node) for node in needs},
         starts=starts,
         through_values=lambda: {node: set(found) for node, found in needs.items()},
-        program=SimpleNamespace(operations=range(len(takes) - 2 * len(starts))),
+        runs=lambda node: node < len(takes) - 2 * len(starts),
     )
     return Placing(graph).run()
 

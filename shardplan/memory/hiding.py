@@ -34,7 +34,7 @@ from shardplan.memory.combining import combined_reductions, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view
 from shardplan.memory.gathering import Gather, combined_gathers, gather_for
-from shardplan.memory.merging import merge_nodes, wait_for_slices
+from shardplan.memory.merging import joining_later, merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing
 from shardplan.memory.products import is_multiplied
@@ -42,6 +42,7 @@ from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import kernel_microseconds
+from shardplan.memory.turning import turn_operands
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
@@ -70,6 +71,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: _Sendi
         graph = Graph(schedule, kernels, *groups, region)
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
             break
+    turn_operands(graph, kernels)
     graph.join(kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
@@ -100,9 +102,9 @@ def _sending(graph: Graph, placed: Sequence[int]) -> _Sending:
     read: dict[int, int] = {}  # per end, how many do before its first reader
     for node in placed:
         after[node] = len(ran)
+        for need in graph.needs[node] if graph.runs(node) else ():
+            read.setdefault(need, len(ran))
         if node < len(graph.program.operations):
-            for need in graph.needs[node]:
-                read.setdefault(need, len(ran))
             ran.append(node)
     beside = {end: after[end] - after[start] for end, start in graph.starts.items()}
     begins = {gather: ran[read[end] - beside[end]] for gather, end in graph.gathers.items() if end in read}
@@ -128,6 +130,7 @@ class Graph:
         self.values: dict[int, set[int]] = {}  # those that each reads as they are made, or lie outside
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
+        self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}
@@ -210,7 +213,7 @@ class Graph:
             else:
                 for value in {*self.reads[index], *self.program.operations[index].results}:
                     touching.setdefault(value, []).append(index)
-        for index, other in self._joining_later(place, touching, owner).items():
+        for index, other in joining_later(self, place, touching, owner).items():
             owner[index] = other
             self.joined.setdefault(other, []).append(index)
         self.needs = self.joining(owner)
@@ -260,7 +263,7 @@ class Graph:
         found = {node: {*needs} for node, needs in self.needs.items()}
         for node, values in self.values.items():
             for value in values:
-                maker = self._maker(value)
+                maker = self.maker(value)
                 made = owner.get(maker, maker) if maker is not None else None
                 if made is None or (made in self.parts and made != node):
                     found[node].add(~value)
@@ -268,40 +271,6 @@ class Graph:
         for node, needs in found.items():
             if node >= 0:
                 needs.difference_update([made for need in needs if need < 0 for made in found[need]])
-        return found
-
-    def _joining_later(
-        self, place: Mapping[int, int], touching: Mapping[int, Sequence[int]], owner: Mapping[int, int]
-    ) -> dict[int, int]:
-        """Reductions that no kernel before them takes in, with the next one that reads a value as large as what is
-        reduced that they read too, where nothing before that one needs them: a loss is summed up in the kernel in which
-        the backward pass begins."""
-        needed: dict[int, int] = {}  # where a node is first needed
-        for node, needs in self.needs.items():
-            for need in needs:
-                needed[need] = min(place[node], needed.get(need, len(place)))
-        found, values = dict[int, int](), self.program.values
-        for index in sorted(self.reads.keys() - owner.keys() - self.joined.keys()):
-            operation = self.program.operations[index]
-            if operation.primitive.name not in REDUCTIONS or index in found.values():
-                continue
-            elements, until = self.elements(operation), needed.get(index, len(place))
-            reads = sorted(self.reads[index], key=lambda value: (-values[value].total_bytes, value))
-            for value in reads:
-                if value != reads[0] and prod(values[value].shape) != elements:
-                    continue
-                later = (
-                    other
-                    for other in touching.get(value, ())
-                    if place[index] < place[other] < until
-                    and other not in owner
-                    and other not in found
-                    and self.elements(self.program.operations[other]) == elements
-                )
-                other = min(later, key=place.__getitem__, default=None)
-                if other is not None:
-                    found[index] = other
-                    break
         return found
 
     def elements(self, operation: Operation) -> int:
@@ -329,13 +298,29 @@ class Graph:
             moved = self._moved(index, sent)
             self.needs[index].update(end for _, end in moved)
             for value in self.reads[index].difference(value for value, _ in moved):
-                need = sent.get(value, maker := self._maker(value))
+                need = sent.get(value, maker := self.maker(value))
                 if need is not None:
                     self.needs[index].add(need)
                 if need == maker:
                     self.values[index].add(value)
 
-    def _maker(self, value: int) -> int | None:
+    def add(self, place: float, needs: set[int], values: set[int], takes: float) -> int:
+        """A further kernel: its number."""
+        node = len(self.program.operations) + 2 * len(self._ends) + len(self.further)
+        self.further.add(node)
+        self.place[node], self.needs[node], self.values[node], self.takes[node] = place, needs, values, takes
+        return node
+
+    def runs(self, node: int) -> bool:
+        """Whether a node is a kernel, not an end of a collective."""
+        return node < len(self.program.operations) or node in self.further
+
+    def sources(self, value: int) -> frozenset[int]:
+        """What is in memory that a value is computed from on the way; itself, if it is in memory."""
+        return self._sources.get(value, frozenset((value,)))
+
+    def maker(self, value: int) -> int | None:
+        """The kernel of the region that makes a value, if one does."""
         maker = self.makers.get(value)
         return maker.index if maker is not None and maker.index in self.reads else None
 
@@ -350,7 +335,7 @@ class Graph:
             end = self._gather(gather, index - 1)
             operand = gather.value
             for value in self._sources.get(operand, frozenset((operand,))):
-                maker = self._maker(value)
+                maker = self.maker(value)
                 if maker is not None:
                     self.needs[self.starts[end]].add(sent.get(value, maker))
                 if value not in sent:

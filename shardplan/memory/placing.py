@@ -86,7 +86,7 @@ class Placing:
 
     def _cost(self, node: int) -> float:
         """How long a node takes: starts and ends of collectives as long as anything small."""
-        return self._graph.takes[node] if node < len(self._graph.program.operations) else _LATENCY
+        return self._graph.takes[node] if self._graph.runs(node) else _LATENCY
 
     def _remove(self, node: int) -> None:
         fitting, freeing = self._keys(node)
@@ -126,7 +126,7 @@ class Placing:
         began = max(self._now, self._ready_at[node])
         ends = node in graph.starts
         self._now = began + self._cost(node)
-        self._sending = ends or (self._sending and node < len(graph.program.operations))
+        self._sending = ends or (self._sending and graph.runs(node))
         stack = [(node, began + (graph.takes[node] if ends else _LATENCY))]
         while stack:
             reader, later = stack.pop()

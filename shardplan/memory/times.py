@@ -15,7 +15,7 @@ from shardplan.strategy import operand_type
 _CONVOLUTION = 10.0
 """Microseconds of any convolution, as it counts."""
 
-_BYTES = 3.35e6
+BYTES_MOVED = 3.35e6
 """Bytes that an H100 reads or writes per microsecond."""
 
 _FLOPS = {2: 630e6, 4: 315e6}
@@ -36,7 +36,7 @@ def kernel_microseconds(schedule: Schedule, operation: Operation, reads: Collect
         return _product_microseconds(schedule, operation)
     values = schedule.assignment.values
     moved = (bytes_in(schedule, value, values[value]) for value in (*reads, *operation.results) if value in values)
-    return sum(moved) / _BYTES
+    return sum(moved) / BYTES_MOVED
 
 
 def _product_microseconds(schedule: Schedule, operation: Operation) -> float:
