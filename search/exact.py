@@ -49,7 +49,7 @@ so many sweeps that have not come nearer by as much."""
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
 _WORTH_PROVING = 1.05
-"""Times of what is known to begin with, up to which an assignment is hardly worth proving where work is limited."""
+"""Times of the bound, up to which an assignment is hardly worth proving any further where work is limited."""
 _CROSSING = 0.4
 """The share that CP-SAT's mixing of what was best at all prices may take, where prices leave as much."""
 _VARYING = 0.4
@@ -285,6 +285,9 @@ def _improve(run: Run, solver: GraphSolver) -> None:
     """Local search and branching, by turns of about equal work, until the time is over or the gap is closed."""
     graph = solver.graph
     assert graph.hint is not None
+    limited = graph.usage_limit is not None
+    if limited and run.work + _SECONDS_PER_PART > run.work_limit:  # not even one turn
+        return
     relaxation = solver.relax_again()
     watch = Watch(run.check, run.seconds_left)
     _cross(run, solver, watch)
@@ -292,13 +295,13 @@ def _improve(run: Run, solver: GraphSolver) -> None:
     small = sum(graph.size(v) for v in graph.live()) <= _BRANCHABLE
     branching = Branching(solver, _BRANCH) if small else None
     turn = 1 + int(2 * _BRANCH.sweeps * relaxation.seconds_per_sweep / _SECONDS_PER_PART) if small else 1
-    limited = graph.usage_limit is not None
     patience = math.inf if limited else _PATIENCE * run.work_limit
     gained, open_before = run.work, solver.upper - solver.lower
-    while not solver.closed and run.work < run.work_limit and run.work - gained < patience:
+    each = _SECONDS_PER_PART * (1 if branching is None else 2)  # by turns of equal work
+    least = turn * each if limited else 0.0
+    while not solver.closed and run.work + least < run.work_limit and run.work - gained < patience:
         if solver.upper - solver.lower < (1 - _GAIN) * open_before:
             gained, open_before = run.work, solver.upper - solver.lower
-        each = _SECONDS_PER_PART * (1 if branching is None else 2)  # by turns of equal work
         for _ in range(turn):
             if local.step(watch):
                 solver.accept(graph.hint, local.upper)

@@ -24,7 +24,7 @@ from shardplan.search.restricting import originals
 
 __all__ = ["Mixtures"]
 
-_WORK = 0.02
+_WORK = 0.006
 """Of CP-SAT for a mixture, in its deterministic time."""
 
 

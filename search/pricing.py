@@ -72,12 +72,12 @@ _SHARE_OF_CUT = 0.1
 """How exactly prices are evaluated: to this share of what the plane that comes out takes off the ones before."""
 _SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
 """What copying and reducing take, about, and what pruning and decoding take per variable that is left then."""
-_TIMES_TO_IMPROVE, _LEAST_WORK = 2.0, 0.1
+_TIMES_TO_IMPROVE, _LEAST_WORK = 1.3, 0.1
 """What is hardly worth proving gets so many times the work until it was mixed, and such work at least, in seconds, in
-which small graphs are proven."""
+which the smallest graphs are proven."""
 _WORTH_PRUNING = 0.9
 _RECOMBINATIONS, _BASES = 4, 2
-_RECOMBINING = 0.02
+_RECOMBINING = 0.01
 """Likewise, per assignment that takes over parts of others."""
 
 
@@ -100,7 +100,7 @@ class Pricing:
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
         self.near = 0.0
-        """What costs at most so many times the bound that is known to begin with is hardly worth proving."""
+        """What costs at most so many times the bound when it is mixed is hardly worth proving any further."""
         self.until = math.inf
         """The estimate at which the search should end."""
         self._loose = self._brief = False
@@ -166,7 +166,7 @@ class Pricing:
                 again = self._recombined[0] > 0
                 upper = self.solver.upper
                 self.recombine()
-                if self.solver.upper < min(upper, self.near * known):
+                if self.solver.upper < min(upper, self.near * max(known, self.bound)):
                     self.until = min(seconds, max(_TIMES_TO_IMPROVE * self.estimate, _LEAST_WORK))
             if self.solver.closed or self.estimate > self.until:
                 break

@@ -59,28 +59,34 @@ class Recombination:
         self.place = {v: place for place, v in enumerate(live)}
         self.amounts = np.stack([profile.at(instant) for instant in instants])
         self.room = profile.limit - profile.fixed[instants]
+        self._known: tuple[list[bytes], list[_Part], list[tuple[int, ...]]] = [], [], []
+        """The assignments that were mixed last, their parts and exclusions."""
 
     def best(self, base: Index, others: Sequence[Index], work: float, tolerance: float) -> Mixture:
         """The cheapest mixture within the limit of one assignment and parts of others, by place.
 
         work: of CP-SAT, in its deterministic time, at most. tolerance: how far above the least cost is good enough.
         """
-        parts: dict[tuple[bytes, bytes], _Part] = {}
-        for other in others:
-            for part in self._parts(base, other):
-                parts.setdefault((part.places.tobytes(), part.choices.tobytes()), part)
-        spent = _SECONDS_PER_VARIABLE * len(self.live) * len(others)
-        if not parts:
+        mixed, spent = [assignment.tobytes() for assignment in (base, *others)], 0.0
+        if mixed != self._known[0]:
+            parts: dict[tuple[bytes, bytes], _Part] = {}
+            for other in others:
+                for part in self._parts(base, other):
+                    parts.setdefault((part.places.tobytes(), part.choices.tobytes()), part)
+            every = list(parts.values())
+            self._known = mixed, every, self._exclusions(every)
+            spent = _SECONDS_PER_VARIABLE * len(self.live) * len(others)
+        _, every, exclusions = self._known
+        if not every:
             return Mixture(None, spent)
         room = self.room - self.amounts[:, self.offsets[:-1] + base].sum(axis=1)
-        every = list(parts.values())
-        taken, time = _knapsack(every, room, self._exclusions(every), work, tolerance)
+        taken, time = _knapsack(every, room, exclusions, work, tolerance)
         if not taken:
             return Mixture(None, spent + time)
-        mixed = base.copy()
+        mixture = base.copy()
         for part in taken:
-            mixed[part.places] = part.choices
-        return Mixture(mixed, spent + time)
+            mixture[part.places] = part.choices
+        return Mixture(mixture, spent + time)
 
     def _parts(self, base: Index, other: Index) -> list[_Part]:
         """What two assignments differ in, by parts that no edge joins."""

@@ -9,19 +9,21 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.finding import CLEARLY, Counts, Found, Search, find
+from shardplan.finding import CLEARLY, SECONDS_PER_OWN, Counts, Found, Search, find
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.usages import Usages
 from shardplan.search import Hint, Network, Solution, extended
 
-# A search within a limit ends with the best plan after so many times the work of planning without a limit: of the
-# search, and of what comes before it, so many seconds per operation; but not before the least patience, in seconds too,
-# by which most small programs are proven. Work is counted, not timed, so that the same program gets the same plan on
-# every machine.
-_TIMES_SLOWER_WITHIN_LIMIT = 2.0
-SECONDS_PER_OPERATION = 3e-4
+# Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
+# a limit: of the search, and of what comes before it, so many seconds per operation; but not less than the least
+# patience, in seconds too. Work is counted, not timed, so that the same program gets the same plan on every machine. Of
+# that, what a search finds is counted afterwards: so often, about.
+_TIMES_SLOWER_WITHIN_LIMIT = 2.3
+SECONDS_PER_OPERATION = 2.2e-4
 LEAST_PATIENCE = 0.2
 _LEAST_SHARE = 0.3
+_COUNTS_PER_SEARCH = 2
+_SECONDS_PER_VARIABLE = 1.3e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 LEAST_SECONDS = 2.5
 
@@ -61,13 +63,15 @@ class Corrections:
         """The schedule of the least peak, in its own order."""
         self.aside = first
         """Likewise, of those that were best at some prices, and were not searched on from."""
+        self.enough = 0.0
+        """The least peak that is looked for, whatever the limit is."""
         self.best: Found | None = None
         """The cheapest schedule within the limit, in its own order."""
         self.unlimited = first.solution.lower_bound
         self.orders = 0
         planning = first.solution.work + SECONDS_PER_OPERATION * len(problem.program.operations)
         self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * planning)
-        self.spent = 0.0
+        self.spent = -counts.work
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices."""
         self.seen: dict[bytes, NDArray[np.int64]] = {first.solution.choices.tobytes(): first.solution.choices}
@@ -172,17 +176,24 @@ class Corrections:
     def _counted(self, found: Found) -> dict[int, float]:
         """What the network counts at the places."""
         places = sorted(self.places)
-        network = self.usages.network(self.search.limit_bytes, places, self.beyond)
+        network = self.network(self.search.limit_bytes, places)
         times, used = network.profile(extended(network, found.solution.choices))
         used = np.append(0.0, used)[np.searchsorted(times, np.arange(len(places)), side="right")]
         return dict(zip(places, (used - [self.beyond.get(place, 0.0) for place in places]).tolist(), strict=True))
 
+    def network(self, limit: float, places: Collection[int]) -> Network:
+        """The network of a limit at these places of the order that is searched."""
+        network = self.usages.network(limit, places, self.beyond)
+        self.spent += _SECONDS_PER_VARIABLE * len(network)
+        return network
+
     def _search_once(self, found: Found) -> tuple[Found, Found]:
         """What is found in the order of the search, and in its own."""
-        network = self.usages.network(self.search.limit_bytes, self.places, self.beyond)
+        network = self.network(self.search.limit_bytes, self.places)
         known = [extended(network, choices) for choices in self.known]
         network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
-        work = max(self.patience - self.work, _LEAST_SHARE * self.patience)
+        counts = _COUNTS_PER_SEARCH * SECONDS_PER_OWN * len(self.problem.program.operations)
+        work = max(self.patience - self.work - counts, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
             solution = find(self.problem, network, self.search, left, work, self._serves)
@@ -215,7 +226,12 @@ class Corrections:
         least = self.least
         leanest = sorted(found.solution.known, key=lambda choices: network.peak(choices)[0])
         for choices in leanest[:_LEANEST]:
-            if self.keep(self.within(choices)).peak_bytes > self.limit_bytes and self.best is not None:
+            here = self.within(choices)
+            if self.best is not None and here.peak_bytes > self.search.limit_bytes:
+                break
+            if self.problem.network.cost(here.solution.choices) < self._best_cost:
+                self.keep(here)
+            if self.least.peak_bytes <= self.enough:
                 break
         self.least, self.aside = least, min(self.aside, self.least, key=lambda one: one.peak_bytes)
 

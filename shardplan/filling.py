@@ -8,27 +8,36 @@ looked for is the highest one whose mixture keeps within the real limit, in the 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
 from shardplan.correcting import Corrections
 from shardplan.finding import Found
 from shardplan.search import Mixtures, extended
+from shardplan.search.solution import relative_gap
 
 # The work for this, as a share of that for the searches before, or what is left of it; but some mixtures are tried in
-# any case, as they are what brings most. Mixed is again, from what came out, while that helps.
-_LEAST_SHARE = 0.5
-_FEWEST_MIXTURES, _MOST_MIXTURES = 4, 6
+# any case, and some of these counted in their own orders, as they are what brings most. Mixed is again, from what came
+# out, while that helps.
+_LEAST_SHARE = 0.1
+_FEWEST_MIXTURES, _FEWEST_COUNTS, _MOST_MIXTURES = 5, 2, 6
 _ROUNDS = 2
 
 # Memory counts where it comes near the limit with the schedule, or with what is cheapest of the others; between limits
-# this near there is nothing to find.
+# this near there is nothing to find, nor where costs differ by less than it is worth, or where it is proven.
 _NEARLY_FULL = 0.95
-_CHEAPEST = 6
+_CHEAPEST = 2
 _HIGHEST, _NEAR = 1.1, 1e-3
-_SECONDS_PER_VARIABLE = 1e-4
+_WORTH, _PROVEN = 0.01, 2e-3
+_INWARDS = 0.1  # at least so far from either of two limits comes the one between
+_SECONDS_PER_VARIABLE = 2.5e-5
 
 
 def fill(known: Corrections) -> None:
-    """Mixes the best schedule with all that searches have found."""
+    """Mixes the best schedule with all that searches have found, unless that is proven nearly the best."""
     proven = known.lower
+    if known.best is not None and relative_gap(known.best.solution.cost, proven) < _PROVEN:
+        return
     until = max(known.patience, known.work + _LEAST_SHARE * known.patience)
     for number in range(_ROUNDS):
         before = known.best
@@ -43,7 +52,8 @@ def fill(known: Corrections) -> None:
 def _mix(known: Corrections, base: Found, until: float, fewest: int) -> None:
     """Tries limits in the order of a schedule, ``fewest`` of them whatever work they take."""
     limit, cost_of = known.limit_bytes, known.problem.network.cost
-    others = sorted((c for c in known.seen.values() if cost_of(c) < base.solution.cost), key=cost_of)
+    costs = {key: cost_of(choices) for key, choices in known.seen.items()}
+    others = [known.seen[key] for key in sorted(costs, key=lambda key: costs[key]) if costs[key] < base.solution.cost]
     if not others:
         return
     known.count_in(base.lifetimes)
@@ -51,24 +61,49 @@ def _mix(known: Corrections, base: Found, until: float, fewest: int) -> None:
     places = set(known.places)
     for choices in (base.solution.choices, *others[:_CHEAPEST]):
         places |= {*known.places_above(known.within(choices), _NEARLY_FULL * limit)}
-    network = known.usages.network(limit, places)
+    network = known.network(limit, places)
     begun = extended(network, base.solution.choices)
     mixtures = Mixtures(network, begun, [extended(network, choices) for choices in others])
     known.spent += _SECONDS_PER_VARIABLE * len(network)
-    low, high = network.peak(begun)[0], _HIGHEST * limit
-    target = low + limit - base.peak_bytes
+    least = _Tried(network.peak(begun)[0], base.peak_bytes, base.solution.cost)
+    most = _Tried(_HIGHEST * limit, math.inf, cost_of(others[0]))
+    before = len(known.counts.counted())
+    target, counted = least.target + limit - least.peak, dict[float, float]()
     for number in range(_MOST_MIXTURES):
-        if high - low < _NEAR * limit or (number >= fewest and known.work > until):
+        if known.work > until and (number >= fewest or len(known.counts.counted()) >= before + _FEWEST_COUNTS):
             return
         mixture, work = mixtures.within(target)
         known.spent += work
         if mixture is None:
-            low, target = target, 0.5 * (target + high)
-            continue
-        own = known.count(mixture)
-        room = limit - own.peak_bytes
-        if room >= 0:
-            low, target = target, min(0.5 * (target + high), target + max(room, _NEAR * limit))
+            tried = replace(least, target=target)
         else:
-            high, middle = target, 0.5 * (low + target)
-            target = target + room if low < target + room < middle else middle
+            cost = cost_of(mixture[: len(known.problem.network)])
+            peak = counted.get(cost) or known.within(mixture).peak_bytes
+            if peak <= limit and cost not in counted:  # what does not fit in this order hardly does in its own
+                peak = known.count(mixture).peak_bytes
+            counted[cost] = peak
+            tried = _Tried(target, peak, cost)
+        again = most.peak < math.inf and tried.peak > limit
+        least, most = (tried, most) if tried.peak <= limit else (least, tried)
+        if most.target - least.target < _NEAR * limit or least.cost - most.cost < _WORTH * least.cost:
+            return
+        target = 0.5 * (least.target + most.target) if again else _between(least, most, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A limit, and the peak of its mixture in the mixture's own order, and the cost."""
+
+    target: float
+    peak: float
+    cost: float
+
+
+def _between(least: _Tried, most: _Tried, limit: float) -> float:
+    """The limit to try next: where peaks in between would be the limit if they rose evenly, or as far below the last
+    one as that exceeded it."""
+    span, room = most.target - least.target, limit - least.peak
+    if most.peak == math.inf:
+        return least.target + min(max(room, _NEAR * limit), 0.5 * span)
+    share = min(room / (most.peak - least.peak), 1 - (most.peak - limit) / span)
+    return least.target + (share if share > _INWARDS else 0.5) * span

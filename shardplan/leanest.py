@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from shardplan.correcting import (
     FAR,
-    LEAST_PATIENCE,
     LEAST_SECONDS,
     MISSED,
     MOST_ORDERS,
@@ -28,7 +27,8 @@ _MOST_TRIALS = 8
 _NEAR_LEAST = 0.01
 _BELOW_OWN = 0.9
 _PRECISION_OF_TRIALS = 0.2
-_TIMES_PER_TRIAL = 2.0
+_TIMES_PER_TRIAL = 2.7
+_LEAST_WORK = 0.2
 
 
 class Leanest:
@@ -37,6 +37,7 @@ class Leanest:
     def __init__(self, counts: Counts, search: Search, first: Found, deadline: float) -> None:
         """``first`` must not depend on the limit of ``search``."""
         self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, deadline)
+        self._known.enough = search.limit_bytes
         self._counts, self._search, self._deadline = counts, search, deadline
         self.bound = 0.0
         """What no peak is below, in the orders that were searched."""
@@ -50,7 +51,7 @@ class Leanest:
         """Looks for schedules of lower peaks, until one is within the limit."""
         known, search = self._known, self._search
         operations = len(known.problem.program.operations)
-        work = max(LEAST_PATIENCE, _TIMES_PER_TRIAL * SECONDS_PER_OPERATION * operations)
+        work = max(_LEAST_WORK, _TIMES_PER_TRIAL * SECONDS_PER_OPERATION * operations)
         unreached, orders, again, places = 0.0, 0, False, set[int]()
         least = latest = self._counts.within(known.first.solution, known.lifetimes)
         for _ in range(_MOST_TRIALS):

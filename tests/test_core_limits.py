@@ -117,3 +117,29 @@ def test_searches_in_the_order_of_a_leaner_schedule_ask_for_the_limit_itself(mon
     limit = 0.8 * free.peak_bytes
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
     assert limits == [limit, limit]
+
+
+def test_only_mixtures_that_fit_in_the_order_of_what_they_are_mixed_from_are_counted_in_their_own(monkeypatch):
+    fitted, count = [], Corrections.count
+
+    def watched(corrections, choices):
+        fitted.append(corrections.within(choices).peak_bytes <= corrections.limit_bytes)
+        return count(corrections, choices)
+
+    monkeypatch.setattr(Corrections, "count", watched)
+    step, state, batch = _training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
+    shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
+    assert fitted
+    assert all(fitted)
+
+
+def test_what_is_proven_within_the_limit_is_not_mixed_with_anything(monkeypatch):
+    mixed = []
+    monkeypatch.setattr("shardplan.filling._mix", lambda *given: mixed.append(given))
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    plan = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    assert plan.gap < 1e-3
+    assert not mixed
