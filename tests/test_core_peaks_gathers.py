@@ -8,13 +8,16 @@ import pytest
 
 import shardplan
 from shardplan.memory.bringing import Sending
-from shardplan.memory.gathering import combined_gathers, gather_for
-from shardplan.memory.hiding import hiding_order
+from shardplan.memory.combining import Gather, gather_for, reduced_together
+from shardplan.memory.gathering import combined_gathers
+from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.times import collective_microseconds
 from shardplan.schedule import Schedule
 
 MESH = jax.sharding.AbstractMesh((2,), ("x",))
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def _square(size, dtype="float32"):
@@ -151,3 +154,29 @@ def test_kernels_read_their_part_of_what_a_device_has_where_it_lies():
 
     assert held(lambda x, y: jnp.sum(x * y, axis=1)) == {((), ())}
     assert held(lambda x, y: jnp.einsum("bi,bj->ij", x, y)) == {((), ()), ((0,), ())}
+
+
+def test_sums_that_wait_are_reduced_together_where_they_are_read():
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in (*weights, *weights):
+                y = jnp.tanh(y @ w)
+            return jnp.sum(y)
+
+        return [w - 0.1 * gradient for w, gradient in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    rows, pins = jax.ShapeDtypeStruct((8192, 64), "float32"), {"0/*": jax.P(), "1": jax.P("x", None)}
+    schedule = shardplan.plan(step, MESH, [_square(64)] * 3, rows, pins=pins).schedule
+    [together] = reduced_together(schedule)  # the gradients of three weights, each a sum of two that is not yet reduced
+    assert len(together) == 3 and all(isinstance(one, Gather) for one in together)
+    graph = Graph(schedule, kernels_of(schedule.problem), [together], [])
+    assert len({graph.gathers[one] for one in together}) == 1
+    apart = Graph(schedule, kernels_of(schedule.problem), [], [])
+    assert len({apart.gathers[one] for one in together}) == 3
+
+
+def test_collectives_take_longer_for_more_bytes_and_all_reduces_longest():
+    small, large = ({kind: collective_microseconds(kind, size) for kind in KINDS} for size in (1e3, 1e7))
+    assert all(small[kind] < large[kind] for kind in KINDS) and max(large, key=large.get) == "all-reduce"
+    assert collective_microseconds("all-reduce", 4) < 1  # of a loss: nothing waits for it

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from shardplan import _jax
 from shardplan.layout import Layout
-from shardplan.memory.combining import combined_reductions
+from shardplan.memory.combining import Gather, combined_reductions, gather_for
 from shardplan.memory.fusion import fuses_operands
-from shardplan.memory.gathering import Gather, combined_gathers, gather_for
+from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.repeated import generated_alike
 from shardplan.memory.slicing import is_sliced

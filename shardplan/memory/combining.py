@@ -14,11 +14,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
 from shardplan.memory.fusion import is_view, pointwise_operations
 from shardplan.memory.order import operands_first, order_of
@@ -28,6 +29,7 @@ from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
+from shardplan.transition import Step
 
 COMBINED_BYTES = 30 * 2**20
 """XLA:GPU merges all-reduces, or reduce-scatters, up to this size of their results on one device."""
@@ -38,40 +40,87 @@ _MOST_PARTNERS = 8
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A value that is brought to a layout, by a gather at last or by reducing a sum that waits: for all who read it
+    there, or for one operation, given by its index, that ``alone`` reads this copy."""
+
+    value: int
+    layout: Layout
+    alone: int | None = None
+
+
+Reduced = int | Gather
+"""What is reduced: a partial result as an operation, by its index, makes it, or a sum that waits as it is read."""
+
+
+def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Layout) -> Gather:
+    """The gather that brings a value to the layout that an operation reads, if one does."""
+    alone = not operation.bodies and schedule.gathered_anew(value, layout)
+    return Gather(value, layout, operation.index if alone else None)
+
+
 @once
 def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
-    """The operations whose partial results are reduced together, in the order of the program.
+    """The operations whose partial results are reduced together as they are made, in the order of the program."""
+    indices = (sorted(one for one in group if isinstance(one, int)) for group in reduced_together(schedule))
+    return [[schedule.program.operations[index] for index in group] for group in sorted(indices) if group]
+
+
+@once
+def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
+    """What is reduced together.
 
     XLA goes from what the step gives back to what it is computed from, operands first. A reduction joins those of its
     kind before it, until one depends on another one (a gradient's norm on the gradient's sum), or they are too large.
     """
-    program, groups = schedule.program, list[list[Operation]]()
+    program, groups = schedule.program, list[list[Reduced]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
-    same = repeated_in(program)
+    same, numbers = repeated_in(program), dict[Reduced, int]()
     for operation in with_partners(schedule):
-        index = operation.index
-        strategy = schedule.assignment.strategies.get(index)
         found = frozenset[int]().union(*(behind.get(same.get(o, o), ()) for o in read_for(schedule, operation)))
-        once = operation.results and operation.results[0] not in same
-        steps = schedule.result_steps(operation, 0) if strategy is not None and once else ()
-        reducing = [step for step in steps if step.kind in REDUCTIONS]
-        if strategy is not None and reducing:
-            dtype = program.values[operation.results[0]].dtype
-            kind = operation.region, tuple((step.kind, step.axes) for step in reducing), strategy.reducers[0], dtype
-            size = bytes_in(schedule, operation.results[0], reducing[-1].layout)
-            number, filled = filling.get(kind, (-1, COMBINED_BYTES))
-            if number in found or filled + size > COMBINED_BYTES:
-                number, filled = len(groups), 0.0
-                groups.append([])
-            groups[number].append(operation)
-            filling[kind] = number, filled + size
-            found |= {number}
+        repeated = not operation.results or operation.results[0] in same
+        for one, value, layout, kind in _reductions_of(schedule, operation, repeated):
+            if one not in numbers:
+                size = bytes_in(schedule, value, layout)
+                number, filled = filling.get(kind, (-1, COMBINED_BYTES))
+                before = found if isinstance(one, int) else behind.get(same.get(value, value), ())
+                if number in before or filled + size > COMBINED_BYTES:
+                    number, filled = len(groups), 0.0
+                    groups.append([])
+                groups[number].append(one)
+                numbers[one], filling[kind] = number, (number, filled + size)
+            found |= {numbers[one]}
         if found:
             found &= {number for number, _ in filling.values()}
         behind |= dict.fromkeys(operation.results, found)
-    numbers = sorted(sorted(operation.index for operation in group) for group in groups)
-    return [[program.operations[index] for index in group] for group in numbers]
+    return groups
+
+
+def _reductions_of(
+    schedule: Schedule, operation: Operation, repeated: bool
+) -> Iterator[tuple[Reduced, int, Layout, object]]:
+    """The sums that wait which an operation reads whole, and its own partial result, each with the value, the layout
+    to which it is reduced, and what reductions have in common that are merged."""
+    strategy, values = schedule.assignment.strategies.get(operation.index), schedule.assignment.values
+    if strategy is None:
+        return
+    for operand, layout in zip(operation.operands, strategy.operands, strict=True):
+        if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
+            steps = schedule.route(operand, layout).steps
+            if steps and steps[-1].kind in REDUCTIONS:
+                kind = operation.region, *_kind(schedule, operand, steps, "sum")
+                yield gather_for(schedule, operation, operand, layout), operand, layout, kind
+    reducing = [] if repeated else [s for s in schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
+    if reducing:
+        kind = operation.region, *_kind(schedule, operation.results[0], reducing, strategy.reducers[0])
+        yield operation.index, operation.results[0], reducing[-1].layout, kind
+
+
+def _kind(schedule: Schedule, value: int, steps: Sequence[Step], reducer: str | None) -> tuple[object, ...]:
+    reducing = tuple((step.kind, step.axes) for step in steps if step.kind in REDUCTIONS)
+    return reducing, reducer, schedule.program.values[value].dtype
 
 
 def read_for(schedule: Schedule, operation: Operation) -> list[int]:
@@ -131,13 +180,17 @@ def with_partners(schedule: Schedule) -> list[Operation]:
     return order
 
 
-def without_leading(schedule: Schedule, groups: Iterable[Sequence[Operation]]) -> list[list[Operation]]:
-    """Groups of operations without those from which a product, a loop or a branch is computed."""
+def without_leading(schedule: Schedule, groups: Iterable[Sequence[Reduced]]) -> list[list[Reduced]]:
+    """Groups of reductions without those from which a product, a loop or a branch is computed."""
     leading: set[int] = set()
-    for operation in reversed(schedule.program.operations):
+    operations = schedule.program.operations
+    for operation in reversed(operations):
         if operation.primitive.name in _PRODUCTS or operation.bodies or not leading.isdisjoint(operation.results):
             leading.update(operand for operand in operation.operands if isinstance(operand, int))
-    return [[operation for operation in group if leading.isdisjoint(operation.results)] for group in groups]
+    return [
+        [one for one in group if leading.isdisjoint(operations[one].results if isinstance(one, int) else (one.value,))]
+        for group in groups
+    ]
 
 
 def ending_at_reductions(schedule: Schedule, kernels: Kernels) -> Kernels:

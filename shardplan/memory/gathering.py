@@ -20,10 +20,9 @@ backward pass gathers anew, once all are there. What is gathered together is in 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from shardplan.layout import Layout
-from shardplan.memory.combining import COMBINED_BYTES, read_for, with_partners
+from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_for, with_partners
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
@@ -33,16 +32,6 @@ from shardplan.schedule import Schedule
 _Kind = tuple[int, tuple[int, ...], int]
 """What is gathered together is alike in the region, in the mesh axes that it goes over, and in the dimension that these
 split."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """A value that is brought to a layout by a gather at last: for all who read it there, or for one operation, given
-    by its index, that ``alone`` reads this copy."""
-
-    value: int
-    layout: Layout
-    alone: int | None = None
 
 
 @once
@@ -69,12 +58,6 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
             found &= {number for number, _ in filling.values()}
         behind |= dict.fromkeys(operation.results, found)
     return [group for group in groups if len(group) > 1]
-
-
-def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Layout) -> Gather:
-    """The gather that brings a value to the layout that an operation reads, if one does."""
-    alone = not operation.bodies and schedule.gathered_anew(value, layout)
-    return Gather(value, layout, operation.index if alone else None)
 
 
 def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gather, _Kind]]:

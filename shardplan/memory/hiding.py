@@ -17,7 +17,7 @@ Below, two kernels of a layer run between one weight's gradient and the next.
 >>> x, mesh = jax.ShapeDtypeStruct((4096, 64, 64), "float32"), jax.sharding.AbstractMesh((2,), ("x",))
 >>> pins = {"0/*": jax.P(), "1": jax.P("x", None, None), "2": jax.P()}
 >>> plan = shardplan.plan(jax.grad(loss), mesh, weights, x, square, pins=pins)
->>> [late] = [[o.index for o in group] for group in combined_reductions(plan.schedule)]
+>>> [late] = reduced_together(plan.schedule)
 >>> order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))[0]
 >>> [order.index(index) > index for index in late]
 [True, False, False]
@@ -30,10 +30,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import combined_reductions, without_leading
+from shardplan.memory.combining import Gather, Reduced, gather_for, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view
-from shardplan.memory.gathering import Gather, combined_gathers, gather_for
+from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.merging import joining_later, merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing
@@ -41,13 +41,10 @@ from shardplan.memory.products import is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.times import kernel_microseconds
+from shardplan.memory.times import collective_microseconds, kernel_microseconds
 from shardplan.memory.turning import turn_operands
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
-
-_COLLECTIVE, _SENT = 33.0, 0.35e6
-"""Microseconds that it counts for a small collective of eight H100s, and the bytes that one moves per microsecond."""
 
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""
@@ -66,7 +63,7 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sendi
 
 def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: _Sending) -> list[int]:
     """The order of a region, with what runs in its operations' bodies; when its collectives run is added."""
-    merged, gathers = combined_reductions(schedule), combined_gathers(schedule)
+    merged, gathers = reduced_together(schedule), combined_gathers(schedule)
     for groups in ((merged, gathers), (without_leading(schedule, merged), gathers), (merged, []), ([], [])):
         graph = Graph(schedule, kernels, *groups, region)
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
@@ -119,7 +116,7 @@ class Graph:
         self,
         schedule: Schedule,
         kernels: Kernels,
-        combined: Sequence[Sequence[Operation]],
+        combined: Sequence[Sequence[Reduced]],
         gathers: Sequence[Sequence[Gather]],
         region: int = 0,
     ) -> None:
@@ -134,9 +131,9 @@ class Graph:
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}
+        self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
         self.gathers: dict[Gather, int] = {}
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
-        self._together = {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self.reads: dict[int, frozenset[int]] = {}
         self._sources: dict[int, frozenset[int]] = {}
         self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
@@ -162,7 +159,10 @@ class Graph:
                     self._brought |= dict.fromkeys(operation.results, brought)
             else:
                 self.reads[operation.index], self._moved_by[operation.index] = reads, brought
-        self._connect({o.index: number for number, group in enumerate(combined) for o in group})
+        together = {one: number for number, group in enumerate(combined) for one in group}
+        self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
+        self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
+        self._connect({one: number for one, number in together.items() if isinstance(one, int)})
 
     def _is_part(self, operation: Operation) -> bool:
         """Whether a library makes a result: together with the workspace, from which it is taken."""
@@ -290,7 +290,8 @@ class Graph:
                 if strategy is not None and any(step.kind != "slice" for step in steps):
                     left = layout_left(self.schedule.problem, operation, strategy, position)
                     size = bytes_in(self.schedule, result, left)
-                    end = self._collective(merged.get(index, ("result", result)), size, index)
+                    kind = next(step.kind for step in reversed(steps) if step.kind != "slice")
+                    end = self._collective(merged.get(index, ("result", result)), (kind, size), index)
                     self.needs[self.starts[end]].add(index)
                     self.values[self.starts[end]].add(result)
                     sent[result] = self.reduced[index] = end
@@ -359,20 +360,22 @@ class Graph:
         if gather not in self.gathers:
             key = self._together.get(gather, gather)
             place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            size = bytes_in(self.schedule, gather.value, gather.layout)
-            self.gathers[gather] = self._collective(key, size, place)
+            kind = self.schedule.route(gather.value, gather.layout).steps[-1].kind
+            whole = self.schedule.assignment.values[gather.value] if kind == "reduce-scatter" else gather.layout
+            self.gathers[gather] = self._collective(key, (kind, bytes_in(self.schedule, gather.value, whole)), place)
         return self.gathers[gather]
 
-    def _collective(self, key: object, size: float, place: int) -> int:
+    def _collective(self, key: object, sent: tuple[str, float], place: int) -> int:
         """The end of a collective, which is made where there is none yet, or grows."""
         if key not in self._ends:
             start = len(self.program.operations) + 2 * len(self._ends)
             self._ends[key] = start + 1
             self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
-            self.takes[start], self.takes[start + 1] = 0.0, _COLLECTIVE
+            self.takes[start] = 0.0
             self.values[start], self.values[start + 1] = set(), set()
         end = self._ends[key]
-        self.takes[end] += size / _SENT
+        self._sent[end] = self._sent.get(end, 0.0) + sent[1]
+        self.takes[end] = collective_microseconds(sent[0], self._sent[end])
         self.place[end - 1], self.place[end] = place + 0.3, place + 0.6
         return end
 

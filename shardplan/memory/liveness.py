@@ -18,6 +18,7 @@ from shardplan.control import Link
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import with_products_late
 from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
+from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import (
     POOLING_GRADIENT,
     neighbour_bytes,
@@ -28,7 +29,6 @@ from shardplan.memory.convolutions import (
 )
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
-from shardplan.memory.gathering import Gather
 from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.pipelining import gathered_until
 from shardplan.memory.products import is_multiplied, product_operands
