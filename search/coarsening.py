@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -134,6 +134,7 @@ def coarse_start(
     lifted = _lifted(relaxation.messages(), places)
     if not narrowing.proven and (parts.near or not narrowing.looked):
         parts.kept, parts.messages = kept_twins(small, places), lifted
+        parts.looked, parts.fitting = narrowing.looked, lambda found: _fitting(graph, relaxation, places, found, None)
         choices = parts.assignment(graph, solver.lower, choices)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
     if choices is not None and not closed and above != math.inf:
@@ -177,6 +178,10 @@ class _Parts:
     kept: Masks = field(default_factory=dict)
     near: list[Masks] = field(default_factory=list)
     messages: Messages = field(default_factory=dict)
+    looked: bool = False
+    """Whether the best assignment that is known is the best among the twins, or better."""
+    fitting: Callable[[dict[int, int]], Masks] = lambda _: {}
+    """Says which choices of the whole graph may be in something better than an assignment."""
     estimates: list[float] = field(default_factory=list)
     """Seconds that each search among them should have taken, the same on every machine."""
 
@@ -198,7 +203,8 @@ class _Parts:
             best = self._best(graph, lower, lifted, best)
             if best is not None and relative_gap(graph.cost(best), lower) <= self.gap:
                 return best
-        return self._best(graph, lower, self._found(graph, {}), best)
+        known = best if self.looked else self.among_twins(graph, self.kept)
+        return self._best(graph, lower, self._found_near(graph, {}, known, self.fitting), best)
 
     def _best(
         self, graph: Graph, lower: float, found: Iterable[dict[int, int]], best: dict[int, int] | None
@@ -213,14 +219,31 @@ class _Parts:
 
     def _found(self, graph: Graph, messages: Messages) -> Iterator[dict[int, int]]:
         """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
-        live = graph.live()
-        choices = self.among_twins(graph, {v: self.kept[v] for v in live} if self.kept else {})
+        choices = self.among_twins(graph, {v: self.kept[v] for v in graph.live()} if self.kept else {})
+        yield from self._found_near(graph, messages, choices)
+
+    def _found_near(
+        self,
+        graph: Graph,
+        messages: Messages,
+        choices: dict[int, int] | None,
+        fitting: Callable[[dict[int, int]], Masks] | None = None,
+    ) -> Iterator[dict[int, int]]:
+        """The best among the twins, then what is best among the next best choices besides.
+
+        fitting: says which choices may be in anything better, where all of them are searched afterwards. Near choices
+        are looked through only while they are fewer.
+        """
+        best = choices
         if choices is not None:
             yield choices
         for near in self.near:  # each from the twins: what is best of a few layers need not be of all
+            if fitting is not None and best is not None and _entries(graph, fitting(best)) < _entries(graph, near):
+                break
             with contextlib.suppress(Stop, Infeasible):
-                found = self._among_near(graph, {v: near[v] for v in live}, choices, messages)
+                found = self._among_near(graph, {v: near[v] for v in graph.live()}, choices, messages)
                 if found is not None:
+                    best = found
                     yield found
 
     def among_twins(self, graph: Graph, keep: Masks) -> dict[int, int] | None:
@@ -254,7 +277,7 @@ class _Parts:
         if part.entries() > _MOST_NEAR:
             return choices
         effort = replace(self.effort, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
-        solver = GraphSolver(part, math.inf, effort, _CLOSEST * self.gap if messages else 0.0, self.watch)
+        solver = GraphSolver(part, math.inf, effort, _CLOSEST * self.gap, self.watch)
         if messages:
             solver.messages = restricted_messages(messages, part.undo)
         else:
@@ -287,6 +310,12 @@ def _fitting(
         masks[v] = fits[relaxation.sweeper.offsets[place] : relaxation.sweeper.offsets[place + 1]][places[v]]
         masks[v][choices[v]] = True
     return masks
+
+
+def _entries(graph: Graph, masks: Masks) -> int:
+    """The table entries of a graph with only these choices of each variable."""
+    sizes = {v: int(np.count_nonzero(mask)) for v, mask in masks.items()}
+    return sum(sizes[v] * sizes[w] for v in sizes for w in graph.neighbours[v] if v < w)
 
 
 def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:

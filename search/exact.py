@@ -30,7 +30,7 @@ _SECONDS_PER_PART = 0.1
 _WORTH_IMPROVING = 0.01
 """The gap from which on it is tried though little of the work is left: what prices leave below, parts rarely change."""
 _PRUNABLE = 0.02
-_FAR = 0.02
+_FAR = 0.01
 """The gap of a start from which on restricted networks are looked at before the whole is searched."""
 _ANSWERING = 0.07
 """The share of the sweeps' work that each of them may take."""

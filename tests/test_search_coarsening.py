@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardplan.search import Network, coarsening, solve, testing
-from shardplan.search.coarsening import coarse, coarse_start
+from shardplan.search.coarsening import _Parts, coarse, coarse_start
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Relaxation
@@ -64,6 +64,18 @@ def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyP
                 assert graph.cost(start.choices) >= optimum - 1e-9
                 assert all(len(into) == graph.size(v) for (v, _), into in start.messages.items())
     assert found > 10
+
+
+def test_near_choices_are_looked_through_only_where_they_are_fewer_than_what_is_left() -> None:
+    net = testing.random_graph(np.random.default_rng(3), [(0, 1), (1, 2), (0, 2)], 4)
+    graph = Graph.of(net)
+    every = {v: np.ones(graph.size(v), dtype=bool) for v in graph.live()}
+    parts = _Parts(Effort(), 1e-9, Watch(lambda: None, lambda: 60.0), near=[every])
+    dear = max(({0: a, 1: b, 2: c} for a, b, c in np.ndindex(4, 4, 4)), key=graph.cost)
+    found = list(parts._found_near(graph, {}, dear))
+    assert found[0] == dear and graph.cost(found[1]) < graph.cost(dear)
+    left = {v: np.arange(graph.size(v)) == dear[v] for v in graph.live()}
+    assert list(parts._found_near(graph, {}, dear, lambda _: left)) == [dear]
 
 
 def test_twins_that_contradict_each_other_are_chosen_anew() -> None:
