@@ -143,3 +143,12 @@ def test_what_is_proven_within_the_limit_is_not_mixed_with_anything(monkeypatch)
     plan = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
     assert plan.gap < 1e-3
     assert not mixed
+
+
+def test_loops_over_generated_values_of_no_elements():
+    def step(x, y):
+        return jax.lax.scan(lambda carry, part: (jnp.tanh(carry @ x) + part.sum(), None), y @ x, jnp.ones((4, 0)))[0]
+
+    values = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    with pytest.raises(InfeasibleError):
+        shardplan.plan(step, MESH, *values, memory_limit=1.0)

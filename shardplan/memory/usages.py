@@ -203,7 +203,7 @@ class Usages:
         """What the program makes from nothing, while loops read it."""
         for place, operation in enumerate(self.lifetimes.order):
             for link, value in self.lifetimes.kept_around(operation):
-                if value in self.problem.generated:
+                if value in self.problem.generated and self.program.values[value].total_bytes:
                     slices = self.program.values[value].total_bytes / self.program.values[link.target].total_bytes
                     start, variable = self.lifetimes.start(operation), self.problem.variables.values[link.target]
                     until = self._spans.get((value, operation.index), Lifetime(start, place)).end
