@@ -9,11 +9,12 @@ import pytest
 import shardplan
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, gather_for, reduced_together
-from shardplan.memory.gathering import combined_gathers
+from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.times import collective_microseconds
+from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
 
 MESH = jax.sharding.AbstractMesh((2,), ("x",))
@@ -180,3 +181,23 @@ def test_collectives_take_longer_for_more_bytes_and_all_reduces_longest():
     small, large = ({kind: collective_microseconds(kind, size) for kind in KINDS} for size in (1e3, 1e7))
     assert all(small[kind] < large[kind] for kind in KINDS) and max(large, key=large.get) == "all-reduce"
     assert collective_microseconds("all-reduce", 4) < 1  # of a loss: nothing waits for it
+
+
+@pytest.mark.parametrize(("dimension", "copied"), [(1, True), (0, False)])
+def test_what_is_gathered_at_the_end_is_copied_unless_its_first_dimension_is_gathered(dimension, copied):
+    def step(weights, gradients):
+        return [weights[0] - jnp.sum(jnp.tanh(gradients), 0)], jnp.sum(gradients)
+
+    weights, gradients = [_square(512)], jax.ShapeDtypeStruct((8, 512, 512), jnp.float32)
+    split = jax.P(None, "x", None) if dimension == 0 else jax.P(None, None, "x")
+    plan = shardplan.plan(step, MESH, weights, gradients, pins={"0/*": jax.P(), "1": split}, donate_argnums=0)
+    schedule = plan.schedule
+    assert gathered_at_the_end(schedule) == {0: copied}
+    lifetimes = Lifetimes(schedule.problem, range(len(plan.program.operations)))
+    last = [h for h in memory_held(lifetimes, schedule, frozenset({0})) if h.lifetime.start == lifetimes.end]
+    assert [h.size for h in last] == [4 * 512 * 512] * copied
+    # the network that a search within a limit solves counts it too
+    usages = Usages(lifetimes, schedule.problem, frozenset({0}))
+    usages.follow(schedule)
+    counted = [pair for pair in usages._leaving_copies() if pair.amounts.any()]
+    assert [pair.amounts.max() for pair in counted] == [4 * 512 * 512] * copied

@@ -82,3 +82,17 @@ def last_gathered(schedule: Schedule, value: int, layout: Layout) -> tuple[tuple
     shape = schedule.program.values[value].shape
     gathered = [old != new for old, new, size in zip(before, layout, shape, strict=True) if size > 1]
     return route.steps[-1].axes, gathered.index(True)
+
+
+def gathered_at_the_end(schedule: Schedule) -> dict[int, bool]:
+    """The outputs that leave in another layout than they are computed in, by a gather, by their numbers: one after
+    another at the end. A gather leaves the dimension that it gathers first, so that what leaves is a copy of its
+    result, unless that dimension is the first one: True where it is."""
+    found = dict[int, bool]()
+    for number, output in enumerate(schedule.program.outputs):
+        layout = schedule.layout_of_output(number)
+        if isinstance(output, int) and schedule.assignment.values.get(output, layout) != layout:
+            gathered = last_gathered(schedule, output, layout)
+            if gathered is not None:
+                found[number] = gathered[1] > 0
+    return found

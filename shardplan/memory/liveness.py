@@ -29,6 +29,7 @@ from shardplan.memory.convolutions import (
 )
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
+from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.pipelining import gathered_until
 from shardplan.memory.products import is_multiplied, product_operands
@@ -304,6 +305,7 @@ def memory_held(
             yield hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
         elif isinstance(output, int) and output in lifetimes.beside:
             yield hold(output, schedule.assignment.values[output], lifetimes.held[output].start, lifetimes.end)
+    yield from _gathered_at_the_end(lifetimes, schedule)
     together, twice = gathered_from(lifetimes, schedule, sending), gathered_until(lifetimes, schedule)
     for value in schedule.assignment.copies:
         copy = schedule.copy(value)
@@ -328,6 +330,20 @@ def memory_held(
     yield from _convolution_copies(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes.fillings, lifetimes.place, lifetimes.fused):
         yield Held(None, layout, size, Lifetime(first, last))
+
+
+def _gathered_at_the_end(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What leaves in another layout than it is computed in, see `gathered_at_the_end`: in that one until it is
+    gathered, and the largest result of a gather that is copied."""
+    sizes = []
+    for number, copied in gathered_at_the_end(schedule).items():
+        output, layout = schedule.program.outputs[number], schedule.layout_of_output(number)
+        if isinstance(output, int) and output in lifetimes.held:
+            own = schedule.assignment.values[output]
+            yield Held(output, own, bytes_in(schedule, output, own), lifetimes.held[output])
+            sizes += [bytes_in(schedule, output, layout)] * copied
+    if sizes:
+        yield Held(None, (), max(sizes), Lifetime(lifetimes.end, lifetimes.end))
 
 
 def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout], sending: Sending) -> Iterator[Held]:

@@ -10,6 +10,7 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 | what a library works in, the places that a pooling's gradient looks for | the operation |
 | the transposed copies of operands that products read, images spread with zeros | the first operation that reads them |
 | the copies of images with rows of neighbours | the convolution |
+| what is gathered at the end and then copied | the output and the input that it replaces |
 
 A limit is short of memory at few places of the order. So a search is held to it there alone, and where what it finds
 exceeds the limit elsewhere, that place is added: everything that is not alive at one of them has no usage, and is
@@ -32,10 +33,11 @@ from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
+from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.liveness import Lifetime, Lifetimes
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import gathered_until
-from shardplan.memory.sizes import layout_left
+from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -84,6 +86,7 @@ class Usages:
         self._reduced: dict[int, int] = {}
         self._begun: dict[int, int] = {}
         self._twice: dict[int, int] = {}
+        self._last = frozenset[tuple[int, int]]()
         self._spans: dict[tuple[int, int], Lifetime] = {}
         self._inputs = {*self.program.inputs, *self.program.captured}
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
@@ -99,7 +102,7 @@ class Usages:
         moments = np.array(sorted(places))
         counted = self._counted_values(limit)
         used = [*self._held_values(counted), *self._working(), *self._product_copies(), *self._generated()]
-        pairs = [*self._of_copies(counted), *self._reordered(), *self._brought(moments)]
+        pairs = [*self._of_copies(counted), *self._reordered(), *self._brought(moments), *self._leaving_copies()]
         network = with_pairs(
             self.problem.network,
             [
@@ -122,15 +125,35 @@ class Usages:
     def follow(self, schedule: Schedule) -> bool:
         """Lets results of products that XLA merges, partial results that it reduces together and what is brought to
         other layouts live as long as with this schedule; True where that is another."""
-        before = self._lifetimes, self._reduced, self._begun, self._twice, self._spans
+        before = self._lifetimes, self._reduced, self._begun, {**self._twice}, self._spans, self._last
         self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
         self._reduced = reduced_at(self.lifetimes, schedule)
         together = gathered_from(self.lifetimes, schedule, Sending())
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
         spans = brought_spans(self.lifetimes, schedule, together).items()
         self._spans = {(gather.value, index): Lifetime(*span) for gather, (index, *span) in spans if span[0] < span[1]}
-        self._twice = gathered_until(self.lifetimes, schedule)
-        return before != (self._lifetimes, self._reduced, self._begun, self._twice, self._spans)
+        self._twice |= gathered_until(self.lifetimes, schedule)  # else schedules with and without them alternate
+        self._last |= self._largest_copied(schedule)
+        return before != (self._lifetimes, self._reduced, self._begun, self._twice, self._spans, self._last)
+
+    def _largest_copied(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
+        """The output of which the largest result of a gather at the end is copied, and the input that it replaces."""
+        sizes = dict[float, tuple[int, int]]()
+        for number, copied in gathered_at_the_end(schedule).items():
+            output, position = self.program.outputs[number], self.program.ties.get(number)
+            if copied and position is not None and isinstance(output, int):
+                pair = output, self.program.inputs[position]
+                sizes.setdefault(bytes_in(schedule, output, schedule.layout_of_output(number)), pair)
+        return frozenset({sizes[max(sizes)]} if sizes else ())
+
+    def _leaving_copies(self) -> Iterator[PairUsage]:
+        """Results of gathers at the end, of outputs of which one was the largest: where what is split of them is not
+        the first dimension."""
+        for output, state in sorted(self._last):
+            leaving, sizes = self._layouts(state), self._sizes(state)
+            gathered = [[_splits_behind(own, layout) for layout in leaving] for own in self._layouts(output)]
+            ends = self.problem.variables.values[output], self.problem.variables.values[state]
+            yield PairUsage(*ends, np.where(gathered, sizes[None, :], 0.0), self.lifetimes.end, self.lifetimes.end + 1)
 
     def _counted_values(self, limit: float) -> frozenset[int]:
         """All values but the smallest."""
@@ -299,6 +322,12 @@ class Usages:
 
     def _layouts(self, value: int) -> tuple[Layout, ...]:
         return self.problem.domain(value).layouts
+
+
+def _splits_behind(own: Layout, layout: Layout) -> bool:
+    """Whether a layout splits another dimension than the first over more axes than the other one does."""
+    alike = len(own) == len(layout)  # partial sums have a dimension besides, and are reduced
+    return alike and any(len(old) > len(new) for old, new in zip(own[1:], layout[1:], strict=True))
 
 
 def _within(moments: NDArray[np.int64], usage: Usage | PairUsage) -> tuple[int, int]:
