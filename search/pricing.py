@@ -73,8 +73,8 @@ _SHARE_OF_CUT = 0.1
 _SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
 """What copying and reducing take, about, and what pruning and decoding take per variable that is left then."""
 _TIMES_TO_IMPROVE, _LEAST_WORK = 1.3, 0.1
-"""What is hardly worth proving gets so many times the work until it was mixed, and such work at least, in seconds, in
-which the smallest graphs are proven."""
+"""What is hardly worth proving gets so many times the work until it was found, and such work at least, in seconds, in
+which small graphs are proven."""
 _WORTH_PRUNING = 0.9
 _RECOMBINATIONS, _BASES = 4, 2
 _RECOMBINING = 0.01
@@ -100,7 +100,7 @@ class Pricing:
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
         self.near = 0.0
-        """What costs at most so many times the bound when it is mixed is hardly worth proving any further."""
+        """What costs at most so many times the bound is hardly worth proving any further."""
         self.until = math.inf
         """The estimate at which the search should end."""
         self._loose = self._brief = False
@@ -164,10 +164,9 @@ class Pricing:
                 continue
             if self._turned and not self.solver.closed and (not self._recombined[0] or (far and not again)):
                 again = self._recombined[0] > 0
-                upper = self.solver.upper
                 self.recombine()
-                if self.solver.upper < min(upper, self.near * max(known, self.bound)):
-                    self.until = min(seconds, max(_TIMES_TO_IMPROVE * self.estimate, _LEAST_WORK))
+            if self.solver.upper < self.near * max(known, self.bound):
+                self.until = min(self.until, max(_TIMES_TO_IMPROVE * self.estimate, _LEAST_WORK))
             if self.solver.closed or self.estimate > self.until:
                 break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())

@@ -16,13 +16,11 @@ from shardplan.search import Hint, Network, Solution, extended
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
 # a limit: of the search, and of what comes before it, so many seconds per operation; but not less than the least
-# patience, in seconds too. Work is counted, not timed, so that the same program gets the same plan on every machine. Of
-# that, what a search finds is counted afterwards: so often, about.
+# patience, in seconds too. Work is counted, not timed, so that the same program gets the same plan on every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 2.3
 SECONDS_PER_OPERATION = 2.2e-4
 LEAST_PATIENCE = 0.2
 _LEAST_SHARE = 0.3
-_COUNTS_PER_SEARCH = 2
 _SECONDS_PER_VARIABLE = 1.3e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 LEAST_SECONDS = 2.5
@@ -192,8 +190,8 @@ class Corrections:
         network = self.network(self.search.limit_bytes, self.places)
         known = [extended(network, choices) for choices in self.known]
         network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
-        counts = _COUNTS_PER_SEARCH * SECONDS_PER_OWN * len(self.problem.program.operations)
-        work = max(self.patience - self.work - counts, _LEAST_SHARE * self.patience)
+        count = SECONDS_PER_OWN * len(self.problem.program.operations)
+        work = max(self.patience - self.work - count, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
             solution = find(self.problem, network, self.search, left, work, self._serves)

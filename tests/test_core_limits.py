@@ -9,6 +9,7 @@ import pytest
 import shardplan
 from shardplan import InfeasibleError, correcting, finding
 from shardplan.correcting import Corrections
+from shardplan.search.pricing import Pricing
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -152,3 +153,23 @@ def test_loops_over_generated_values_of_no_elements():
     values = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
     with pytest.raises(InfeasibleError):
         shardplan.plan(step, MESH, *values, memory_limit=1.0)
+
+
+def test_what_is_nearly_the_best_by_the_bound_gets_little_more_work(monkeypatch):
+    """Whether prices or a mixture found it."""
+    spent = []
+    raised = Pricing.raise_bound
+
+    def watched(pricing, seconds):
+        pricing.near = 10.0
+        try:
+            raised(pricing, seconds)
+        finally:  # a search may end on the way
+            spent.append((pricing.until, seconds, pricing.solver.upper))
+
+    monkeypatch.setattr(Pricing, "raise_bound", watched)
+    step, state, batch = _training(1024, 6, 1024)
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.7 * free.peak_bytes)
+    assert any(upper < float("inf") for *_, upper in spent)
+    assert all(until < seconds for until, seconds, upper in spent if upper < float("inf"))
