@@ -64,7 +64,7 @@ class GraphSolver:
         """Of the graph as it is, for the next relaxation to start from."""
         self.prunes = True
         """Whether `sweep_until_prunable` ends where much can be pruned."""
-        self.patience = 3
+        self.patience = 2
         """After so many turns that hardly raise the bound, messages count as stalled."""
         self.stalled = False
         """Whether the messages have stopped to help."""

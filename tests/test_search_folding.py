@@ -340,6 +340,18 @@ def test_momentum_takes_a_few_sweeps_for_what_plain_ones_take_many() -> None:
     assert quick < 0.3 * plain
 
 
+def test_messages_that_stay_where_they_are_stall_soon() -> None:
+    """Momentum has brought them there: three variables in a ring, each of which differs from the next."""
+    net = Network()
+    ring = [net.add_variable(np.zeros(2)) for _ in range(3)]
+    for u, v in zip(ring, ring[1:] + ring[:1], strict=True):
+        net.add_edge(u, v, np.eye(2))
+    solver = GraphSolver(Graph.of(net), math.inf, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))
+    solver.prunes = False
+    solver.sweep_until_prunable()
+    assert solver.stalled and not solver.closed and solver.sweeps == 80
+
+
 def test_a_sweep_that_lowers_the_bound_is_taken_back() -> None:
     taken_back = 0
     for seed in range(5):
