@@ -173,3 +173,19 @@ def test_a_kernel_waits_for_all_that_is_gathered_of_one_value():
     graph = Graph(schedule, kernels_of(schedule.problem), [], [])
     assert len(graph.starts) == 2
     assert any(graph.starts.keys() <= needs for needs in graph.needs.values())
+
+
+def test_zeros_for_several_scatters_are_made_where_their_kernel_fills_a_wait():
+    def step(table, ids, others, x, w):
+        gradients = jax.grad(lambda table: jnp.sum(jnp.sin(table[ids] * table[others])))(table)
+        return gradients, x @ w
+
+    shapes = (4096, 64), (4096, 64), (64, 64)
+    table, x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    ids = [jax.ShapeDtypeStruct((16,), "int32")] * 2
+    plan = shardplan.plan(step, 1, table, *ids, x, w)
+    order, sending = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+    first, second = (o.index for o in plan.program.operations if o.primitive.name == "scatter-add")
+    assert sending.filling.keys() == {first, second}
+    assert len({*sending.filling.values()}) == 1
+    assert order.index(sending.filling[first]) < min(order.index(first), order.index(second))

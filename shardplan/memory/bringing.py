@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Sending:
     """When collectives run that others run beside: per value that is brought to another layout, the operation before
-    which that ``begins``, and per operation whose results are, the one behind which that ``ends``."""
+    which that ``begins``, and per operation whose results are, the one behind which that ``ends``. And per scatter into
+    zeros of which a kernel makes nothing else, the operation before which it is ``filling`` these."""
 
-    begins: Mapping[Gather, int] = field(default_factory=dict)
-    ends: Mapping[int, int] = field(default_factory=dict)
+    begins: dict[Gather, int] = field(default_factory=dict)
+    ends: dict[int, int] = field(default_factory=dict)
+    filling: dict[int, int] = field(default_factory=dict)
 
 
 def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:

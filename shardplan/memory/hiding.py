@@ -19,7 +19,7 @@ Below, two kernels of a layer run between one weight's gradient and the next.
 >>> plan = shardplan.plan(jax.grad(loss), mesh, weights, x, square, pins=pins)
 >>> [late] = reduced_together(plan.schedule)
 >>> order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))[0]
->>> [order.index(index) > index for index in late]
+>>> [order.index(index) > index for index in sorted(late)]
 [True, False, False]
 """
 
@@ -43,25 +43,22 @@ from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import collective_microseconds, kernel_microseconds
 from shardplan.memory.turning import turn_operands
+from shardplan.memory.zeros import fill_apart
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""
 
-_Sending = tuple[dict[Gather, int], dict[int, int]]
-"""A `Sending` in the making."""
-
 
 def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sending]:
     """The indices of all operations in the order in which they run, a loop's body before the loop, and when collectives
     run beside them. Each body is put in order by itself."""
-    begins, ends = dict[Gather, int](), dict[int, int]()
-    order = _order_in(schedule, kernels, 0, (begins, ends))
-    return order, Sending(begins, ends)
+    sending = Sending()
+    return _order_in(schedule, kernels, 0, sending), sending
 
 
-def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: _Sending) -> list[int]:
+def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sending) -> list[int]:
     """The order of a region, with what runs in its operations' bodies; when its collectives run is added."""
     merged, gathers = reduced_together(schedule), combined_gathers(schedule)
     for groups in ((merged, gathers), (without_leading(schedule, merged), gathers), (merged, []), ([], [])):
@@ -69,6 +66,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: _Sendi
         if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
             break
     turn_operands(graph, kernels)
+    fill_apart(graph, kernels.fused)
     graph.join(kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
@@ -84,16 +82,14 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: _Sendi
     for wanted in (*nodes, *schedule.program.regions[region].operations):
         for operation in operands_first(schedule.program, wanted, done):
             order += [*bodies[operation.index], operation.index]
-    begins, ends = _sending(graph, placed)
-    sending[0].update(begins)
-    sending[1].update(ends)
+    _add_sending(sending, graph, placed)
     return order
 
 
-def _sending(graph: Graph, placed: Sequence[int]) -> _Sending:
-    """When collectives run beside kernels. What a gather brings waits where others end before it is read: that is not
-    counted, since how many wait for one another depends on the times of all; so it begins by as many kernels before its
-    first reader as run beside it."""
+def _add_sending(sending: Sending, graph: Graph, placed: Sequence[int]) -> None:
+    """Adds when collectives run beside kernels, and kernels that end no operation. What a gather brings waits where
+    others end before it is read: that is not counted, since how many wait for one another depends on the times of all;
+    so it begins by as many kernels before its first reader as run beside it."""
     ran: list[int] = []
     after: dict[int, int] = {}  # per node, how many kernels run before it
     read: dict[int, int] = {}  # per end, how many do before its first reader
@@ -104,8 +100,11 @@ def _sending(graph: Graph, placed: Sequence[int]) -> _Sending:
         if node < len(graph.program.operations):
             ran.append(node)
     beside = {end: after[end] - after[start] for end, start in graph.starts.items()}
-    begins = {gather: ran[read[end] - beside[end]] for gather, end in graph.gathers.items() if end in read}
-    return begins, {index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()}
+    sending.begins.update(
+        {gather: ran[read[end] - beside[end]] for gather, end in graph.gathers.items() if end in read}
+    )
+    sending.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
+    sending.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
 
 
 class Graph:
@@ -128,6 +127,7 @@ class Graph:
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
+        self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}
@@ -322,6 +322,8 @@ class Graph:
 
     def maker(self, value: int) -> int | None:
         """The kernel of the region that makes a value, if one does."""
+        if value >= len(self.program.values):  # what a scatter writes into
+            return self.filling[value - len(self.program.values)]
         maker = self.makers.get(value)
         return maker.index if maker is not None and maker.index in self.reads else None
 

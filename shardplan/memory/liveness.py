@@ -39,7 +39,7 @@ from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_elemen
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
-from shardplan.memory.zeros import filled_before, fillings_of
+from shardplan.memory.zeros import filled_before
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -115,7 +115,6 @@ class Lifetimes:
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
-        self.fillings = fillings_of(problem, self.order)
         self.beside = self._made_beside_arguments()
 
     def _hold_slices(self, readers: _Readers, same: Mapping[int, int], last_read: dict[int, int]) -> None:
@@ -328,7 +327,7 @@ def memory_held(
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)
-    for layout, size, first, last in filled_before(schedule, lifetimes.fillings, lifetimes.place, lifetimes.fused):
+    for layout, size, first, last in filled_before(schedule, lifetimes.place, lifetimes.fused, sending.filling):
         yield Held(None, layout, size, Lifetime(first, last))
 
 

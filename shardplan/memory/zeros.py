@@ -2,7 +2,8 @@
 
 A scatter into zeros needs them in memory. Equal zeros are one value to XLA:GPU, which each scatter but writes into a
 copy of its own; and one kernel, that of the first operation that computes with such zeros, makes all of these. So the
-gradients of a table that was read twice exist from the first scatter on. Rectifiers compare with zeros as well: where
+gradients of a table that was read twice exist from the first scatter on, or from where the kernel stands in the order
+of `shardplan.memory.hiding`, which puts it where it fills a wait. Rectifiers compare with zeros as well: where
 one has the size of what is scatters into later, the zeros for the backward pass are made in the forward pass, one more
 than there are scatters, which the gradients of rectifiers read.
 
@@ -11,43 +12,49 @@ than there are scatters, which the gradients of rectifiers read.
 ...     return jnp.sum(jax.nn.relu(table)[ids] * jax.nn.relu(table)[others])
 >>> table, ids = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((16,), "int32")
 >>> problem = shardplan.plan(jax.grad(step), 1, table, ids, ids).schedule.problem
->>> [filling] = fillings_of(problem, problem.program.operations)
+>>> [filling] = fillings_of(problem)
 >>> [[operation.primitive.name for operation in part] for part in (filling.scatters, filling.readers)]
 [['scatter-add', 'scatter-add'], ['max', 'gt', 'max', 'gt', 'select_n', 'select_n']]
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardplan.layout import Layout
 from shardplan.memory.fusion import is_scatter
 from shardplan.memory.sizes import layout_left
+from shardplan.memory.times import BYTES_MOVED
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 
+if TYPE_CHECKING:
+    from shardplan.memory.hiding import Graph
+
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """Operations that use tensors of one shape filled with one number, in the order in which they run: scatters that
-    write into them, and kernels that read them (``readers``)."""
+    """Operations that use tensors of one shape filled with one number: scatters that write into them, and kernels that
+    read them (``readers``)."""
 
     scatters: list[Operation] = field(default_factory=list)
     readers: list[Operation] = field(default_factory=list)
 
 
-def fillings_of(problem: Problem, order: Iterable[Operation]) -> list[Filling]:
-    """What several operations use, a scatter among them, of operations in the ``order`` in which they run."""
+@once
+def fillings_of(problem: Problem) -> list[Filling]:
+    """What several operations use, a scatter among them, in the order of the program."""
     numbers: dict[int, Any] = {}
     for operation in problem.program.operations:
         if operation.primitive.name == "broadcast_in_dim" and isinstance(operation.operands[0], Constant):
             numbers[operation.results[0]] = operation.operands[0].value
     values, found = problem.program.values, dict[tuple[object, ...], Filling]()
     filled = {values[v].shape for o in problem.program.operations if (v := _filled_by(problem, o, numbers)) is not None}
-    for operation in order if filled else ():
+    for operation in problem.program.operations if filled else ():
         scatters = is_scatter(problem.program, operation)
         if not operation.results or values[operation.results[0]].shape not in filled:
             continue
@@ -82,32 +89,57 @@ def _filled_by(problem: Problem, operation: Operation, numbers: Container[int]) 
     return into if isinstance(into, int) and into in numbers else None
 
 
-def filled_before(
-    schedule: Schedule, fillings: Iterable[Filling], place: Mapping[int, int], fused: Collection[int]
-) -> Iterator[tuple[Layout, float, int, int]]:
-    """The layouts and bytes of fillings, each with the places of the order from which to which they are in memory: up
-    to the scatter whose result takes their place, or to the last kernel that reads them.
+def fill_apart(graph: Graph, fused: Collection[int]) -> None:
+    """Adds a kernel to a graph for all scatters into equal zeros that no other kernel reads. Of its several results,
+    numbered after all values, each scatter writes into one."""
+    schedule = graph.schedule
+    for filling in fillings_of(schedule.problem):
+        for (_, degree), (scatters, readers) in _alike(schedule, filling, fused).items():
+            here = [index for index in scatters if index in graph.reads]
+            if len(here) > 1 and not readers:
+                moved = len(here) * schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
+                node = graph.add(here[0] - 0.5, set(), set(), moved / BYTES_MOVED)
+                graph.parts.add(node)
+                for index in here:
+                    graph.filling[index] = node
+                    graph.needs[index].add(node)
+                    graph.values[index].add(len(schedule.program.values) + index)
+
+
+def _alike(
+    schedule: Schedule, filling: Filling, fused: Collection[int]
+) -> dict[tuple[Layout, float], tuple[list[int], list[int]]]:
+    """The scatters and the readers of a filling, by their indices, per layout and number of parts.
 
     What is added to something is scattered into that instead (such scatters are ``fused``), but where the sum of all
     devices' parts comes in between.
     """
     problem = schedule.problem
-    for filling in fillings:
-        alike: dict[tuple[Layout, float], tuple[list[int], list[int]]] = {}
-        for kind, operations in enumerate((filling.scatters, filling.readers)):
-            for operation in operations:
-                strategy = schedule.assignment.strategies.get(operation.index)
-                if strategy is None:
-                    continue
-                merged = not kind and operation.index in fused and not schedule.result_steps(operation, 0)
-                if not merged:
-                    layout, domain = layout_left(problem, operation, strategy, 0), problem.domain(operation.results[0])
-                    degree = float(domain.degrees[domain.position[layout]])
-                    alike.setdefault((layout, degree), ([], []))[kind].append(place[operation.index])
-        whole = problem.program.values[filling.scatters[0].results[0]].total_bytes
-        for (layout, degree), (scatters, readers) in alike.items():
-            first = min(scatters + readers)
+    alike: dict[tuple[Layout, float], tuple[list[int], list[int]]] = {}
+    for kind, operations in enumerate((filling.scatters, filling.readers)):
+        for operation in operations:
+            strategy = schedule.assignment.strategies.get(operation.index)
+            if strategy is None:
+                continue
+            merged = not kind and operation.index in fused and not schedule.result_steps(operation, 0)
+            if not merged:
+                layout, domain = layout_left(problem, operation, strategy, 0), problem.domain(operation.results[0])
+                degree = float(domain.degrees[domain.position[layout]])
+                alike.setdefault((layout, degree), ([], []))[kind].append(operation.index)
+    return alike
+
+
+def filled_before(
+    schedule: Schedule, place: Mapping[int, int], fused: Collection[int], begins: Mapping[int, int]
+) -> Iterator[tuple[Layout, float, int, int]]:
+    """The layouts and bytes of fillings, each with the places of the order from which to which they are in memory: up
+    to the scatter whose result takes their place, or to the last kernel that reads them. Where a kernel makes nothing
+    else, it runs before the operation at which the filling of a scatter ``begins``."""
+    for filling in fillings_of(schedule.problem):
+        whole = schedule.program.values[filling.scatters[0].results[0]].total_bytes
+        for (layout, degree), (scatters, readers) in _alike(schedule, filling, fused).items():
+            first = min(place[begins.get(index, index)] for index in scatters + readers)
             for last in scatters:
-                yield layout, whole / degree, first, last - 1
+                yield layout, whole / degree, first, place[last] - 1
             if scatters and readers:
-                yield layout, whole / degree, first, max(readers)
+                yield layout, whole / degree, first, max(place[index] for index in readers)
