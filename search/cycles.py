@@ -6,7 +6,8 @@ hardly one split of all three suits all. Messages see edges, so they take what h
 cost. With many layers, that is most of what they leave open.
 
 A cycle contradicts itself by the least over its assignments of the most that any of their pairs raises the bound: no
-assignment of the graph can do without. That is found in a few small products of matrices per cycle.
+assignment of the graph can do without. Most cycles do not: that is seen in products of the few choices of each variable
+whose pairs hardly raise the bound, and only the others are measured.
 
 Where a cycle does, it is opened at its variable of fewest choices: that one's choice becomes part of the choices of all
 others, and neighbours have to agree on it. What was a cycle is then a path, along which messages are exact.
@@ -30,6 +31,7 @@ others, and neighbours have to agree on it. What was a cycle is then a path, alo
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,14 +50,14 @@ Index = NDArray[np.intp]
 Cycle = list[int]
 Rises = dict[tuple[int, int], Array]
 Fitting = dict[tuple[int, int], NDArray[np.float32]]
-"""Per edge, 1 for pairs that hardly raise the bound and 0 for others."""
+"""Per edge, 1 for pairs that hardly raise the bound and 0 for others, of the choices that are in such pairs."""
 _LONGEST = 8
 """Edges of a cycle."""
 _MOST = 20_000
 """Cycles that are looked at."""
 _LARGEST, _MOST_ENTRIES = 2e7, 2e9
-"""Table entries that are read to see by how much a cycle contradicts itself, each once per choice it is opened at: of
-one cycle, and of all."""
+"""Table entries that are read to measure by how much a cycle contradicts itself, each once per choice it is opened at:
+of one cycle, and of all."""
 _SECONDS_PER_CYCLE, _SECONDS_PER_ENTRY = 3e-5, 1e-9
 """What looking at a cycle takes, about, and reading such an entry."""
 _NOTHING = 1e-4
@@ -113,23 +115,41 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
 def _contradicting(graph: Graph, rises: Rises, least: float) -> tuple[list[tuple[float, Cycle]], float]:
     """Cycles whose pairs do not all raise the bound by up to `least`, those that raise it most first, with by how much;
     and the seconds that looking for them should have taken."""
-    fitting: Fitting = {edge: (rise <= least).astype(np.float32) for edge, rise in rises.items()}
+    fitting = _fitting(graph, rises, least)
     found: list[tuple[float, Cycle]] = []
     count = entries = 0
     for cycle in itertools.islice(_cycles(graph), _MOST):
         edges = _edges(cycle)
-        own = graph.size(cycle[0]) * sum(rises[edge].size for edge in edges)
         count += 1
+        if _fits(fitting, edges):
+            continue
+        own = graph.size(cycle[0]) * sum(rises[edge].size for edge in edges)
         if own > _LARGEST:
             continue
         entries += own
         if entries > _MOST_ENTRIES:
             break
-        by = _contradiction(rises, fitting, edges)
+        by = _contradiction(rises, edges)
         if by > 0:
             found.append((by, cycle))
     found.sort(key=lambda pair: (-pair[0], pair[1]))
     return found, count * _SECONDS_PER_CYCLE + entries * _SECONDS_PER_ENTRY
+
+
+def _fitting(graph: Graph, rises: Rises, least: float) -> Fitting:
+    """The pairs that raise the bound by up to `least`. A cycle has two edges at each variable, so it takes none of the
+    choices that have such a pair at fewer: few are left, of many."""
+    pairs = {(v, w): rise <= least for (v, w), rise in rises.items() if v < w}
+    edges = {v: np.zeros(graph.size(v), dtype=np.intp) for v in graph.live()}
+    for (v, w), fits in pairs.items():
+        edges[v] += fits.any(axis=1)
+        edges[w] += fits.any(axis=0)
+    left = {v: np.flatnonzero(count > 1) for v, count in edges.items()}
+    fitting: Fitting = {}
+    for (v, w), fits in pairs.items():
+        fitting[v, w] = fits[left[v][:, None], left[w]].astype(np.float32)
+        fitting[w, v] = fitting[v, w].T
+    return fitting
 
 
 def _cycles(graph: Graph) -> Iterator[Cycle]:
@@ -166,21 +186,33 @@ def _edges(cycle: Cycle) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*cycle, cycle[0]]))
 
 
-def _contradiction(rises: Rises, fitting: Fitting, edges: list[tuple[int, int]]) -> float:
-    """By how much the bound rises at least whatever the variables of a cycle take; 0 where they fit all the way."""
+def _fits(fitting: Fitting, edges: list[tuple[int, int]]) -> bool:
+    """Whether choices of a cycle's variables fit each other all the way round."""
     fits = fitting[edges[0]]
     for edge in edges[1:-1]:
         fits = np.minimum(fits @ fitting[edge], np.float32(1.0))
-    if (fits * fitting[edges[-1]].T).any():
-        return 0.0
-    return float(min(_along(rises, edges, k)[-1][k] for k in range(len(fits))))
+    return bool((fits * fitting[edges[-1]].T).any())
 
 
-def _along(rises: Rises, edges: list[tuple[int, int]], choice: int) -> list[Array]:
-    """Per edge of a path from a choice on, and choice of its far end, the least rise of the pairs on the way there."""
+def _contradiction(rises: Rises, edges: list[tuple[int, int]]) -> float:
+    """By how much the bound rises at least whatever the variables of a cycle take."""
+    found = math.inf
+    for choice in np.argsort(rises[edges[0]].min(axis=1), kind="stable").tolist():
+        reached = rises[edges[0]][choice]
+        for edge in edges[1:]:
+            low = np.flatnonzero(reached < found)  # others come out no lower
+            reached = np.maximum(reached[low, None], rises[edge][low]).min(axis=0, initial=np.inf)
+        found = min(found, float(reached[choice]))
+    return found
+
+
+def _along(rises: Rises, edges: list[tuple[int, int]], choice: int, most: float) -> list[Array]:
+    """Per edge of a path from a choice on, and choice of its far end, the least rise of the pairs on the way there; or
+    infinity, where it is above `most`."""
     reached = [rises[edges[0]][choice]]
     for edge in edges[1:]:
-        reached.append(np.maximum(reached[-1][:, None], rises[edge]).min(axis=0))
+        low = np.flatnonzero(reached[-1] <= most)
+        reached.append(np.maximum(reached[-1][low, None], rises[edge][low]).min(axis=0, initial=np.inf))
     return reached
 
 
@@ -188,7 +220,7 @@ def _pairs(graph: Graph, rises: Rises, cycle: Cycle, allowed: float) -> list[tup
     """Per variable but the first: the choices of the first one and of its own that may go together in a better one."""
     there, back = _edges(cycle), _edges([cycle[0], *cycle[:0:-1]])
     hint = graph.hint
-    ways = [(_along(rises, there, k), _along(rises, back, k)) for k in range(graph.size(cycle[0]))]
+    ways = [[_along(rises, edges, k, allowed) for edges in (there, back)] for k in range(graph.size(cycle[0]))]
     pairs = []
     for i, u in enumerate(cycle[1:]):
         fits = np.stack([np.maximum(ahead[i], behind[-2 - i]) <= allowed for ahead, behind in ways])

@@ -142,6 +142,24 @@ def test_looking_for_cycles_takes_counted_work(monkeypatch: pytest.MonkeyPatch) 
     assert least.cycles == 0 and least.seconds <= known.seconds
 
 
+def test_cycles_that_fit_take_none_of_the_work_of_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many choices few fit: cycles of these are told apart from the one that contradicts itself without reading
+    all pairs."""
+    net, size, fitting = Network(), 20, 3
+    for _ in range(24):
+        net.add_variable(np.zeros(size))
+    rows = np.arange(size)
+    for cycle in range(6):
+        for place in range(4):
+            v, w = 4 * cycle + place, 4 * cycle + (place + 1) % 4
+            turned = int(cycle == 5 and place == 3)
+            fits = (rows[:, None] == (rows[None, :] + turned) % fitting) & (rows < fitting)
+            net.add_edge(v, w, np.where(fits, 0.0, 1.0))
+    graph = Graph.of(net)
+    monkeypatch.setattr(cycles, "_MOST_ENTRIES", 4 * size**3)  # of one
+    assert cycles.open_cycles(graph, Relaxation(graph), 2.0, 10**6).cycles == 1
+
+
 def _before_opening() -> tuple[Graph, Relaxation, float, int]:
     net, rows = Network(), np.arange(3)
     for _ in range(4):
