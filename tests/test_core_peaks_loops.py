@@ -203,7 +203,7 @@ def test_stacks_stay_as_they_are_gathered_up_to_an_iteration_that_runs_apart():
         lifetimes = Lifetimes(schedule.problem, range(len(plan.program.operations)))
         copies = [h.lifetime for h in memory_held(lifetimes, schedule, frozenset({0})) if h.value == value]
         until = lifetimes.start([o for o in plan.program.operations if o.bodies][-1])
-        assert [span.end for span in copies if span.start < until and span.end <= until] == [until] * kept
+        assert [span.end for span in copies if span.start < until == span.end] == [until] * kept
 
 
 def test_an_iteration_runs_apart_whose_gradient_stays_partial_until_it_is_put_into_the_form_that_is_stacked():

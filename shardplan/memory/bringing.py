@@ -11,7 +11,7 @@ from shardplan.layout import Layout
 from shardplan.memory.combining import Gather, combined_reductions, gather_for
 from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import combined_gathers
-from shardplan.memory.pipelining import peeled_loops
+from shardplan.memory.pipelining import gathered_before, peeled_loops
 from shardplan.memory.repeated import generated_alike
 from shardplan.memory.slicing import is_sliced
 from shardplan.once import once
@@ -115,12 +115,13 @@ def _is_transposed(
 
 def gathered_from(lifetimes: Lifetimes, schedule: Schedule, sending: Sending) -> dict[Gather, int]:
     """The places of the order from which on copies are in memory that are so before they are read: what XLA gathers
-    together where the first is read."""
-    found: dict[Gather, int] = {}
+    together where the first is read, and stacks that loops read."""
+    found = gathered_before(lifetimes, schedule)
     for group in combined_gathers(schedule):
         alone = [lifetimes.place[gather.alone] for gather in group if gather.alone is not None]
         read = [lifetimes.reads[gather.value][0] for gather in group if gather.alone is None]
-        found |= dict.fromkeys(group, min(alone + read))
+        first = min(alone + read)
+        found |= {gather: min(first, found.get(gather, first)) for gather in group}
     for gather, index in sending.begins.items():
         found[gather] = min(lifetimes.place[index], found.get(gather, lifetimes.end))
     return found

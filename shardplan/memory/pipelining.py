@@ -1,10 +1,12 @@
-"""Loops of which XLA:GPU takes the first iteration out, so that reductions run beside the iteration after.
+"""Loops of which XLA:GPU takes the first iteration out, so that reductions run beside the iteration after, and the
+stacks that are gathered for loops.
 
 A reduce-scatter that an island states, and whose result a scan stacks, is sent while the next iteration computes: that
 of a product, or of what stays partial until it is put into the form that is stacked. So the first iteration runs before
 the loop, as part of what is around it. It takes its slices from stacks as a gather leaves them, the gathered dimension
 first. The loop reads a copy of that in the usual order, so that both are in memory from the gather up to that
-iteration. Reduce-scatters that XLA makes of all-reduces come too late for this.
+iteration. Reduce-scatters that XLA makes of all-reduces come too late for this. Loops that stay whole read nothing but
+the copy: each stack is copied before the next one is gathered.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(weights, x):
@@ -24,9 +26,12 @@ iteration. Reduce-scatters that XLA makes of all-reduces come too late for this.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardplan.memory.combining import Gather
 from shardplan.memory.gathering import last_gathered
+from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -77,17 +82,54 @@ def _scatters_itself(schedule: Schedule, operation: Operation) -> bool:
     return any(step.kind == "reduce-scatter" for step in schedule.route(operation.operands[0], layout).steps)
 
 
-def gathered_until(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
-    """The stacks of which what a gather leaves is kept beside the copy that loops read, with the place up to which it
-    is: where the first of the iterations that run apart begins."""
-    program, found = schedule.program, dict[int, int]()
-    for index in sorted(peeled_loops(schedule)):
-        loop = program.operations[index]
-        for link, value in lifetimes.kept_around(loop):
-            copy = schedule.copy(value) if value in schedule.assignment.values else None
-            if copy is None or not link.stacked or schedule.link_layout(link) != copy:
-                continue
-            gathered, start = last_gathered(schedule, value, copy), lifetimes.start(loop)
-            if gathered is not None and gathered[1] and lifetimes.copied[value][0] < start:
-                found[value] = max(found.get(value, 0), start)
+def gathered_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[int, int]]:
+    """The stacks that are gathered for loops and of which what a gather leaves is in memory beside the copy that loops
+    read, with the places from and up to which it is: up to where the first of the iterations that run apart begins.
+    Where none does, it is the one that is gathered last, see `gathered_before`, before the loop."""
+    found = dict[Gather, tuple[int, int]]()
+    for loop in (schedule.program.operations[index] for index in sorted(peeled_loops(schedule))):
+        start = lifetimes.start(loop)
+        for stack, first in _gathered_for(lifetimes, schedule, loop):
+            if _is_copied(schedule, stack) and first < start:
+                found[stack] = first, max(found.get(stack, (first, start))[1], start)
+    last = {place: stack for stack, place in gathered_before(lifetimes, schedule).items()}
+    for place, stack in last.items():
+        if _is_copied(schedule, stack):
+            found.setdefault(stack, (place, place))
     return found
+
+
+def gathered_before(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, int]:
+    """The stacks that are gathered for loops that no iteration is taken out of, in that order, with the places before
+    these. Each is copied before the next one is gathered, and the largest is the first: up to where most is in memory.
+    """
+    found, peeled = dict[Gather, int](), peeled_loops(schedule)
+    for loop in (operation for operation in lifetimes.order if operation.bodies and operation.index not in peeled):
+        start, together, most = lifetimes.start(loop), 0.0, 0.0
+        stacks = [stack for stack, first in _gathered_for(lifetimes, schedule, loop) if first == start]
+        sizes = {stack: bytes_in(schedule, stack.value, stack.layout) for stack in stacks}
+        waiting = list[Gather]()
+        for stack in sorted(sizes, key=lambda stack: -sizes[stack]):
+            waiting.append(stack)
+            together += sizes[stack]
+            used = together + sizes[stack] * _is_copied(schedule, stack)
+            if used >= most:
+                found |= dict.fromkeys(waiting, max(start - 1, 0))
+                most, waiting = used, []
+    return found
+
+
+def _gathered_for(lifetimes: Lifetimes, schedule: Schedule, loop: Operation) -> Iterator[tuple[Gather, int]]:
+    """The stacks that are gathered for a loop, with the place of their first reader: others may read them too."""
+    values = schedule.assignment.values
+    for link, value in lifetimes.kept_around(loop):
+        layout = schedule.link_layout(link)
+        if link.stacked and layout != values.get(value, layout) and last_gathered(schedule, value, layout) is not None:
+            shared = layout == schedule.copy(value)
+            yield Gather(value, layout), lifetimes.copied[value][0] if shared else lifetimes.start(loop)
+
+
+def _is_copied(schedule: Schedule, stack: Gather) -> bool:
+    """Whether loops read a copy of what a gather leaves: it leaves the dimension that it gathers first."""
+    gathered = last_gathered(schedule, stack.value, stack.layout)
+    return gathered is not None and gathered[1] > 0

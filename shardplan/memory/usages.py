@@ -36,7 +36,7 @@ from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbo
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.liveness import Lifetime, Lifetimes
 from shardplan.memory.merging import merged_lifetimes
-from shardplan.memory.pipelining import gathered_until
+from shardplan.memory.pipelining import gathered_twice
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
@@ -85,7 +85,7 @@ class Usages:
         self._lifetimes = lifetimes.held
         self._reduced: dict[int, int] = {}
         self._begun: dict[int, int] = {}
-        self._twice: dict[int, int] = {}
+        self._twice: dict[int, tuple[int, int]] = {}
         self._last = frozenset[tuple[int, int]]()
         self._spans: dict[tuple[int, int], Lifetime] = {}
         self._inputs = {*self.program.inputs, *self.program.captured}
@@ -132,8 +132,10 @@ class Usages:
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
         spans = brought_spans(self.lifetimes, schedule, together).items()
         self._spans = {(gather.value, index): Lifetime(*span) for gather, (index, *span) in spans if span[0] < span[1]}
-        self._twice |= gathered_until(self.lifetimes, schedule)  # else schedules with and without them alternate
-        self._last |= self._largest_copied(schedule)
+        twice = {gather.value: span for gather, span in gathered_twice(self.lifetimes, schedule).items()}
+        alone = {span for span in twice.values() if span[0] == span[1]}  # before a loop, one stack is at a time
+        self._twice = {value: span for value, span in self._twice.items() if span not in alone} | twice
+        self._last |= self._largest_copied(schedule)  # these and others twice stay: else schedules alternate
         return before != (self._lifetimes, self._reduced, self._begun, self._twice, self._spans, self._last)
 
     def _largest_copied(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
@@ -200,9 +202,11 @@ class Usages:
             equal = np.eye(len(sizes), dtype=bool)
             first, last = self.lifetimes.copied[value]
             first = min(first, self._begun.get(value, first))
-            yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             if value in self._twice:
-                yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, self._twice[value] + 1)
+                span = Lifetime(min(first, self._twice[value][0]), self._twice[value][1])
+                layouts = self._layouts(value)
+                yield self._left_by_a_gather(Brought(value, variable, copy, layouts, layouts), span)
+            yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             lifetime = self._held(value)
             if lifetime is not None:
                 until = self._taken_over(value, lifetime)
@@ -244,9 +248,13 @@ class Usages:
                 if value in variables.values:
                     target = problem.domain(link.target)
                     wanted = layouts_read(link, target.layouts, len(self.program.values[link.target].shape))
-                    during = Lifetime(lifetimes.start(operation), place)
+                    start = lifetimes.start(operation)
+                    during = Lifetime(min(start, self._begun.get(value, start)), place)
                     ends = variables.read(value), variables.values[link.target]
-                    yield self._pair(Brought(value, *ends, self._layouts(value), wanted), during)
+                    brought = Brought(value, *ends, self._layouts(value), wanted)
+                    yield self._pair(brought, during)
+                    if value in self._twice and self._twice[value][1] < start:
+                        yield self._left_by_a_gather(brought, Lifetime(*self._twice[value]))
             choices = problem.choices.get(operation.index)
             generates = not operation.results or operation.results[0] in problem.generated
             last = self._reduced.get(operation.index, place)
@@ -262,6 +270,13 @@ class Usages:
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
+
+    def _left_by_a_gather(self, brought: Brought, during: Lifetime) -> PairUsage:
+        """What a gather leaves beside its copy: where it goes over another dimension than the first."""
+        wanted = [layout or () for layout in brought.wanted]
+        behind = [[_splits_behind(own, layout) for layout in wanted] for own in brought.there]
+        amounts = np.where(behind, brought.amounts(self.problem), 0.0)
+        return PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
 
     def _brought_by(self, operation: Operation) -> Iterator[Brought]:
         variables, choices, own = self.problem.variables, self.problem.choices[operation.index], self._own(operation)
