@@ -142,8 +142,10 @@ class Schedule:
     def _result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
         value = operation.results[position]
         domain, moving = self.problem.domain(value), self.problem.moving(value)
-        partial = self.problem.partial(operation, self.assignment.strategies[operation.index], position)
-        target = self.assignment.values[value]
+        strategy, target = self.assignment.strategies[operation.index], self.assignment.values[value]
+        if not strategy.pending[position] and strategy.results[position] == target:
+            return ()
+        partial = self.problem.partial(operation, strategy, position)
         if partial.pending:
             return () if target == partial.kept else moving.reductions.path(domain.whole or domain, partial, target)
         return moving.path(domain, partial.layout, target)

@@ -224,7 +224,7 @@ def test_a_slice_of_what_a_device_holds_is_computed_by_what_reads_it():
 
     plan = shardplan.plan(step, MESH, _square(64))
     fused = kernels_of(plan.schedule.problem).fused
-    sliced = sliced_on_the_way(plan.schedule, plan.program.operations, fused)
+    sliced = sliced_on_the_way(plan.schedule, fused)
     assert [*sliced.values()] == [((), ())]
 
 

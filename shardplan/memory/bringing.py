@@ -46,7 +46,10 @@ def brought_spans(
     """What operations have brought to other layouts, and nobody keeps: per copy the first operation that reads it, by
     its index, and from when to when it is in memory. XLA merges equal ones, and keeps the first for the last reader."""
     found: dict[Gather, tuple[int, int, int]] = {}
+    otherwise = _needed_otherwise(schedule)
     for operation in lifetimes.order:
+        if operation.index not in otherwise:
+            continue
         for value, layout, first, last in brought_for(lifetimes, schedule, operation):
             gather = gather_for(schedule, operation, value, layout)
             known = found.get(gather, (operation.index, first, last))
@@ -132,22 +135,16 @@ def brought_for(
 ) -> Iterator[tuple[int, Layout, int, int]]:
     """Operands in layouts that an operation needs and nobody keeps, and from when to when it needs them."""
     place, values = lifetimes.place[operation.index], schedule.assignment.values
-    wanted: list[tuple[int | Constant, Layout | None, int]] = [
+    wanted = [
         (source, schedule.link_layout(link), lifetimes.start(operation))
         for link, source in lifetimes.kept_around(operation)
     ]
-    strategy = schedule.assignment.strategies.get(operation.index)
-    for position, operand in enumerate(operation.operands if strategy is not None else ()):
-        layout = strategy.operands[position] if strategy is not None else None
-        if not _is_sliced_on_the_way(schedule, operation, position, layout):
-            wanted.append((operand, layout, place))
+    wanted += [(operand, layout, place) for operand, layout in _needed_otherwise(schedule).get(operation.index, ())]
     ends: dict[int | Constant, int] = {}
     if operation.primitive is _jax.optimization_barrier:  # what passes it lives on in the same memory
         pairs = zip(operation.operands, operation.results, strict=True)
         ends = {operand: lifetimes.reads[result][1] for operand, result in pairs if result in lifetimes.reads}
     for operand, layout, first in wanted:
-        if not isinstance(operand, int) or layout is None:
-            continue
         if operand not in values:  # made from nothing, which kernels do on the way
             if operation.bodies:
                 yield operand, layout, first, place
@@ -158,12 +155,27 @@ def brought_for(
             yield operand, layout, first, last
 
 
-def _is_sliced_on_the_way(schedule: Schedule, operation: Operation, position: int, layout: Layout | None) -> bool:
-    """Whether an operation computes an operand on the way, and reads but a part of what a device has of it."""
-    operand, values = operation.operands[position], schedule.assignment.values
-    if not isinstance(operand, int) or layout is None or operand not in values:
-        return False
-    return is_sliced(values[operand], layout) and fuses_operands(schedule.problem, operation, position)
+@once
+def _needed_otherwise(schedule: Schedule) -> dict[int, list[tuple[int, Layout]]]:
+    """Per operation that needs something in another layout than it is stored in, or may do so where its bodies read
+    it, by index, its operands that it needs so, with these layouts. What it computes on the way, and of which it reads
+    but a part of what a device has, it does not; nor what is made from nothing."""
+    found: dict[int, list[tuple[int, Layout]]] = {o.index: [] for o in schedule.program.operations if o.bodies}
+    for index, strategy in schedule.assignment.strategies.items():
+        operation = schedule.program.operations[index]
+        for position, (operand, layout) in enumerate(zip(operation.operands, strategy.operands, strict=True)):
+            if not isinstance(operand, int) or layout is None:
+                continue
+            stored = schedule.assignment.values.get(operand)
+            if stored is None:
+                needed = bool(operation.bodies)
+            elif layout == stored:
+                needed = False
+            else:
+                needed = not (is_sliced(stored, layout) and fuses_operands(schedule.problem, operation, position))
+            if needed:
+                found.setdefault(index, []).append((operand, layout))
+    return found
 
 
 def _computed_until(lifetimes: Lifetimes, schedule: Schedule, operation: Operation) -> int:

@@ -27,7 +27,8 @@ from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
-from shardplan.program import Operation
+from shardplan.problem import Problem
+from shardplan.program import Operation, Program
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.transition import Step
 
@@ -52,6 +53,32 @@ class Gather:
 
 Reduced = int | Gather
 """What is reduced: a partial result as an operation, by its index, makes it, or a sum that waits as it is read."""
+
+
+_Others = tuple[tuple[int, tuple[int, ...]], ...]
+"""Per operation, by index, others, or values."""
+
+
+@once
+def read_otherwise(schedule: Schedule) -> dict[int, list[tuple[int, Layout]]]:
+    """Per operation, by index, the operands that it reads in other layouts than they are stored in, with these."""
+    values, found = schedule.assignment.values, dict[int, list[tuple[int, Layout]]]()
+    for index, strategy in schedule.assignment.strategies.items():
+        for operand, layout in zip(schedule.program.operations[index].operands, strategy.operands, strict=True):
+            if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
+                found.setdefault(index, []).append((operand, layout))
+    return found
+
+
+@once
+def reducing(schedule: Schedule) -> frozenset[int]:
+    """The operations, by index, of which results are summed up over devices as they are made."""
+    return frozenset(
+        index
+        for index in schedule.assignment.strategies
+        for position in range(len(schedule.program.operations[index].results))
+        if any(step.kind in REDUCTIONS for step in schedule.result_steps(schedule.program.operations[index], position))
+    )
 
 
 def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Layout) -> Gather:
@@ -103,19 +130,18 @@ def _reductions_of(
 ) -> Iterator[tuple[Reduced, int, Layout, object]]:
     """The sums that wait which an operation reads whole, and its own partial result, each with the value, the layout
     to which it is reduced, and what reductions have in common that are merged."""
-    strategy, values = schedule.assignment.strategies.get(operation.index), schedule.assignment.values
-    if strategy is None:
+    for operand, layout in read_otherwise(schedule).get(operation.index, ()):
+        steps = schedule.route(operand, layout).steps
+        if steps and steps[-1].kind in REDUCTIONS:
+            kind = operation.region, *_kind(schedule, operand, steps, "sum")
+            yield gather_for(schedule, operation, operand, layout), operand, layout, kind
+    if repeated or operation.index not in reducing(schedule):
         return
-    for operand, layout in zip(operation.operands, strategy.operands, strict=True):
-        if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
-            steps = schedule.route(operand, layout).steps
-            if steps and steps[-1].kind in REDUCTIONS:
-                kind = operation.region, *_kind(schedule, operand, steps, "sum")
-                yield gather_for(schedule, operation, operand, layout), operand, layout, kind
-    reducing = [] if repeated else [s for s in schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
-    if reducing:
-        kind = operation.region, *_kind(schedule, operation.results[0], reducing, strategy.reducers[0])
-        yield operation.index, operation.results[0], reducing[-1].layout, kind
+    steps = tuple(step for step in schedule.result_steps(operation, 0) if step.kind in REDUCTIONS)
+    if steps:
+        reducer = schedule.assignment.strategies[operation.index].reducers[0]
+        kind = operation.region, *_kind(schedule, operation.results[0], steps, reducer)
+        yield operation.index, operation.results[0], steps[-1].layout, kind
 
 
 def _kind(schedule: Schedule, value: int, steps: Sequence[Step], reducer: str | None) -> tuple[object, ...]:
@@ -127,18 +153,30 @@ def read_for(schedule: Schedule, operation: Operation) -> list[int]:
     """The values that are there before an operation is computed: those that it reads, and a product that XLA merges
     with others what these read too."""
     together = read_together(schedule).get(operation.index)
-    return [o for o in operation.operands if isinstance(o, int)] if together is None else together
+    return _values_read(schedule.program)[operation.index] if together is None else together
 
 
 @once
+def _values_read(program: Program) -> list[list[int]]:
+    """Per operation, the values that it reads."""
+    return [[o for o in operation.operands if isinstance(o, int)] for operation in program.operations]
+
+
 def with_partners(schedule: Schedule) -> list[Operation]:
     """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
     together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
     need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the
     exponentials' sums, so waits for the picked logits, from which the loss is computed with these. Products that XLA
     merges stand behind what any of them reads."""
-    program, problem = schedule.program, schedule.problem
-    pointwise, strategies = pointwise_operations(problem), schedule.assignment.strategies
+    reads = read_together(schedule)
+    together = tuple((index, tuple(read)) for index, read in reads.items())
+    return _in_order(schedule.program, _partners(schedule.problem, reducing(schedule)), together)
+
+
+@once
+def _partners(problem: Problem, reduced: frozenset[int]) -> _Others:
+    """Per operation, those that a kernel reads together with it, where these are ``reduced`` over devices."""
+    program, pointwise = problem.program, pointwise_operations(problem)
     sources: dict[int, frozenset[int]] = {}  # per value, the reductions that its kernel reads, all as large
     partners: dict[int, list[int]] = {}
     for operation in program.operations:
@@ -146,7 +184,7 @@ def with_partners(schedule: Schedule) -> list[Operation]:
             continue
         result = operation.results[0]
         size = prod(program.values[result].shape)
-        if operation.index in strategies and any(s.kind in REDUCTIONS for s in schedule.result_steps(operation, 0)):
+        if operation.index in reduced:
             sources[result] = frozenset({operation.index})
         elif operation.index in pointwise or is_view(program, operation):
             read = [
@@ -160,11 +198,18 @@ def with_partners(schedule: Schedule) -> list[Operation]:
             if len(found) > max((len(sources[o]) for o in read), default=0):
                 for index in found:
                     partners.setdefault(index, []).extend(sorted(found - {index}))
-    order, done = list[Operation](), set[int]()
+    return tuple((index, tuple(others)) for index, others in partners.items())
+
+
+@once
+def _in_order(program: Program, those_of: _Others, reading: _Others) -> list[Operation]:
+    """All operations in their order, but that each is followed by its partners (``those_of`` it) and stands behind the
+    values that it waits for (``reading``)."""
+    order, done, partners = list[Operation](), set[int](), dict(those_of)
     makers = {result: operation.index for operation in program.operations for result in operation.results}
     others = {
         index: [makers[o] for o in read if o in makers and program.operations[makers[o]].region == region]
-        for index, read in read_together(schedule).items()
+        for index, read in reading
         for region in [program.operations[index].region]
     }
     for index in order_of(program):
@@ -175,8 +220,8 @@ def with_partners(schedule: Schedule) -> list[Operation]:
                 waiting.pop()
                 continue
             order.append(following)
-            together = [other for other in partners.get(following.index, ()) if other not in done]
-            waiting += [operands_first(program, other, done, others) for other in reversed(together)]
+            behind = [other for other in partners.get(following.index, ()) if other not in done]
+            waiting += [operands_first(program, other, done, others) for other in reversed(behind)]
     return order
 
 
@@ -199,12 +244,4 @@ def ending_at_reductions(schedule: Schedule, kernels: Kernels) -> Kernels:
     Of logits that are split over the vocabulary, so, the picked one of each row is found once, and no kernel that reads
     it later reads all logits.
     """
-    strategies = schedule.assignment.strategies
-    sent = {
-        operation.index
-        for operation in schedule.program.operations
-        if operation.index in kernels.fused and operation.index in strategies
-        for position in range(len(operation.results))
-        if any(step.kind in REDUCTIONS for step in schedule.result_steps(operation, position))
-    }
-    return replace(kernels, fused=kernels.fused - sent)
+    return replace(kernels, fused=kernels.fused - reducing(schedule))

@@ -78,6 +78,12 @@ def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
     return readers
 
 
+@once
+def readers_in(program: Program) -> dict[int, list[Operation]]:
+    """Those of a program, in its own order."""
+    return readers_of(program.operations)
+
+
 def fused_operations(problem: Problem) -> frozenset[int]:
     """The operations that XLA:GPU makes part of the kernels that read them, by index.
 
@@ -100,7 +106,7 @@ def _merged_scatters(problem: Problem) -> dict[int, int]:
     Where two of them are added, neither scatters into the other.
     """
     operations = problem.program.operations
-    readers = readers_of(operations)
+    readers = readers_in(problem.program)
     leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     zeros = {o.results[0] for o in operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o.operands[0])}
     adding = (o for o in operations if o.primitive.name in _SUMMING_SCATTERS and is_scatter(problem.program, o))

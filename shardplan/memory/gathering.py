@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.layout import Layout
-from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_for, with_partners
+from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_for, read_otherwise, with_partners
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
@@ -62,14 +62,10 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
 
 def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gather, _Kind]]:
     """The gathers that an operation reads, with the kind of each."""
-    strategy, values = schedule.assignment.strategies.get(operation.index), schedule.assignment.values
-    if strategy is None:
-        return
-    for operand, layout in zip(operation.operands, strategy.operands, strict=True):
-        if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
-            gathered = last_gathered(schedule, operand, layout)
-            if gathered is not None:
-                yield gather_for(schedule, operation, operand, layout), (operation.region, *gathered)
+    for operand, layout in read_otherwise(schedule).get(operation.index, ()):
+        gathered = last_gathered(schedule, operand, layout)
+        if gathered is not None:
+            yield gather_for(schedule, operation, operand, layout), (operation.region, *gathered)
 
 
 def last_gathered(schedule: Schedule, value: int, layout: Layout) -> tuple[tuple[int, ...], int] | None:

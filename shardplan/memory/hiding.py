@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import Gather, Reduced, gather_for, reduced_together, without_leading
+from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view
 from shardplan.memory.gathering import combined_gathers
@@ -348,12 +348,7 @@ class Graph:
 
     def _read_otherwise(self, operation: Operation) -> Iterator[Gather]:
         """What an operation reads in layouts that it has to be brought to."""
-        strategy, values = self.schedule.assignment.strategies.get(operation.index), self.schedule.assignment.values
-        if strategy is None:
-            return
-        for operand, layout in zip(operation.operands, strategy.operands, strict=True):
-            if not isinstance(operand, int) or layout is None or values.get(operand, layout) == layout:
-                continue
+        for operand, layout in read_otherwise(self.schedule).get(operation.index, ()):
             if any(step.kind != "slice" for step in self.schedule.route(operand, layout).steps):
                 yield gather_for(self.schedule, operation, operand, layout)
 

@@ -36,7 +36,7 @@ from shardplan.memory.products import is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
-from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.slicing import sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
 from shardplan.memory.zeros import filled_before
@@ -283,7 +283,7 @@ def memory_held(
         return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
 
     merged = merged_lifetimes(lifetimes, schedule)
-    sliced = sliced_on_the_way(schedule, lifetimes.order, lifetimes.fused)
+    sliced = sliced_on_the_way(schedule, lifetimes.fused)
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
     for value, lifetime in (lifetimes.held | merged).items():
@@ -316,12 +316,8 @@ def memory_held(
         yield hold(gather.value, gather.layout, min(first, together.get(gather, first)), last)
     for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():
         yield hold(gather.value, gather.layout, first, last)
-    for place, operation in enumerate(lifetimes.order):
-        if place in lifetimes.in_libraries:
-            yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
-        strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is not None and operation.primitive.name == POOLING_GRADIENT:
-            yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
+    for place in sorted(lifetimes.in_libraries):
+        yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
     yield from _left(lifetimes, schedule, sliced, sending)
     for size, first, last in (*masked_rows(lifetimes.order, schedule), *side_by_side(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
@@ -348,23 +344,22 @@ def _gathered_at_the_end(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[H
 def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout], sending: Sending) -> Iterator[Held]:
     """Results in the layouts that operations leave, until they are in those that are stored."""
     reduced = reduced_at(lifetimes, schedule)
-    for place, operation in enumerate(lifetimes.order):
-        strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is None:
-            continue
-        for position, result in enumerate(operation.results):
-            own = layout_left(schedule.problem, operation, strategy, position)
-            if own != schedule.assignment.values[result] and result not in sliced:
-                ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
-                last = max(ends, reduced.get(operation.index, place))
-                yield Held(result, own, bytes_in(schedule, result, own), Lifetime(place, last))
+    for operation, result, own in left_otherwise(schedule):
+        if result not in sliced:
+            place = lifetimes.place[operation.index]
+            ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
+            last = max(ends, reduced.get(operation.index, place))
+            yield Held(result, own, bytes_in(schedule, result, own), Lifetime(place, last))
 
 
 def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """The copies of operands that convolutions read, see `shardplan.memory.convolutions`."""
-    for place, operation in enumerate(lifetimes.order):
-        strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is not None and strategy.halos:
+    """The copies of operands that convolutions read, see `shardplan.memory.convolutions`, and what gradients of
+    poolings work in."""
+    for index, strategy in schedule.assignment.strategies.items():
+        operation, place = schedule.program.operations[index], lifetimes.place[index]
+        if operation.primitive.name == POOLING_GRADIENT:
+            yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
+        if strategy.halos:
             size = neighbour_bytes(schedule.problem, operation, strategy)
             yield Held(None, (), size, Lifetime(place, place))
     for reader, position, times, first, last in lifetimes.spread:
@@ -374,8 +369,8 @@ def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[He
             yield Held(operand, layout, times * bytes_in(schedule, operand, layout), Lifetime(first, last))
     for value, (reader, position) in lifetimes.reordered.items():
         layout = schedule.assignment.values[value]
-        strategy = schedule.assignment.strategies.get(reader.index)
-        if strategy is not None and strategy.operands[position] == layout:
+        read = schedule.assignment.strategies.get(reader.index)
+        if read is not None and read.operands[position] == layout:
             size = bytes_in(schedule, value, layout)
             yield Held(value, layout, size, Lifetime(lifetimes.place[reader.index], lifetimes.reads[value][1]))
     for gradient, first, last in lifetimes.zeros():

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.memory.accumulation import Accumulation, accumulations
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
-from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_of
+from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_in
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import product_operands
@@ -102,7 +102,7 @@ def _turned(problem: Problem, fused: Collection[int], read: frozenset[int]) -> f
     """Values that are moved to lie as others do (`shardplan.memory.lying`), and that several kernels read then: after
     what is computed from them alone, element by element, on the way."""
     program, pointwise = problem.program, pointwise_operations(problem)
-    readers, found = readers_of(program.operations), set[int]()
+    readers, found = readers_in(program), set[int]()
     for value in lying_of(program, pointwise).turned:
         shape = program.values[value].shape
         while len(readers[value]) == 1 and readers[value][0].index in pointwise:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardplan.layout import Layout
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -17,6 +18,22 @@ def bytes_in(schedule: Schedule, value: int, layout: Layout) -> float:
 
 def layout_left(problem: Problem, operation: Operation, strategy: Strategy, position: int) -> Layout:
     """The layout of the memory in which an operation leaves a result: where it can, that of a sum that waits."""
-    partial = problem.partial(operation, strategy, position)
-    waits = partial.pending and partial.kept in problem.domain(operation.results[position]).position
-    return partial.kept if waits else partial.layout
+    left, pending = strategy.results[position], strategy.pending[position]
+    if not pending:
+        return left
+    kept = problem.partial(operation, strategy, position).kept
+    return kept if kept in problem.domain(operation.results[position]).position else left
+
+
+@once
+def left_otherwise(schedule: Schedule) -> list[tuple[Operation, int, Layout]]:
+    """The results that operations leave in other layouts than they are stored in: each operation, the result, and the
+    layout in which it leaves that."""
+    found, values = list[tuple[Operation, int, Layout]](), schedule.assignment.values
+    for index, strategy in schedule.assignment.strategies.items():
+        operation = schedule.program.operations[index]
+        for position, result in enumerate(operation.results):
+            left = layout_left(schedule.problem, operation, strategy, position)
+            if left != values[result]:
+                found.append((operation, result, left))
+    return found

@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from shardplan.layout import Layout
-from shardplan.memory.fusion import fuses_operands, readers_of
-from shardplan.program import Operation
+from shardplan.memory.fusion import fuses_operands, readers_in
+from shardplan.once import once
 from shardplan.schedule import Schedule
 
 
@@ -29,23 +29,28 @@ def is_sliced(source: Sequence[Sequence[Any]], target: Sequence[Sequence[Any]]) 
     return all(tuple(wanted[: len(axes)]) == tuple(axes) for axes, wanted in zip(source, target, strict=True))
 
 
-def sliced_on_the_way(schedule: Schedule, order: Sequence[Operation], fused: Collection[int]) -> dict[int, Layout]:
+def sliced_on_the_way(schedule: Schedule, fused: Collection[int]) -> dict[int, Layout]:
     """The results of which kernels alone read a slice, with the layout in which they are
     in memory up to the first of these.
 
     ``fused`` are the operations, by index, that become part of the kernels which read them.
     """
-    problem, values, readers = schedule.problem, schedule.assignment.values, readers_of(order)
+    return {result: layout for result, (maker, layout) in _sliced(schedule).items() if maker not in fused}
+
+
+@once
+def _sliced(schedule: Schedule) -> dict[int, tuple[int, Layout]]:
+    """Likewise, whatever is fused, each with the operation that makes it, by index."""
+    problem, values, readers = schedule.problem, schedule.assignment.values, readers_in(schedule.program)
     leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     found = {}
-    for operation in order:
-        strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is None or operation.index in fused:
-            continue
+    for index, strategy in schedule.assignment.strategies.items():
+        operation = schedule.program.operations[index]
         for position, result in enumerate(operation.results):
-            partial = problem.partial(operation, strategy, position)
-            kept = result in leaving or schedule.copy(result) != values[result]
-            if partial.pending or kept or not is_sliced(partial.layout, values[result]):
+            left, pending = strategy.results[position], strategy.pending[position]
+            if pending or result in leaving or left == values[result] or not is_sliced(left, values[result]):
+                continue
+            if schedule.copy(result) != values[result]:
                 continue
             if all(
                 fuses_operands(problem, reader, place)
@@ -53,5 +58,5 @@ def sliced_on_the_way(schedule: Schedule, order: Sequence[Operation], fused: Col
                 for place, operand in enumerate(reader.operands)
                 if operand == result
             ):
-                found[result] = partial.layout
+                found[result] = index, left
     return found
