@@ -143,7 +143,7 @@ def _counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) 
     schedule = best[0]
     kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_in(schedule)))
     order, sending = hiding_order(schedule, kernels)
-    lifetimes = Lifetimes(problem, order, kernels)
+    lifetimes = Lifetimes(problem, order, kernels, sending)
     peak = float(memory_profile(lifetimes, schedule, search.donated, sending).max())
     return _with_copies(problem, Found(schedule, best[1], peak, lifetimes), search)
 

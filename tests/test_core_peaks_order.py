@@ -8,8 +8,11 @@ import pytest
 
 import shardplan
 from shardplan.memory.accumulation import merged_anywhere, read_together
+from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.merging import join_producers, side_by_side
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
 
@@ -189,3 +192,39 @@ def test_zeros_for_several_scatters_are_made_where_their_kernel_fills_a_wait():
     assert sending.filling.keys() == {first, second}
     assert len({*sending.filling.values()}) == 1
     assert order.index(sending.filling[first]) < min(order.index(first), order.index(second))
+
+
+def test_new_moments_come_with_the_update_that_reads_them_and_bias_corrections_with_that_of_one_number():
+    def step(count, w, bias, moment, least, x, y):
+        gradient, change = x.T @ y, jnp.sum(y, keepdims=True)[0]
+        moment, least, scale = 0.9 * moment + gradient, 0.9 * least + change, jnp.sqrt(count + 1)
+        return w - moment / scale, bias - least / scale, moment, least, scale
+
+    shapes = (), (64, 64), (1,), (64, 64), (1,), (4096, 64), (4096, 64)
+    plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    kernels, operations = kernels_of(plan.schedule.problem), plan.program.operations
+    graph = Graph(plan.schedule, kernels, [], [])
+    graph.join(kernels)
+    join_producers(graph, kernels)
+    makers = {result: operation.index for operation in operations for result in operation.results}
+    w, bias, moment, least, scale = (makers[output] for output in plan.program.outputs)
+    assert graph.joined[w] == [moment]
+    assert {least, scale} <= {*graph.joined[bias]}
+
+
+def test_what_merged_products_do_not_share_is_gone_once_it_is_put_side_by_side():
+    def step(x, y, u, v):
+        first, second = jnp.tanh(x @ v), jnp.sin(y @ v)
+        return v @ v, first @ u, second @ u
+
+    rows, square = jax.ShapeDtypeStruct((512, 256), "float32"), jax.ShapeDtypeStruct((256, 256), "float32")
+    schedule = shardplan.plan(step, 1, rows, rows, square, square).schedule
+    kernels, program = kernels_of(schedule.problem), schedule.program
+    *_, between, one, other = (o for o in program.operations if o.primitive.name == "dot_general")
+    sending = hiding_order(schedule, kernels)[1]
+    assert {(one.index, 0), (other.index, 0)} <= sending.beside.keys()
+    sending = Sending(beside={(one.index, 0): between.index, (other.index, 0): between.index})
+    lifetimes = Lifetimes(schedule.problem, range(len(program.operations)), kernels, sending)
+    place = lifetimes.place[between.index]
+    assert [lifetimes.held[product.operands[0]].end for product in (one, other)] == [place, place]
+    assert (2 * 4 * 512 * 256, place, lifetimes.place[other.index]) in side_by_side(lifetimes, schedule)

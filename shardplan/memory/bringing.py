@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 class Sending:
     """When collectives run that others run beside: per value that is brought to another layout, the operation before
     which that ``begins``, and per operation whose results are, the one behind which that ``ends``. And per scatter into
-    zeros of which a kernel makes nothing else, the operation before which it is ``filling`` these."""
+    zeros of which a kernel makes nothing else, the operation before which it is ``filling`` these; per operand
+    that merged products do not share, as an operation and a position, the one before which these are put ``beside``
+    each other."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     filling: dict[int, int] = field(default_factory=dict)
+    beside: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:

@@ -34,7 +34,7 @@ from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwi
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view
 from shardplan.memory.gathering import combined_gathers
-from shardplan.memory.merging import joining_later, merge_nodes, wait_for_slices
+from shardplan.memory.merging import join_producers, joining_later, merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing
 from shardplan.memory.products import is_multiplied
@@ -68,6 +68,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     turn_operands(graph, kernels)
     fill_apart(graph, kernels.fused)
     graph.join(kernels)
+    join_producers(graph, kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
     operations = schedule.program.operations
@@ -105,6 +106,7 @@ def _add_sending(sending: Sending, graph: Graph, placed: Sequence[int]) -> None:
     )
     sending.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
     sending.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
+    sending.beside.update({operand: ran[after[node]] for operand, node in graph.beside.items()})
 
 
 class Graph:
@@ -128,6 +130,9 @@ class Graph:
         self.joined: dict[int, list[int]] = {}
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
+        self.beside: dict[
+            tuple[int, int], int
+        ] = {}  # per operand of merged products, that which puts these side by side
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}

@@ -56,14 +56,21 @@ class Lifetime:
 
 
 class Lifetimes:
-    """The lifetimes of a program's held values, whatever the layouts are, where operations run in ``order``."""
+    """The lifetimes of a program's held values, whatever the layouts are, in an ``order`` with what runs beside it."""
 
-    def __init__(self, problem: Problem, order: Sequence[int], kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        order: Sequence[int],
+        kernels: Kernels | None = None,
+        sending: Sending | None = None,
+    ) -> None:
         program, kernels = problem.program, kernels or kernels_of(problem)
         self._problem = problem
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self._adding = kernels.adding
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
+        self.put_beside = {key: self.place[before] for key, before in (sending or Sending()).beside.items()}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
         self.readers = readers = readers_of(self.order)
@@ -148,6 +155,7 @@ class Lifetimes:
                 first = self._spread.get((operation.index, position), place)
                 if copy is not None:
                     first = self._until_copied(operand, self.copies[copy].first)
+                first = self.put_beside.get((operation.index, position), first)
                 if operand in initial:  # from the loop's start on, its memory is the carry's
                     yield operand, self.start(operation) - 1
                 else:
@@ -210,12 +218,11 @@ class Lifetimes:
             maker = makers.get(output) if isinstance(output, int) else None
             if maker is None or not isinstance(output, int):
                 continue
-            beside = False
             if maker.bodies:  # what becomes a carry is read where the loop starts
                 beside = self.reads.get(state, (0, -1))[1] > self.start(maker)
-            elif maker.index in self.fused:
+            else:
                 read = read_in_kernel(self._problem, makers, self.fused, self.held, maker)
-                beside = not read.get(state, True)
+                beside = maker.index in self.fused and not read.get(state, True)
             if beside:
                 found.add(output)
         return frozenset(found)
@@ -227,8 +234,7 @@ class Lifetimes:
         if links is not None:
             carried = {link.target for link in links.inside}
             for link in links.enter:
-                source = link.source
-                if isinstance(source, int) and link.target in self.reads and link.target not in carried:
+                if isinstance(source := link.source, int) and link.target in self.reads and link.target not in carried:
                     yield link, source
 
     def zeros(self) -> Iterator[tuple[Operation, int, int]]:

@@ -6,16 +6,18 @@ product runs. Its result is one buffer, which lives until nothing reads any of i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere, merged_in
+from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.times import BYTES_MOVED
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -50,7 +52,10 @@ def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[flo
     for group in _groups(schedule, lifetimes):
         first, until = _run(lifetimes, group)
         if until > first:
-            yield sum(_sizes(schedule, group)), first, until
+            places = [
+                lifetimes.put_beside.get((o.index, position), first) for o, position in _positions(schedule, group)
+            ]
+            yield sum(_sizes(schedule, group)), min(places), until
 
 
 @once
@@ -107,8 +112,41 @@ def merge_nodes(graph: Graph) -> None:
             graph.take_in(owner)
             for index, other in owner.items():
                 graph.joined.setdefault(other, []).extend([index, *graph.joined.pop(index, ())])
+            parts = {part: node for node, parts in graph.joined.items() for part in parts}
+            for group in some:
+                _put_side_by_side(graph, group, parts)
         elif len(some) > 1:
             waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
+
+
+def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, int]) -> None:
+    """Adds the kernel to a graph that puts side by side what merged products do not share, which these need instead."""
+    node, others = group[0], list(_positions(graph.schedule, group))
+    shared = [(operation, 1 - position) for operation, position in others]
+    needs, values = _needed_for(graph, owner, others)
+    kept = _needed_for(graph, owner, shared)
+    needs, values = needs & graph.needs[node], values & graph.values[node]
+    takes = 2 * sum(_sizes(graph.schedule, group)) / BYTES_MOVED
+    beside = graph.add(node - 0.5, needs, values, takes)
+    graph.needs[node] = graph.needs[node] - (needs - kept[0]) | {beside}
+    graph.values[node] = graph.values[node] - (values - kept[1])
+    graph.beside |= {(operation.index, position): beside for operation, position in others}
+
+
+def _needed_for(
+    graph: Graph, owner: Mapping[int, int], some: Iterable[tuple[Operation, int]]
+) -> tuple[set[int], set[int]]:
+    """The nodes and the values that operands of operations need."""
+    needs, values = set[int](), set[int]()
+    for operation, position in some:
+        operand, layout = operation.operands[position], graph.schedule.assignment.strategies[operation.index].operands
+        if isinstance(operand, int) and (own := layout[position]) is not None:
+            brought = (Gather(operand, own), Gather(operand, own, operation.index))
+            needs |= {graph.gathers[gather] for gather in brought if gather in graph.gathers}
+            values |= graph.sources(operand)
+    makers = {maker for value in values if (maker := graph.maker(value)) is not None}
+    needs |= {owner.get(maker, maker) for maker in makers} | {graph.reduced[m] for m in makers & graph.reduced.keys()}
+    return needs, values
 
 
 def wait_for_slices(graph: Graph, kernels: Kernels) -> None:
@@ -130,6 +168,62 @@ def wait_for_slices(graph: Graph, kernels: Kernels) -> None:
             first = next(alike, None)
             if first is not None and not _needs_any(graph.needs, first, index):
                 graph.needs[index].add(first)
+
+
+def join_producers(graph: Graph, kernels: Kernels) -> None:
+    """Lets kernels take in those as large that make what they read element by element, and that is needed otherwise
+    too, unless one then waits for itself: an optimizer's new moments, which leave, come with the update that reads
+    them, and the numbers that all updates read with the update of a bias of one number."""
+    operations = graph.program.operations
+    leaving = {output for output in graph.program.outputs if isinstance(output, int)}
+    elements = {
+        index: graph.elements(operations[index])
+        for index in sorted(graph.reads.keys() & kernels.fused)
+        if operations[index].primitive.name not in REDUCTIONS
+    }
+    owner = {part: node for node, parts in graph.joined.items() for part in parts}
+    readers: dict[int, set[int]] = {node: set() for node in graph.needs}
+    for node, needs in graph.needs.items():
+        for need in needs:
+            readers[need].add(node)
+    into: dict[int, int] = {}
+    for index, size in elements.items():
+        for value in sorted(graph.reads[index]):
+            maker = graph.maker(value)
+            if maker is None or elements.get(maker) != size or (size > 1 and value not in leaving):
+                continue
+            made, reader = (_last(into, owner.get(node, node)) for node in (maker, index))
+            if made != reader and not _leads(readers, into, made, reader):
+                into[made] = reader
+                readers[reader] |= readers[made] - {reader}
+    into = {made: _last(into, made) for made in into}
+    graph.needs = graph.joining(into)
+    graph.take_in(into)
+    for made, reader in into.items():
+        graph.joined.setdefault(reader, []).extend([made, *graph.joined.pop(made, ())])
+        graph.parts.add(reader)
+
+
+def _last(into: Mapping[int, int], node: int) -> int:
+    """The node of which another one is part by now."""
+    while node in into:
+        node = into[node]
+    return node
+
+
+def _leads(readers: Mapping[int, set[int]], into: Mapping[int, int], made: int, reader: int) -> bool:
+    """Whether a node needs what another one makes by way of a third."""
+    stack = [node for found in readers[made] if (node := _last(into, found)) != reader]
+    seen = {made, *stack}
+    while stack:
+        for found in readers[stack.pop()]:
+            node = _last(into, found)
+            if node == reader:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return False
 
 
 def _needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:
