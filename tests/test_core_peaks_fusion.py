@@ -8,9 +8,9 @@ import shardplan
 from shardplan.memory.combining import combined_reductions
 from shardplan.memory.convolutions import spread_operands
 from shardplan.memory.liveness import Lifetimes
-from shardplan.memory.priorities import _Fusion
+from shardplan.memory.priorities import _Fusion, stored_values
 from shardplan.memory.products import merged_products, product_operands
-from shardplan.memory.recomputing import kernels_in, kernels_of
+from shardplan.memory.recomputing import _unfused, kernels_in, kernels_of
 from shardplan.tracing import trace_program
 
 
@@ -175,7 +175,8 @@ def test_what_is_spread_along_dimensions_is_read_as_often():
 
     problem = shardplan.plan(step, 1, _shape(512, 512), _shape(512, 1)).schedule.problem
     [product] = [o for o in problem.program.operations if o.primitive.name == "mul"]
-    own = _Fusion(problem, [1.0] * len(problem.program.values))._kernels[product.results[0]].reads
+    whole = dict.fromkeys(range(len(problem.program.values)), 1.0)
+    own = _Fusion(problem, whole, product.results)._kernels[product.results[0]].reads
     assert {sum(times.values()) for times in own.values()} == {1.0, 512.0}
 
 
@@ -205,3 +206,30 @@ def test_what_devices_repeat_is_stored_where_it_is_dear_to_compute():
     makers = {result: o.primitive.name for o in plan.program.operations for result in o.results}
     kernels = kernels_of(plan.schedule.problem), kernels_in(plan.schedule)
     assert [[makers[value] for value in found.stored] for found in kernels] == [[], ["sin"]]
+
+
+def test_what_is_split_as_before_is_not_fused_again(monkeypatch):
+    def step(x, weights):
+        for w in weights:
+            x = jnp.tanh(x) * jnp.sum(jnp.sin(x), axis=1, keepdims=True) @ w
+        return x
+
+    problem = shardplan.plan(step, 1, _shape(512, 512), [_shape(512, 512)] * 3).schedule.problem
+    values = problem.program.values
+    found, looked_at = _unfused(problem, frozenset()), []
+    fuse = _Fusion.fuse
+    monkeypatch.setattr(_Fusion, "fuse", lambda fusion, able: looked_at.append(able) or fuse(fusion, able))
+    problem.known.clear()
+    degrees = [1.0] * len(values)
+    before = stored_values(problem, found.fused, found.read, degrees)
+    parts, looked_at[:] = len(looked_at), []
+    [degree] = {value.index for value in values if value.name == "0"}
+    degrees[degree] = 8.0
+    after = stored_values(problem, found.fused, found.read, degrees)
+    assert 0 < len(looked_at) < parts - 2
+    for stored, split in ((before, [1.0] * len(values)), (after, degrees)):
+        whole = _Fusion(problem, dict(enumerate(split)), [r for o in problem.program.operations for r in o.results])
+        whole.fuse(
+            [r for o in problem.program.operations for r in o.results if o.index in found.fused and r not in found.read]
+        )
+        assert stored == whole.apart.keys()

@@ -24,14 +24,15 @@ What is put together from parts that no warp divides is dear to compute, and sto
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf, prod
 
 import jax
 import numpy as np
 
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
+from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT, copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
 from shardplan.memory.sums import adds_few, adds_many, sums_columns
@@ -94,11 +95,11 @@ class _Kernel:
     """A kernel as it grows, by the value that it makes.
 
     ``reads`` has the values that it reads, and how often it goes through each of them: once for its own elements
-    (`_OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at other
-    places, as a slice, a broadcast or a sum does. ``sums``: whether it adds up many numbers to one. ``rows``:
-    where it goes through rows that it has reduced, how much it computes for each element, else 0. ``tiles``: whether
-    tiles can be cut of all that it computes. ``slower``: how much longer it takes to read and to compute than one that
-    keeps the whole device busy.
+    (`_OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at
+    other places, as a slice, a broadcast or a sum does; ``times`` has the sums of these. ``sums``: whether it adds up
+    many numbers to one. ``rows``: where it goes through rows that it has reduced, how much it computes for each
+    element, else 0. ``tiles``: whether tiles can be cut of all that it computes. ``slower``: how much longer it takes
+    to read and to compute than one that keeps the whole device busy.
     """
 
     reads: dict[int, dict[int, float]]
@@ -110,6 +111,7 @@ class _Kernel:
     rows: float = 0.0
     tiles: bool = True
     slower: float = 1.0
+    times: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,38 +172,62 @@ def stored_values(
 ) -> frozenset[int]:
     """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
     memory anyway, where each value is split into so many parts (``degrees``)."""
-    fusion = _Fusion(problem, degrees)
-    fusion.fuse(
-        result
-        for operation in problem.program.operations
-        if operation.index in fused and not operation.bodies
-        for result in operation.results
-        if result not in needed
+    parts = _parts(problem, fused, needed)
+    return frozenset[int]().union(
+        *(_stored_in(problem, part, tuple([degrees[v] for v in part.values])) for part in parts)
     )
+
+
+@once
+def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> list[Part]:
+    computing = _computing(problem)
+    without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
+    return parts_of(
+        {result: computing[operation.index].read for operation in without_bodies for result in operation.results},
+        {r for operation in without_bodies if operation.index in fused for r in operation.results} - needed,
+    )
+
+
+@once
+def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...]) -> frozenset[int]:
+    """Those of one part, whose values are split into so many parts."""
+    fusion = _Fusion(problem, dict(zip(part.values, degrees, strict=True)), part.makes)
+    fusion.fuse(part.fusible)
     return frozenset(fusion.apart)
 
 
-class _Fusion:
-    """The kernels of a program while values are fused into their readers."""
+@once
+def _makers(program: Program) -> dict[int, Operation]:
+    return {result: operation for operation in program.operations for result in operation.results}
 
-    def __init__(self, problem: Problem, degrees: Sequence[float]) -> None:
+
+class _Fusion:
+    """The kernels that make some values, while these are fused into their readers."""
+
+    def __init__(self, problem: Problem, degrees: Mapping[int, float], makes: Iterable[int]) -> None:
+        """``degrees``: into how many parts each value is split, also of those that are read."""
         values = problem.program.values
         self._problem = problem
-        self._bytes = [value.total_bytes / degree for value, degree in zip(values, degrees, strict=True)]
-        self._elements = [prod(value.shape) / degree for value, degree in zip(values, degrees, strict=True)]
+        self._bytes = {value: values[value].total_bytes / degree for value, degree in degrees.items()}
+        self._elements = {value: prod(values[value].shape) / degree for value, degree in degrees.items()}
+        self._quicker = {
+            value: next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
+            for value, size in self._bytes.items()
+        }
         self._kernels: dict[int, _Kernel] = {}
         self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
         self._gains: dict[int, float] = {}
         self._queue: list[tuple[float, int]] = []
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
-        computing = _computing(problem)
-        for operation in problem.program.operations:
-            for result in operation.results if not operation.bodies else ():
-                kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
-                kernel.moved = self._moved(result)
-                for value in kernel.reads:
-                    self._saved.setdefault(value, {})[result] = 0.0
+        computing, makers = _computing(problem), _makers(problem.program)
+        for result in makes:
+            operation = makers[result]
+            kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
+            kernel.times = {value: sum(times.values()) for value, times in kernel.reads.items()}
+            kernel.moved = self._moved(result)
+            for value in kernel.reads:
+                self._saved.setdefault(value, {})[result] = 0.0
 
     def fuse(self, values: Iterable[int]) -> None:
         """Fuses values as long as that saves time; those that stay apart are left in `apart`."""
@@ -259,7 +285,7 @@ class _Fusion:
     def _moved(self, value: int) -> float:
         """The bytes that a kernel reads and writes."""
         kernel = self._kernels[value]
-        read = sum([self._reading(v, sum(times.values())) for v, times in kernel.reads.items()])
+        read = sum([self._reading(v, times) for v, times in kernel.times.items()])
         return kernel.slower * (self._bytes[value] + read)
 
     def _reading(self, value: int, times: float) -> float:
@@ -267,7 +293,7 @@ class _Fusion:
         size = self._bytes[value]
         if times <= 1.0:
             return times * size
-        return size + (times - 1.0) * size / next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
+        return size + (times - 1.0) * size / self._quicker[value]
 
     def _fits(self, value: int) -> bool:
         """Whether XLA can generate the code of all kernels that read a value where they compute it."""
@@ -303,14 +329,16 @@ class _Fusion:
     def _saving(self, value: int, reader: int) -> float:
         """The time that a kernel takes less where it computes a value instead of reading it."""
         own, kernel = self._kernels[value], self._kernels[reader]
-        places = kernel.reads[value]
-        times = sum(places.values())
+        places, times = kernel.reads[value], kernel.times[value]
         moved = -self._reading(value, times)
-        for source, shares in own.reads.items():
-            known = kernel.reads.get(source, {})
-            before = sum(known.values())
-            now = before + times * sum(shares.values())
-            if _OWN in shares:  # what it reads for these elements already is not read again
+        for source, share in own.times.items():
+            known = kernel.reads.get(source)
+            if known is None:
+                moved += self._reading(source, times * share)
+                continue
+            before = kernel.times[source]
+            now = before + times * share
+            if _OWN in own.reads[source]:  # what it reads for these elements already is not read again
                 now -= sum([share for place, share in known.items() if place in places])
             moved += self._reading(source, now) - self._reading(source, before)
         rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
@@ -344,8 +372,7 @@ class _Fusion:
     def _take_in(self, value: int, reader: int) -> None:
         """Lets one kernel compute a value that it has read."""
         own, kernel = self._kernels[value], self._kernels[reader]
-        places = kernel.reads.pop(value)
-        times = sum(places.values())
+        places, times = kernel.reads.pop(value), kernel.times.pop(value)
         for source, shares in own.reads.items():
             merged = kernel.reads.setdefault(source, {})
             for place, share in shares.items():
@@ -353,6 +380,7 @@ class _Fusion:
                     merged |= places
                 else:
                     merged[place] = merged.get(place, 0.0) + share * times
+            kernel.times[source] = sum(merged.values())
             self._saved[source].setdefault(reader, 0.0)
         kernel.cycles += kernel.slower * times * own.cycles
         kernel.operations += len(places) * own.operations
