@@ -15,6 +15,7 @@ from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.repeated import repeated_results
+from shardplan.memory.usages import Usages
 from shardplan.tracing import trace_program
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -204,6 +205,34 @@ def test_stacks_stay_as_they_are_gathered_up_to_an_iteration_that_runs_apart():
         copies = [h.lifetime for h in memory_held(lifetimes, schedule, frozenset({0})) if h.value == value]
         until = lifetimes.start([o for o in plan.program.operations if o.bodies][-1])
         assert [span.end for span in copies if span.start < until == span.end] == [until] * kept
+
+
+@pytest.mark.parametrize(("split", "copied"), [(0, False), (1, True), (2, True)])
+def test_a_stack_of_what_a_loop_gathers_is_copied_for_the_loop_that_reads_it(split, copied):
+    rows = *[None] * split, "x"
+
+    def held_as(x, *axes):
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(MESH, jax.P(*axes)))
+
+    def body(x, w):
+        hidden = held_as(held_as(jnp.tanh(held_as(x, *rows))) @ held_as(w, None, "x"), None, None, "x")
+        return held_as(hidden @ held_as(w, None, "x").T, *rows), None
+
+    def step(stack, x):
+        return stack - jax.grad(lambda s: jnp.sum(jax.lax.scan(jax.checkpoint(body), x, s)[0] ** 2))(stack)
+
+    stack, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 256, 1024), (16, 64, 256)))
+    schedule = shardplan.plan(step, MESH, stack, x, pins={"0": jax.P(None, None, "x"), "1": jax.P(*rows)}).schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+    before = lifetimes.start([operation for operation in lifetimes.order if operation.bodies][-1]) - 1
+    held = [h for h in memory_held(lifetimes, schedule, frozenset()) if h.lifetime.start == h.lifetime.end == before]
+    turned = [h.value for h in held if h.size == 4 * 4 * 16 * 64 * 256 / 8]
+    assert len(turned) == copied
+    # the network that a search within a limit solves counts it too
+    usages = Usages(lifetimes, schedule.problem, frozenset())
+    usages.follow(schedule)
+    counted = [(usage.start, usage.end) for usage in usages._held_values(frozenset(turned))]
+    assert counted.count((before, before + 1)) == copied
 
 
 def test_an_iteration_runs_apart_whose_gradient_stays_partial_until_it_is_put_into_the_form_that_is_stacked():

@@ -31,7 +31,7 @@ from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.merging import merged_lifetimes, side_by_side
-from shardplan.memory.pipelining import gathered_twice
+from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
@@ -318,7 +318,7 @@ def memory_held(
             first, last = lifetimes.copied[value]
             first = min(first, together.get(Gather(value, copy), first))
             yield hold(value, copy, first, last)
-    for gather, (first, last) in gathered_twice(lifetimes, schedule).items():
+    for gather, (first, last) in held_twice(lifetimes, schedule).items():
         yield hold(gather.value, gather.layout, min(first, together.get(gather, first)), last)
     for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():
         yield hold(gather.value, gather.layout, first, last)

@@ -6,7 +6,8 @@ of a product, or of what stays partial until it is put into the form that is sta
 the loop, as part of what is around it. It takes its slices from stacks as a gather leaves them, the gathered dimension
 first. The loop reads a copy of that in the usual order, so that both are in memory from the gather up to that
 iteration. Reduce-scatters that XLA makes of all-reduces come too late for this. Loops that stay whole read nothing but
-the copy: each stack is copied before the next one is gathered.
+the copy: each stack is copied before the next one is gathered. So do the loops of a backward pass where the forward
+loop's gathers have what it stacks in such an order.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(weights, x):
@@ -82,10 +83,13 @@ def _scatters_itself(schedule: Schedule, operation: Operation) -> bool:
     return any(step.kind == "reduce-scatter" for step in schedule.route(operation.operands[0], layout).steps)
 
 
-def gathered_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[int, int]]:
-    """The stacks that are gathered for loops and of which what a gather leaves is in memory beside the copy that loops
-    read, with the places from and up to which it is: up to where the first of the iterations that run apart begins.
-    Where none does, it is the one that is gathered last, see `gathered_before`, before the loop."""
+def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[int, int]]:
+    """The stacks that loops read of which another copy is in memory, with the places from and up to which it is.
+
+    What a gather leaves is, beside the copy that loops read, up to where the first of the iterations that run apart
+    begins. Where none does, the stack is that is gathered last, see `gathered_before`, before the loop; and the largest
+    of those that are copied because the loop that stacks them gathers what it stacks.
+    """
     found = dict[Gather, tuple[int, int]]()
     for loop in (schedule.program.operations[index] for index in sorted(peeled_loops(schedule))):
         start = lifetimes.start(loop)
@@ -96,7 +100,44 @@ def gathered_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tup
     for place, stack in last.items():
         if _is_copied(schedule, stack):
             found.setdefault(stack, (place, place))
+    return found | _stacked_otherwise(lifetimes, schedule)
+
+
+def _stacked_otherwise(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[int, int]]:
+    """For each loop the largest of the stacks that it reads in another order of dimensions in memory than that in which
+    another loop stacks them: one gathers over another dimension than the first what it stacks, or what it computes of
+    each element of that, and both are in the order in which a gather leaves them."""
+    links, found = schedule.problem.links, dict[Gather, tuple[int, int]]()
+    loops = [operation for operation in lifetimes.order if operation.bodies]
+    sources = {link.target: link.source for loop in loops for link in links[loop.index].inside if link.stacked}
+    for loop in loops:
+        place, largest = max(lifetimes.start(loop) - 1, 0), (0.0, -1)
+        for link, value in lifetimes.kept_around(loop):
+            source = sources.get(value) if link.stacked else None
+            if isinstance(source, int) and _is_gathered(lifetimes, schedule, source):
+                largest = max(largest, (bytes_in(schedule, value, schedule.assignment.values[value]), value))
+        if largest[0]:
+            found[Gather(largest[1], schedule.assignment.values[largest[1]])] = place, place
     return found
+
+
+def _is_gathered(lifetimes: Lifetimes, schedule: Schedule, value: int) -> bool:
+    """Whether a value, or what is computed of each of its elements, is gathered over another dimension than the first
+    by what reads it."""
+    choices, values = schedule.problem.choices, schedule.assignment.values
+    seen, stack = {value}, [value]
+    while stack:
+        made = stack.pop()
+        for reader in lifetimes.readers.get(made, ()):
+            strategy = schedule.assignment.strategies.get(reader.index)
+            layout = strategy.operands[reader.operands.index(made)] if strategy is not None else None
+            if layout is not None and layout != values.get(made, layout):
+                if _is_copied(schedule, Gather(made, layout)):
+                    return True
+            elif reader.index in choices and choices[reader.index].pointwise:
+                stack += (result for result in reader.results if result not in seen)
+                seen.update(reader.results)
+    return False
 
 
 def gathered_before(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, int]:

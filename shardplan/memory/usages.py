@@ -36,7 +36,7 @@ from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbo
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.liveness import Lifetime, Lifetimes
 from shardplan.memory.merging import merged_lifetimes
-from shardplan.memory.pipelining import gathered_twice
+from shardplan.memory.pipelining import held_twice
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
 from shardplan.problem import Problem
@@ -86,6 +86,7 @@ class Usages:
         self._reduced: dict[int, int] = {}
         self._begun: dict[int, int] = {}
         self._twice: dict[int, tuple[int, int]] = {}
+        self._turned: dict[int, int] = {}
         self._last = frozenset[tuple[int, int]]()
         self._spans: dict[tuple[int, int], Lifetime] = {}
         self._inputs = {*self.program.inputs, *self.program.captured}
@@ -125,18 +126,21 @@ class Usages:
     def follow(self, schedule: Schedule) -> bool:
         """Lets results of products that XLA merges, partial results that it reduces together and what is brought to
         other layouts live as long as with this schedule; True where that is another."""
-        before = self._lifetimes, self._reduced, self._begun, {**self._twice}, self._spans, self._last
+        before = self._lifetimes, self._reduced, self._begun, {**self._twice}, {**self._turned}, self._spans, self._last
         self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
         self._reduced = reduced_at(self.lifetimes, schedule)
         together = gathered_from(self.lifetimes, schedule, Sending())
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
         spans = brought_spans(self.lifetimes, schedule, together).items()
         self._spans = {(gather.value, index): Lifetime(*span) for gather, (index, *span) in spans if span[0] < span[1]}
-        twice = {gather.value: span for gather, span in gathered_twice(self.lifetimes, schedule).items()}
+        held, values = held_twice(self.lifetimes, schedule), schedule.assignment.values
+        twice = {gather.value: span for gather, span in held.items() if gather.layout != values[gather.value]}
+        self._turned |= {gather.value: place for gather, (place, _) in held.items() if gather.value not in twice}
         alone = {span for span in twice.values() if span[0] == span[1]}  # before a loop, one stack is at a time
         self._twice = {value: span for value, span in self._twice.items() if span not in alone} | twice
         self._last |= self._largest_copied(schedule)  # these and others twice stay: else schedules alternate
-        return before != (self._lifetimes, self._reduced, self._begun, self._twice, self._spans, self._last)
+        after = self._lifetimes, self._reduced, self._begun, self._twice, self._turned, self._spans, self._last
+        return before != after
 
     def _largest_copied(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The output of which the largest result of a gather at the end is copied, and the input that it replaces."""
@@ -177,6 +181,8 @@ class Usages:
             if variable is not None and lifetime is not None:
                 amounts = self._sizes(index) * (2 if index in twice else 1)
                 yield Usage(variable, amounts, lifetime.start, self._taken_over(index, lifetime) + 1)
+                if index in self._turned:
+                    yield Usage(variable, amounts, self._turned[index], self._turned[index] + 1)
 
     def _held(self, value: int) -> Lifetime | None:
         """When a value is in memory; None where it is not, or lies in the memory of an argument."""
