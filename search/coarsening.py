@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import Start, folded_start
 from shardplan.search.graph import Graph, Infeasible
-from shardplan.search.narrowing import Narrowing, kept_twins, restricted_messages
+from shardplan.search.narrowing import Narrowing, kept_twins, lifted, restricted_messages
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, fold
 from shardplan.search.run import Stop
@@ -123,37 +123,35 @@ def coarse_start(
             solver.effort = replace(effort, sweeps=start.sweeps + _SWEEPS)
         solver.sweep_until_prunable()
         narrows = start is None and above is None and not solver.closed
-        if narrows and narrowing.run(replace(effort, sweeps=_MOST_SWEEPS)):
+        further = replace(effort, sweeps=_MOST_SWEEPS)
+        if narrows and (narrowing.run(further) or (solver.stalled and narrowing.open_cycles(further))):
             estimate = solver.estimate + sum(parts.estimates)
-            return Start(_lifted(solver.messages, places), narrowing.choices, solver.sweeps, estimate, solver.lower)
+            messages = solver.relaxation.messages() if solver.relaxation is not None else solver.messages
+            start_from, bound = lifted(messages, places), solver.lower
+            return Start(start_from, narrowing.choices, solver.sweeps, estimate, bound, solver.stalled)
     relaxation, choices = solver.relaxation, narrowing.choices
     if relaxation is None:
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
     if above is None and not _open_by_itself(solver, graph, choices):
         parts.near = [_near(small, relaxation, places, count) for count in _NEAR]
-    lifted = _lifted(relaxation.messages(), places)
+    messages = lifted(relaxation.messages(), places)
     if not narrowing.proven and (parts.near or not narrowing.looked):
-        parts.kept, parts.messages = kept_twins(small, places), lifted
+        parts.kept, parts.messages = kept_twins(small, places), messages
         parts.looked, parts.fitting = narrowing.looked, lambda found: _fitting(graph, relaxation, places, found, None)
         choices = parts.assignment(graph, solver.lower, choices)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
     if choices is not None and not closed and above != math.inf:
         mark = len(graph.undo)
         choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
-        lifted = restricted_messages(lifted, graph.undo[mark:])
+        messages = restricted_messages(messages, graph.undo[mark:])
     stalled = solver.stalled and _open_by_itself(solver, graph, choices)
-    return Start(lifted, choices, solver.sweeps, solver.estimate + sum(parts.estimates), solver.lower, stalled)
+    return Start(messages, choices, solver.sweeps, solver.estimate + sum(parts.estimates), solver.lower, stalled)
 
 
 def _open_by_itself(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:
     """Whether most of the gap is the small graph's own: its best assignment has twins that hardly cost more."""
     own = _OWN * (solver.upper - solver.lower)
     return choices is not None and graph.cost(choices) - solver.upper < own
-
-
-def _lifted(messages: Messages, places: dict[int, Index]) -> Messages:
-    """Messages into the choices of the small graph, as messages into those of the whole one, equal for twins."""
-    return {(v, w): into[places[v]] for (v, w), into in messages.items()}
 
 
 def _dropped(graph: Graph, choices: dict[int, int], keep: Masks) -> dict[int, int] | None:

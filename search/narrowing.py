@@ -4,27 +4,34 @@ The small graph (`shardplan.search.coarsening`) has a lower bound for both. Its 
 together best, is one of the whole graph, and says what anything better costs less than. Choices of the small graph that
 nothing so cheap takes are dropped, in both graphs with all their twins. So the sweeps of the small graph get quicker
 while its bound rises, and hardly more than it has may be left of the whole graph in the end.
+
+Where its messages stall, cycles that contradict themselves (`shardplan.search.cycles`) are opened in the small graph
+first: most of those of the whole graph are the same but for twins, and what sweeps of the small one then show leaves
+few choices of the whole one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.effort import Effort
-from shardplan.search.graph import Best, Follow, Graph, Keep
-from shardplan.search.relaxation import Messages
+from shardplan.search.graph import Best, Follow, Graph, Infeasible, Keep
+from shardplan.search.reductions import shrink
+from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
 
-__all__ = ["Narrowing", "kept_choices", "kept_twins", "restricted_messages"]
+__all__ = ["Narrowing", "kept_choices", "kept_twins", "lifted", "restricted_messages"]
 
 Index = NDArray[np.intp]
 Masks = dict[int, NDArray[np.bool_]]
+_GUESSES = 1e-3, 4e-3
+"""Of the bound of the small graph, by how much the best assignment of the whole graph is guessed to be above it."""
 
 
 @dataclass(slots=True)
@@ -63,6 +70,96 @@ class Narrowing:
             self._look()
         return False
 
+    def open_cycles(self, effort: Effort) -> bool:
+        """Goes on where the small graph's messages have stalled: opens its cycles that contradict themselves, which are
+        mostly those of the whole graph, whose tables are far larger.
+
+        True where the whole graph is to be searched at once (see `run`), from the messages before.
+        """
+        solver, opened = self.solver, self.solver.graph.copy()
+        if self.choices is None or self.proven or solver.relaxation is None:
+            return False
+        opened.hint = solver.graph.hint and dict(solver.graph.hint)
+        further = GraphSolver(opened, solver.upper, effort, solver.gap, solver.watch)
+        further.lower, further.sweeps, further.estimate = solver.lower, solver.sweeps, solver.estimate
+        further.ceiling = self.graph.cost(self.choices)
+        swept: Relaxation | None
+        swept = loaded = Relaxation(opened)
+        loaded.load(solver.relaxation.messages())
+        opens = rises = False
+        while swept is not None and not (self.proven or further.closed) and further.may_sweep():
+            further.prune(swept)
+            shrink(opened, dominance=False)
+            swept = None  # which is of the graph as it was
+            if not rises and not further.open_cycles():
+                break
+            opens = True
+            if opened.live():
+                swept = further.sweep_until_prunable()
+            else:
+                further.settle(effort.entries, effort.entries)
+            rises = not further.stalled
+            self._look_at(opened)
+            further.ceiling = self.graph.cost(self.choices)
+        solver.sweeps, solver.estimate = further.sweeps, further.estimate
+        solver.raise_lower(min(further.lower, further.ceiling))
+        if not opens or not opened.live():
+            return False
+        most = sum(table.size for table in solver.relaxation.sweeper.model.tables)
+        return (
+            self._guess(swept or Relaxation(opened), _GUESSES if further.closed else (), effort)
+            or self.graph.entries() <= most
+        )
+
+    def _look_at(self, opened: Graph) -> None:
+        """Takes the best assignment of the small graph into account, opened, and its twins."""
+        if opened.hint is not None:
+            full = opened.expand(opened.hint)
+            choices = {v: int(full[v]) for v in self.solver.graph.live()}
+            self.solver.accept(choices, self.solver.graph.cost(choices))
+            self._look()
+
+    def _guess(self, relaxation: Relaxation, guesses: tuple[float, ...], effort: Effort) -> bool:
+        """Drops what is in nothing better than what is found.
+
+        Where twins contradict each other, that may be far from the bound of the small graph, opened, while the best is
+        near it: so what costs hardly more than the bound is searched first. True where nothing else can be better.
+        """
+        bound, above = relaxation.reduced_costs()
+        for share in (*guesses, math.inf):
+            assert self.choices is not None
+            upper = self.graph.cost(self.choices)
+            room = min(upper - bound, share * abs(bound)) + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
+            left = left_of(relaxation.graph, relaxation.by_choice(above <= room))
+            if self.proven or bound + room >= upper:
+                self._keep(left, self.choices)
+                break
+            self._search_among({v: np.isin(self.places[v], fits) for v, fits in left.items()}, bound + room, effort)
+        return share < math.inf
+
+    def _search_among(self, masks: Masks, upper: float, effort: Effort) -> None:
+        """Looks for something better than `upper` in the whole graph, which is among these choices if there is any;
+        `upper` is a lower bound if there is none."""
+        graph, small = self.graph, self.solver
+        assert small.relaxation is not None
+        part = graph.copy()
+        solver = GraphSolver(part, upper, replace(effort, dives=False), self.gap, small.watch)
+        try:
+            part.restrict_all(masks)
+            part.make_consistent()
+            solver.reduce()
+            solver.messages = restricted_messages(lifted(small.relaxation.messages(), self.places), part.undo)
+            solver.sweeps, solver.estimate, solver.stalled = small.sweeps, small.estimate, True
+            solver.solve()
+        except Infeasible:
+            solver.raise_lower(upper)
+        finally:
+            small.sweeps, small.estimate = max(small.sweeps, solver.sweeps), max(small.estimate, solver.estimate)
+            small.raise_lower(min(solver.lower, upper))
+            if part.hint is not None:
+                full = part.expand(part.hint)
+                self.choices = {v: int(full[v]) for v in graph.live()}
+
     @property
     def proven(self) -> bool:
         """Whether what is found is within the asked gap of the bound."""
@@ -99,16 +196,24 @@ class Narrowing:
         self.solver.messages = restricted_messages(messages, small.undo[mark:])
         self.solver.ceiling, self.solver.relaxation = upper, None  # which is of the graph as it was
         kept = kept_choices(small.undo[mark:])
+        self._keep(kept, choices)
+        for v, left in kept.items():
+            self.places[v] = np.searchsorted(left, self.places[v])
+
+    def _keep(self, kept: dict[int, Index], choices: dict[int, int]) -> None:
+        """Drops all choices of the whole graph but those that became such of the small one."""
+        graph, mark = self.graph, len(self.graph.undo)
         graph.hint = choices
         graph.restrict_all({v: np.isin(self.places[v], left) for v, left in kept.items()})
-        for v, left in kept.items():
-            known = self.places[v]
-            self.places[v] = np.searchsorted(left, known[np.isin(known, left)])
-        mark = len(graph.undo)
         graph.make_consistent()
         for v, left in kept_choices(graph.undo[mark:]).items():
             self.places[v] = self.places[v][left]
         self.choices, graph.hint = graph.hint, None
+
+
+def lifted(messages: Messages, places: dict[int, Index]) -> Messages:
+    """Messages into the choices of the small graph, as messages into those of the whole one, equal for twins."""
+    return {(v, w): into[places[v]] for (v, w), into in messages.items()}
 
 
 def kept_twins(small: Graph, places: dict[int, Index]) -> Masks:
@@ -118,13 +223,27 @@ def kept_twins(small: Graph, places: dict[int, Index]) -> Masks:
     return {v: place == small.hint[v] for v, place in places.items()}
 
 
+def left_of(graph: Graph, masks: Masks) -> dict[int, Index]:
+    """Per variable that a graph had, its choices then that go with some of the choices of those that are left."""
+    left: dict[int, Index] = {v: np.flatnonzero(mask) for v, mask in masks.items()}
+    for step in reversed(graph.undo):
+        v = step.variable
+        if isinstance(step, Best):
+            left[v] = np.arange(len(step.costs))
+        elif isinstance(step, Follow):
+            left[v] = np.unique(step.mapping[left[step.leader]])
+        else:
+            left[v] = np.unique(step.kept[left[v]])
+    return left
+
+
 def kept_choices(steps: list[Best | Follow | Keep]) -> dict[int, Index]:
     """Per variable that lost some of its choices, those that were kept."""
     kept: dict[int, Index] = {}
     for step in steps:
-        assert isinstance(step, Keep)
-        known = kept.get(step.variable)
-        kept[step.variable] = step.kept if known is None else known[step.kept]
+        if isinstance(step, Keep):
+            known = kept.get(step.variable)
+            kept[step.variable] = step.kept if known is None else known[step.kept]
     return kept
 
 

@@ -158,6 +158,11 @@ class Relaxation:
         """An assignment by place, as one by variable."""
         return dict(zip(self.order, choices.tolist(), strict=True))
 
+    def by_choice(self, fits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
+        """What is said of all choices (by place), per variable."""
+        offsets = self.sweeper.offsets
+        return {v: fits[offsets[place] : offsets[place + 1]] for place, v in enumerate(self.order)}
+
     def decoded_at(self, prices: Array, sweeps: int) -> dict[int, int]:
         """An assignment by variable, decoded after some sweeps at these prices of the watched times."""
         for _ in range(sweeps):

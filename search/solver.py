@@ -93,7 +93,7 @@ class GraphSolver:
         graph, effort = self.graph, self.effort
         self.reduce()
         while self.may_sweep():
-            if self._settled_by_elimination(effort.entries if self.sweeps else _AT_ONCE, effort.entries):
+            if self.settle(effort.entries if self.sweeps else _AT_ONCE, effort.entries):
                 return
             before = self._choices()
             relaxation = self.sweep_until_prunable()
@@ -112,7 +112,7 @@ class GraphSolver:
             self.watch.report()
             if merges:
                 # What messages left is often few enough for dynamic programming, which merging would hide.
-                if self._settled_by_elimination(effort.entries, effort.entries):
+                if self.settle(effort.entries, effort.entries):
                     return
                 self._merge()
             elif self.stalled and self._choices() > 0.95 * before:
@@ -134,7 +134,7 @@ class GraphSolver:
     def finish(self) -> None:
         """Dynamic programming or CP-SAT on the graph as it is, where it is small enough."""
         entries = self.effort.entries
-        if not self.closed and not self._settled_by_elimination(40 * entries, entries):
+        if not self.closed and not self.settle(40 * entries, entries):
             self._close()
 
     def _may_merge(self) -> bool:
@@ -148,7 +148,7 @@ class GraphSolver:
         if self._unmerged is None and graph.entries() <= effort.closable:
             self._unmerged = graph.copy(sibling=True)
             self._unmerged.hint = graph.hint
-        if self._open_cycles():
+        if self.open_cycles():
             return
         while graph.live() and self.may_sweep() and not self.closed:
             relaxation = Relaxation(graph)
@@ -170,14 +170,14 @@ class GraphSolver:
             if self.lower > before + _WORTH_SWEEPING * (self.upper - before):
                 return
 
-    def _open_cycles(self) -> bool:
+    def open_cycles(self) -> bool:
         """Opens cycles that contradict themselves; False where there are none, or too large ones."""
-        graph = self.graph
-        if not graph.live() or not self.may_sweep() or self.upper == math.inf:
+        graph, upper = self.graph, max(self.upper, self.ceiling)
+        if not graph.live() or not self.may_sweep() or upper == math.inf:
             return False
         relaxation = Relaxation(graph)
         room = int(_ROOM_TO_OPEN * self.effort.merging) - relaxation.sweeper.entries
-        opened = open_cycles(graph, relaxation, self.upper, room)
+        opened = open_cycles(graph, relaxation, upper, room)
         self.estimate += opened.seconds
         if not opened.cycles:
             return False
@@ -187,7 +187,7 @@ class GraphSolver:
 
     def prune(self, relaxation: Relaxation) -> None:
         """Drops what cannot be in anything better, and moves the messages into the graph."""
-        relaxation.prune(self.upper)
+        relaxation.prune(max(self.upper, self.ceiling))
         relaxation.reparametrise()
         self.messages = {}
         self.raise_lower(relaxation.bound)
@@ -361,7 +361,7 @@ class GraphSolver:
             found = {v: int(full[v]) for v in graph.live()}
             self.accept(found, graph.cost(found))
 
-    def _settled_by_elimination(self, entries: float, largest: float) -> bool:
+    def settle(self, entries: float, largest: float) -> bool:
         """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""
         found = settled(self.graph, entries, largest)
         if found is None:

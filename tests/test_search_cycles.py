@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shardplan.search import Network, coarsening, cycles, testing
+from shardplan.search import Network, coarsening, cycles, solve, testing
 from shardplan.search.cycles import open_cycles
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
@@ -75,6 +75,21 @@ def test_messages_of_a_start_that_leave_much_open_count_as_stalled_sooner() -> N
     assert solver.stalled and solver.sweeps < 60
 
 
+def twice_joined_cycles(count: int, differ: float) -> Network:
+    """Cycles each of whose choices has a twin. differ: what taking the other one of the first two twins costs round one
+    cycle, where taking the same one costs as much at one place."""
+    net = joined_cycles(count, 6, 4)
+    twice = np.repeat(np.arange(4), 2)
+    net.costs = [costs[twice] for costs in net.costs]
+    net.tables = [table[twice][:, twice] for table in net.tables]
+    net.twins = dict.fromkeys(range(len(net)), twice)
+    second = np.arange(8) % 2
+    for place in range(6):
+        other = (second[:, None] != second[None, :]) == (place < 5)
+        net.add_edge(place, (place + 1) % 6, np.where(other & (twice == 0)[:, None], differ, 0.0))
+    return net
+
+
 def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_is_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,15 +100,24 @@ def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_i
 
     monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
     monkeypatch.setattr(coarsening._Parts, "_among_near", looked)
-    net = joined_cycles(2, 6, 4)
-    twice = np.repeat(np.arange(4), 2)
-    net.costs = [costs[twice] for costs in net.costs]
-    net.tables = [table[twice][:, twice] for table in net.tables]
-    net.twins = dict.fromkeys(range(len(net)), twice)
-    graph = Graph.of(net)
+    monkeypatch.setattr(GraphSolver, "open_cycles", lambda _: False)
+    graph = Graph.of(twice_joined_cycles(2, 0.0))
     start = coarsening.coarse_start(graph, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))
     assert start is not None and start.choices is not None
     assert graph.cost(start.choices) > start.lower_bound + 1.0
+
+
+@pytest.mark.parametrize("differ", [0.0, 1.0])
+def test_cycles_are_opened_with_twins_taken_together(monkeypatch: pytest.MonkeyPatch, differ: float) -> None:
+    """Where twins of the best assignment then contradict each other, what is hardly dearer is searched for the best."""
+    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
+    graph = Graph.of(twice_joined_cycles(4, differ))
+    entries, least = graph.entries(), solve(twice_joined_cycles(4, differ)).cost
+    start = coarsening.coarse_start(graph, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))
+    assert start is not None and start.choices is not None
+    assert graph.cost(start.choices) == pytest.approx(least, rel=1e-6)
+    assert least * (1 - 1e-6) <= start.lower_bound <= least + 1e-9
+    assert graph.entries() < 0.5 * entries
 
 
 def test_cycles_are_opened_within_the_room_and_apart_from_each_other() -> None:
