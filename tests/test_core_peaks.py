@@ -1,5 +1,7 @@
 """Predicted peaks: what XLA:GPU stores, computes anew, copies, merges and updates in place."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,9 +11,10 @@ from shardplan.memory.fusion import pointwise_operations, readers_of
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.lying import lying_of
 from shardplan.memory.products import is_sum, product_operands
-from shardplan.memory.recomputing import kernels_of
-from shardplan.memory.repeated import repeated_results
+from shardplan.memory.recomputing import kernels_in, kernels_of
+from shardplan.memory.repeated import apart_in, repeated_in, repeated_results
 from shardplan.memory.slicing import sliced_on_the_way
+from shardplan.schedule import Schedule
 from shardplan.tracing import trace_program
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -273,6 +276,24 @@ def test_what_is_computed_twice_from_the_same_values_is_held_once():
     products = [o for o in lifetimes.order if o.primitive.name == "dot_general"]
     assert second not in lifetimes.held
     assert lifetimes.held[first].end == lifetimes.place[products[-1].index]
+
+
+def test_what_is_computed_twice_in_other_layouts_is_held_twice():
+    def step(x, w):
+        return jnp.sum(jnp.sin(x @ w)) + jnp.sum(jnp.cos(x @ w))
+
+    plan = shardplan.plan(step, MESH, _square(64), _square(64), pins={"0": jax.P("x", None), "1": jax.P()})
+    first, second = (o for o in plan.program.operations if o.primitive.name == "dot_general")
+    assert apart_in(plan.schedule) == ()
+    strategies = plan.schedule.assignment.strategies
+    choices = plan.schedule.problem.choices[second.index].strategies
+    another = next(strategy for strategy in choices if strategy.results != strategies[first.index].results)
+    assignment = dataclasses.replace(plan.schedule.assignment, strategies={**strategies, second.index: another})
+    schedule = Schedule(plan.schedule.problem, assignment)
+    assert repeated_in(plan.program, apart_in(schedule)) == {}
+    assert (
+        second.results[0] in Lifetimes(schedule.problem, range(len(plan.program.operations)), kernels_in(schedule)).held
+    )
 
 
 def test_a_product_with_a_vector_is_a_sum_and_copies_no_operand():

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from shardplan.memory.products import is_multiplied, merged_products
-from shardplan.memory.repeated import repeated_in
+from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation, Program
@@ -152,7 +152,8 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
     """Products that XLA merges into one, see `merged_products`; of those with ``held`` results, if these are said, else
     of those that are no repetition of another one."""
     program = schedule.program
-    same = repeated_in(program) if held is None else {}
+    apart = apart_in(schedule)
+    same = repeated_in(program, apart) if held is None else {}
     among = None if held is None else {*held}
     sizes, layouts = {}, {}
     for operation in order:
@@ -167,7 +168,7 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
                 for value, layout in pairs
                 if isinstance(value, int) and layout is not None
             )
-    return merged_products(program, order, sizes, layouts)
+    return merged_products(program, order, sizes, layouts, apart)
 
 
 def with_products_late(order: Iterable[int], adding: Mapping[int, Accumulation]) -> list[int]:

@@ -24,7 +24,7 @@ from shardplan.memory.accumulation import read_together
 from shardplan.memory.fusion import is_view, pointwise_operations
 from shardplan.memory.order import operands_first, order_of
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.repeated import repeated_in
+from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -104,7 +104,7 @@ def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
     program, groups = schedule.program, list[list[Reduced]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
-    same, numbers = repeated_in(program), dict[Reduced, int]()
+    same, numbers = repeated_in(program, apart_in(schedule)), dict[Reduced, int]()
     for operation in with_partners(schedule):
         found = frozenset[int]().union(*(behind.get(same.get(o, o), ()) for o in read_for(schedule, operation)))
         repeated = not operation.results or operation.results[0] in same

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from shardplan.layout import Layout
 from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_for, read_otherwise, with_partners
-from shardplan.memory.repeated import repeated_in
+from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -41,7 +41,7 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
-    same = repeated_in(schedule.program)
+    same = repeated_in(schedule.program, apart_in(schedule))
     for operation in with_partners(schedule):
         found = frozenset[int]().union(*(behind.get(same.get(o, o), ()) for o in read_for(schedule, operation)))
         for gather, kind in _gathers_of(schedule, operation):

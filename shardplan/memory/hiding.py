@@ -145,7 +145,7 @@ class Graph:
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in here if self._is_part(o)}
-        in_memory, same = kernels.stored | kernels.read, repeated_in(self.program)
+        in_memory, same = kernels.stored | kernels.read, repeated_in(self.program, kernels.apart)
         for operation in here:
             if operation.results and same.keys() >= {*operation.results}:
                 for result in operation.results:

@@ -91,7 +91,7 @@ class Lifetimes:
                 leaving = {o for o in program.regions[body].outputs if isinstance(o, int)}
                 outputs |= leaving
                 last_read |= dict.fromkeys(leaving, place)
-        same = repeated_results(program, self.order)
+        same = repeated_results(program, self.order, kernels.apart)
         apart = problem.generated | same.keys()
         for operation in reversed(self.order):
             for result in (result for result in operation.results if result in same):

@@ -23,7 +23,7 @@ from typing import Any
 from shardplan import _jax
 from shardplan.layout import Layout
 from shardplan.memory.lying import PRODUCT, lying_of
-from shardplan.memory.repeated import repeated_in
+from shardplan.memory.repeated import Apart, repeated_in
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
@@ -150,6 +150,7 @@ def merged_products(
     operations: Iterable[Operation],
     sizes: Mapping[int, float],
     layouts: Mapping[int, Sequence[Layout | None]] | None = None,
+    apart: Apart = (),
 ) -> list[list[int]]:
     """Products that read the same operand and become one, as lists of operation indices.
 
@@ -159,7 +160,7 @@ def merged_products(
     their results, in one buffer. Where one might be merged with several, it goes through what is shared in the order in
     which it is made, the forward pass first.
     """
-    same, groups = repeated_in(program), dict[Any, list[list[int]]]()
+    same, groups = repeated_in(program, apart), dict[Any, list[list[int]]]()
     left = _LOOKED_AT * len(program.operations)
     for operation in operations:
         if operation.index not in sizes:
@@ -175,8 +176,8 @@ def merged_products(
             alike = groups.setdefault((shared, position, read, operation.region, dtype, layout or ()), [])
             for group in alike[:_MOST_TRIED]:
                 small = min(sizes[operation.index], sum(sizes[index] for index in group)) <= _MERGED_BYTES
-                members = [_first(program, index) for index in group]
-                between = _made_between(program, other, members, left) if small else frozenset(members)
+                members = [_first(program, index, apart) for index in group]
+                between = _made_between(program, other, members, left, apart) if small else frozenset(members)
                 left -= len(between)
                 if between.isdisjoint(members):
                     group.append(operation.index)
@@ -194,10 +195,10 @@ def merged_products(
     return merged
 
 
-def _first(program: Program, index: int) -> int:
+def _first(program: Program, index: int, apart: Apart) -> int:
     """The first operation that computes what an operation does."""
     result = program.operations[index].results[0]
-    return _makers(program)[repeated_in(program).get(result, result)].index
+    return _makers(program)[repeated_in(program, apart).get(result, result)].index
 
 
 def _read_as(program: Program, operation: Operation, position: int) -> tuple[tuple[int, ...], int, int]:
@@ -228,16 +229,18 @@ def leaving_products(program: Program) -> frozenset[int]:
     return frozenset(found)
 
 
-def _made_between(program: Program, value: int, among: Collection[int], most: int) -> frozenset[int]:
+def _made_between(program: Program, value: int, among: Collection[int], most: int, apart: Apart) -> frozenset[int]:
     """Operations that a value is computed from, back to the first of ``among``; all of these if there are too many."""
-    found = _made_since(program, value, min(among), min(most, len(program.operations))) if among else frozenset()
+    if not among:
+        return frozenset()
+    found = _made_since(program, value, min(among), min(most, len(program.operations)), apart)
     return frozenset(among) if found is None else found
 
 
 @once
-def _made_since(program: Program, value: int, first: int, most: int) -> frozenset[int] | None:
+def _made_since(program: Program, value: int, first: int, most: int, apart: Apart) -> frozenset[int] | None:
     """Operations from a first one on that a value is computed from, None if these are more than ``most``."""
-    found, stack, makers, same = set[int](), [value], _makers(program), repeated_in(program)
+    found, stack, makers, same = set[int](), [value], _makers(program), repeated_in(program, apart)
     while stack:
         maker = makers.get(stack.pop())
         if maker is not None and maker.index >= first and maker.index not in found:

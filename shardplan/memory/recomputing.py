@@ -25,6 +25,7 @@ from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import product_operands
+from shardplan.memory.repeated import Apart, apart_in
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -36,7 +37,8 @@ class Kernels:
     """What XLA:GPU makes of a program: the operations ``fused`` into the kernels that read them, by index; the values
     that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them;
     the operands that convolutions read from ``copied`` memory of their own; the products that are ``adding`` themselves
-    to something, by the addition, which is a kernel of which the product is part.
+    to something, by the addition, which is a kernel of which the product is part; what is ``apart`` from what it
+    repeats.
     """
 
     fused: frozenset[int]
@@ -44,6 +46,7 @@ class Kernels:
     stored: frozenset[int]
     copied: frozenset[tuple[int, int]] = frozenset()
     adding: Mapping[int, Accumulation] = field(default_factory=dict)
+    apart: Apart = ()
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -61,7 +64,7 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     for value, layout in schedule.assignment.values.items():
         domain = problem.domain(value)
         found[value] = float(domain.degrees[domain.position[layout]])
-    return _kernels_of(problem, frozenset(copied), tuple(found))
+    return replace(_kernels_of(problem, frozenset(copied), tuple(found)), apart=apart_in(schedule))
 
 
 @once

@@ -27,10 +27,16 @@ from shardplan import _jax
 from shardplan.control import Links, links_of
 from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
+from shardplan.schedule import Schedule
+
+Apart = tuple[tuple[int, int], ...]
+"""Operations, by index, that are computed in other layouts than equal ones, each with the number of its own way."""
 
 
-def repeated_results(program: Program, operations: Iterable[Operation]) -> dict[int, int]:
+def repeated_results(program: Program, operations: Iterable[Operation], apart: Apart = ()) -> dict[int, int]:
     """Values that are equal to one before, with that one: results of ``operations``, and what enters loops.
+
+    Operations that are ``apart`` are computed once more, and so is what is computed from them.
 
     What passes a barrier is not known to be equal, so that what `jax.checkpoint` computes anew stays apart. What leaves
     the program or a branch, and what a loop carries, has memory of its own.
@@ -43,7 +49,7 @@ def repeated_results(program: Program, operations: Iterable[Operation]) -> dict[
     first: dict[Any, tuple[int, ...]] = {}
     same: dict[int, int] = {}
     entered: set[int] = set()
-    computing, literals = _computing(program), _literals(program)
+    computing, literals, ways = _computing(program), _literals(program), dict(apart)
     for operation in operations:
         _enter(operation.region, (program, loops, around), entered, same)
         if operation.index in loops:
@@ -52,16 +58,41 @@ def repeated_results(program: Program, operations: Iterable[Operation]) -> dict[
         if kind is None or not leaving.isdisjoint(operation.results):
             continue
         operands = [same.get(o, o) if isinstance(o, int) else literals[id(o)] for o in operation.operands]
-        found = first.setdefault((kind, *operands), operation.results)
+        found = first.setdefault((kind, ways.get(operation.index), *operands), operation.results)
         if found is not operation.results:
             same |= zip(operation.results, found, strict=True)
     return same
 
 
 @once
-def repeated_in(program: Program) -> dict[int, int]:
+def repeated_in(program: Program, apart: Apart = ()) -> dict[int, int]:
     """Those of a program, in its own order."""
-    return repeated_results(program, program.operations)
+    return repeated_results(program, program.operations, apart)
+
+
+@once
+def apart_in(schedule: Schedule) -> Apart:
+    """The operations that a schedule computes in other layouts than the first one that is equal."""
+    program, assignment, found = schedule.program, schedule.assignment, list[tuple[int, int]]()
+    same, makers = repeated_in(program), {result: o.index for o in program.operations for result in o.results}
+    ways: dict[int, list[object]] = {}
+    for operation in program.operations:
+        strategy = assignment.strategies.get(operation.index)
+        if strategy is None or not same.keys() >= {*operation.results}:
+            continue
+        first = makers.get(same[operation.results[0]]) if operation.results else None
+        other = assignment.strategies.get(first) if first is not None else None
+        if first is None or other is None:
+            continue
+        left = [assignment.values.get(result) for result in operation.results]
+        before = [assignment.values.get(result) for result in program.operations[first].results]
+        known = ways.setdefault(first, [(other.operands, other.results, before)])
+        way = strategy.operands, strategy.results, left
+        if way not in known:
+            known.append(way)
+        if known.index(way):
+            found.append((operation.index, known.index(way)))
+    return tuple(found)
 
 
 @once
