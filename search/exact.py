@@ -28,10 +28,9 @@ _BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3
 _BRANCHABLE = 10_000
 _SECONDS_PER_PART = 0.1
 _WORTH_IMPROVING = 0.01
-"""The gap from which on it is tried though little of the work is left: what prices leave below, parts rarely change."""
+"""The gap from which on restricted networks are looked at, and improving is tried though little of the work is left:
+what prices leave below, parts rarely change."""
 _PRUNABLE = 0.02
-_FAR = 0.01
-"""The gap of a start from which on restricted networks are looked at before the whole is searched."""
 _ANSWERING = 0.07
 """The share of the sweeps' work that each of them may take."""
 _NEAR, _ENTRIES_TO_ASK = 0.02, 1000
@@ -129,7 +128,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
                 raise Stop
 
     def stuck() -> None:
-        if not run.answered and relative_gap(solver.upper, solver.lower) > _FAR:
+        if not run.answered and relative_gap(solver.upper, solver.lower) > _WORTH_IMPROVING:
             take_answers(run, solver)
 
     limit = min(run.time_limit, run.work_limit)
@@ -168,7 +167,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 def _search(run: Run, solver: GraphSolver, bound: float) -> None:
     """Messages on the whole graph, with answers of the restricted networks: where the start is far from its bound,
     where messages stall far from it, or where it turns out that nothing closes the gap."""
-    if solver.upper < math.inf and bound > -math.inf and relative_gap(solver.upper, bound) > _FAR:
+    if solver.upper < math.inf and bound > -math.inf and relative_gap(solver.upper, bound) > _WORTH_IMPROVING:
         take_answers(run, solver)
     with run.stage("search"):
         solver.solve()
