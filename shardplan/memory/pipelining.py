@@ -87,8 +87,9 @@ def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[i
     """The stacks that loops read of which another copy is in memory, with the places from and up to which it is.
 
     What a gather leaves is, beside the copy that loops read, up to where the first of the iterations that run apart
-    begins. Where none does, the stack is that is gathered last, see `gathered_before`, before the loop; and the largest
-    of those that are copied because the loop that stacks them gathers what it stacks.
+    begins. Where none does, each stack is copied before the next one is gathered: then it is the largest alone, before
+    the loop (XLA may gather any of them last). So is the largest of those that are copied because the loop that stacks
+    them gathers what it stacks.
     """
     found = dict[Gather, tuple[int, int]]()
     for loop in (schedule.program.operations[index] for index in sorted(peeled_loops(schedule))):
@@ -96,10 +97,13 @@ def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[i
         for stack, first in _gathered_for(lifetimes, schedule, loop):
             if _is_copied(schedule, stack) and first < start:
                 found[stack] = first, max(found.get(stack, (first, start))[1], start)
-    last = {place: stack for stack, place in gathered_before(lifetimes, schedule).items()}
-    for place, stack in last.items():
-        if _is_copied(schedule, stack):
-            found.setdefault(stack, (place, place))
+    largest: dict[int, tuple[float, Gather]] = {}
+    for stack, place in gathered_before(lifetimes, schedule).items():
+        size = bytes_in(schedule, stack.value, stack.layout)
+        if _is_copied(schedule, stack) and size > largest.get(place, (0.0, stack))[0]:
+            largest[place] = size, stack
+    for place, (_, stack) in largest.items():
+        found.setdefault(stack, (place, place))
     return found | _stacked_otherwise(lifetimes, schedule)
 
 
@@ -141,22 +145,13 @@ def _is_gathered(lifetimes: Lifetimes, schedule: Schedule, value: int) -> bool:
 
 
 def gathered_before(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, int]:
-    """The stacks that are gathered for loops that no iteration is taken out of, in that order, with the places before
-    these. Each is copied before the next one is gathered, and the largest is the first: up to where most is in memory.
-    """
+    """The stacks that are gathered for loops that no iteration is taken out of, with the places before these."""
     found, peeled = dict[Gather, int](), peeled_loops(schedule)
     for loop in (operation for operation in lifetimes.order if operation.bodies and operation.index not in peeled):
-        start, together, most = lifetimes.start(loop), 0.0, 0.0
-        stacks = [stack for stack, first in _gathered_for(lifetimes, schedule, loop) if first == start]
-        sizes = {stack: bytes_in(schedule, stack.value, stack.layout) for stack in stacks}
-        waiting = list[Gather]()
-        for stack in sorted(sizes, key=lambda stack: -sizes[stack]):
-            waiting.append(stack)
-            together += sizes[stack]
-            used = together + sizes[stack] * _is_copied(schedule, stack)
-            if used >= most:
-                found |= dict.fromkeys(waiting, max(start - 1, 0))
-                most, waiting = used, []
+        start = lifetimes.start(loop)
+        for stack, first in _gathered_for(lifetimes, schedule, loop):
+            if first == start:
+                found.setdefault(stack, max(start - 1, 0))
     return found
 
 
