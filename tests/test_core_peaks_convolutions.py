@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.bringing import Sending
 from shardplan.memory.convolutions import (
     copied_with_neighbours,
     rectifiers_of_poolings,
@@ -74,6 +75,23 @@ def test_a_pooling_gradient_scatters_into_the_zeros_of_a_rectifier(rectified):
     ((gradient, (rectifier, *others)),) = rectifiers_of_poolings(program).items()
     assert rectifier.primitive.name == "max" and rectifier.index < gradient
     assert len(others) == (rectified if rectified > 1 else 0)
+
+
+def test_the_zeros_that_a_pooling_gradient_scatters_into_are_copied_where_others_read_them_too():
+    def loss(x, w):
+        for _ in range(2):
+            x = jax.nn.relu(x @ w)
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID").sum()
+
+    image, square = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 512, 512), (512, 512)))
+    schedule = shardplan.plan(jax.grad(loss, (0, 1)), 1, image, square).schedule
+    kernels = kernels_of(schedule.problem)
+    order, sending = hiding_order(schedule, kernels)
+    [gradient] = rectifiers_of_poolings(schedule.program)
+    assert order.index(sending.filling[gradient]) <= order.index(gradient)
+    for filling, copies in (({}, 1), ({gradient: order[0]}, 2)):
+        lifetimes = Lifetimes(schedule.problem, order, kernels, Sending(filling=filling))
+        assert len(list(lifetimes.zeros())) == copies
 
 
 def _convolved(images, filters):

@@ -43,7 +43,7 @@ from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import collective_microseconds, kernel_microseconds
 from shardplan.memory.turning import turn_operands
-from shardplan.memory.zeros import fill_apart
+from shardplan.memory.zeros import copy_for_poolings, fill_apart
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
@@ -67,6 +67,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
             break
     turn_operands(graph, kernels)
     fill_apart(graph, kernels.fused)
+    copy_for_poolings(graph)
     graph.join(kernels)
     join_producers(graph, kernels)
     merge_nodes(graph)

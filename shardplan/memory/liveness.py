@@ -70,7 +70,9 @@ class Lifetimes:
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self._adding = kernels.adding
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
-        self.put_beside = {key: self.place[before] for key, before in (sending or Sending()).beside.items()}
+        sending = sending or Sending()
+        self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
+        self.filled = {index: self.place[before] for index, before in sending.filling.items()}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
         self.readers = readers = readers_of(self.order)
@@ -243,6 +245,8 @@ class Lifetimes:
             place = self.place[gradient]
             until = max((self.place[other.index] for other in others), default=place - 1)
             yield self.order[place], self.place[rectifier.index], until
+            if self.filled.get(gradient, place) < place:  # a copy of these, which a kernel makes some time before
+                yield self.order[place], self.filled[gradient], place - 1
 
     def start(self, operation: Operation) -> int:
         """When the results of an operation take memory: a loop's carries and stacks before its first iteration, a sum
