@@ -141,10 +141,10 @@ class Schedule:
 
     def _result_steps(self, operation: Operation, position: int) -> tuple[Step, ...]:
         value = operation.results[position]
-        domain, moving = self.problem.domain(value), self.problem.moving(value)
         strategy, target = self.assignment.strategies[operation.index], self.assignment.values[value]
         if not strategy.pending[position] and strategy.results[position] == target:
             return ()
+        domain, moving = self.problem.domain(value), self.problem.moving(value)
         partial = self.problem.partial(operation, strategy, position)
         if partial.pending:
             return () if target == partial.kept else moving.reductions.path(domain.whole or domain, partial, target)

@@ -108,12 +108,16 @@ def merged_anywhere(schedule: Schedule) -> list[list[int]]:
     return merged_in(schedule, schedule.program.operations)
 
 
-@once
 def read_together(schedule: Schedule) -> dict[int, list[int]]:
     """Per product that XLA merges with others, the values that any of them reads: all are there before one is computed.
     Where products would so wait for themselves, since what one of them reads needs another one, they stay apart."""
-    operations = schedule.program.operations
-    waiting, found = [merged_anywhere(schedule)], dict[int, list[int]]()
+    return _read_by(schedule.program, tuple([tuple(group) for group in merged_anywhere(schedule)]))
+
+
+@once
+def _read_by(program: Program, merged: tuple[tuple[int, ...], ...]) -> dict[int, list[int]]:
+    """The same of these groups of products."""
+    operations, waiting, found = program.operations, [merged], dict[int, list[int]]()
     read: dict[int, list[int]]
     while waiting:
         some = waiting.pop()
@@ -121,7 +125,7 @@ def read_together(schedule: Schedule) -> dict[int, list[int]]:
         for group in some:
             every = [o for index in group for o in operations[index].operands if isinstance(o, int)]
             read |= {index: every for index in group}
-        if _is_ordered(schedule.program, found | read):
+        if _is_ordered(program, found | read):
             found |= read
         elif len(some) > 1:
             waiting += [some[len(some) // 2 :], some[: len(some) // 2]]

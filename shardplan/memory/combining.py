@@ -24,7 +24,7 @@ from shardplan.memory.accumulation import read_together
 from shardplan.memory.fusion import is_view, pointwise_operations
 from shardplan.memory.order import operands_first, order_of
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.repeated import apart_in, repeated_in
+from shardplan.memory.repeated import Apart, apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -104,9 +104,12 @@ def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
     program, groups = schedule.program, list[list[Reduced]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
-    same, numbers = repeated_in(program, apart_in(schedule)), dict[Reduced, int]()
+    same, numbers, read = repeated_in(program, apart_in(schedule)), dict[Reduced, int](), read_before(schedule)
+    sums = read_otherwise(schedule).keys() | reducing(schedule)
     for operation in with_partners(schedule):
-        found = frozenset[int]().union(*(behind.get(same.get(o, o), ()) for o in read_for(schedule, operation)))
+        found = frozenset[int]().union(*[behind[o] for o in read[operation.index] if o in behind])
+        if not found and operation.index not in sums:
+            continue
         repeated = not operation.results or operation.results[0] in same
         for one, value, layout, kind in _reductions_of(schedule, operation, repeated):
             if one not in numbers:
@@ -149,17 +152,22 @@ def _kind(schedule: Schedule, value: int, steps: Sequence[Step], reducer: str | 
     return reducing, reducer, schedule.program.values[value].dtype
 
 
-def read_for(schedule: Schedule, operation: Operation) -> list[int]:
-    """The values that are there before an operation is computed: those that it reads, and a product that XLA merges
-    with others what these read too."""
-    together = read_together(schedule).get(operation.index)
-    return _values_read(schedule.program)[operation.index] if together is None else together
+@once
+def read_before(schedule: Schedule) -> list[list[int]]:
+    """Per operation, the values that are there before it is computed: those that it reads, and for a product that XLA
+    merges with others what these read too. Of equal values, it is the first one."""
+    apart = apart_in(schedule)
+    same, read = repeated_in(schedule.program, apart), [*_values_read(schedule.program, apart)]
+    for index, together in read_together(schedule).items():
+        read[index] = [same.get(o, o) for o in together]
+    return read
 
 
 @once
-def _values_read(program: Program) -> list[list[int]]:
-    """Per operation, the values that it reads."""
-    return [[o for o in operation.operands if isinstance(o, int)] for operation in program.operations]
+def _values_read(program: Program, apart: Apart) -> list[list[int]]:
+    """Per operation, the values that it reads; of equal ones, the first, unless they are computed apart."""
+    same = repeated_in(program, apart)
+    return [[same.get(o, o) for o in operation.operands if isinstance(o, int)] for operation in program.operations]
 
 
 def with_partners(schedule: Schedule) -> list[Operation]:

@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.layout import Layout
-from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_for, read_otherwise, with_partners
-from shardplan.memory.repeated import apart_in, repeated_in
+from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_before, read_otherwise, with_partners
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -41,9 +40,11 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
-    same = repeated_in(schedule.program, apart_in(schedule))
+    read, otherwise = read_before(schedule), read_otherwise(schedule)
     for operation in with_partners(schedule):
-        found = frozenset[int]().union(*(behind.get(same.get(o, o), ()) for o in read_for(schedule, operation)))
+        found = frozenset[int]().union(*[behind[o] for o in read[operation.index] if o in behind])
+        if not found and operation.index not in otherwise:
+            continue
         for gather, kind in _gathers_of(schedule, operation):
             if gather not in numbers:
                 size = bytes_in(schedule, gather.value, gather.layout)
