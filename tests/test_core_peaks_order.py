@@ -17,7 +17,7 @@ from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
 
 
-def _placed(needs, takes, starts=None):
+def _placed(needs, takes, starts=None, merged=()):
     """All nodes of a graph, the last one first: arguments, and results among several, have numbers below 0."""
     starts = starts or {}
     graph = SimpleNamespace(
@@ -25,6 +25,7 @@ def _placed(needs, takes, starts=None):
         takes=takes,
         place={node: float(node) for node in needs},
         starts=starts,
+        merged={*merged},
         through_values=lambda: {node: set(found) for node, found in needs.items()},
         runs=lambda node: node < len(takes) - 2 * len(starts),
     )
@@ -50,10 +51,11 @@ def test_what_fits_a_wait_is_placed_into_it():
     assert placed[:3] == [3, 4, 0]
 
 
-def test_what_reads_what_a_collective_brings_goes_before_what_leads_to_it():
+@pytest.mark.parametrize(("merged", "last"), [((), 0), ((4,), 2)])
+def test_what_reads_what_a_collective_brings_alone_goes_before_what_does_not(merged, last):
     needs = {0: [4], 1: [4], 2: [1], 3: [], 4: [5], 5: []}
     takes = {0: 9.0, 1: 9.0, 2: 9.0, 3: 9.0, 4: 32.0, 5: 0.0}
-    assert _placed(needs, takes, starts={4: 5})[0] == 0
+    assert _placed(needs, takes, {4: 5}, merged)[0] == last
 
 
 def test_an_argument_that_nothing_else_reads_counts_as_what_can_be_placed():

@@ -137,6 +137,7 @@ class Graph:
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}
+        self.merged: set[int] = set()  # ends of collectives that bring several values
         self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
         self.gathers: dict[Gather, int] = {}
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
@@ -377,6 +378,8 @@ class Graph:
             self.takes[start] = 0.0
             self.values[start], self.values[start + 1] = set(), set()
         end = self._ends[key]
+        if end in self._sent:
+            self.merged.add(end)
         self._sent[end] = self._sent.get(end, 0.0) + sent[1]
         self.takes[end] = collective_microseconds(sent[0], self._sent[end])
         self.place[end - 1], self.place[end] = place + 0.3, place + 0.6

@@ -4,7 +4,8 @@ It is XLA's own procedure: on XLA's graph with XLA's times it gives the order th
 what can start at once comes first. An operation can start when what needs it has run, or a microsecond after that one
 began, if this is later; a collective takes its time. What leads to more collectives comes next, then what is as long as
 the wait for what can start next, then what reads what a collective brings, then what lets most be placed, and at last
-what stands last in the order before.
+what stands last in the order before. One of several values of a merged collective is taken from these first, so that
+what reads it does not count as reading what the collective brings.
 
 A library's result comes with its workspace. It is taken from there at once, whatever else could be placed, and what
 made it can start a microsecond later. Arguments are placed at once as well; they count as what can be placed.
@@ -38,7 +39,8 @@ class Placing:
         self._depth = self._depths()
         self._ready_at: dict[int, float] = {}
         self._frees = {node: sum(self._readers[n] == {node} for n in needs) for node, needs in self._needs.items()}
-        self._brought = {node: not graph.starts.keys().isdisjoint(needs) for node, needs in self._needs.items()}
+        alone = graph.starts.keys() - graph.merged
+        self._brought = {node: not alone.isdisjoint(needs) for node, needs in self._needs.items()}
         self._fitting: list[_Key] = []  # what can start, by time
         self._freeing: list[_Key] = []  # the same, whatever time it takes
         self._waiting: list[tuple[float, int]] = []
