@@ -30,7 +30,7 @@ __all__ = ["Narrowing", "kept_choices", "kept_twins", "lifted", "restricted_mess
 
 Index = NDArray[np.intp]
 Masks = dict[int, NDArray[np.bool_]]
-_GUESSES = 1e-3, 4e-3
+_GUESSES = 5e-4, 4e-3
 """Of the bound of the small graph, by how much the best assignment of the whole graph is guessed to be above it."""
 
 
