@@ -67,6 +67,8 @@ class Corrections:
         """The cheapest schedule within the limit, in its own order."""
         self.unlimited = first.solution.lower_bound
         self.orders = 0
+        self.searched = np.inf
+        """The limit of the last search."""
         planning = first.solution.work + SECONDS_PER_OPERATION * len(problem.program.operations)
         self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * planning)
         self.spent = -counts.work
@@ -99,14 +101,16 @@ class Corrections:
             if not self._exclude(found) or (number and self.work > self.patience):
                 return
             found, own = self._search_once(found)
-            dear = self._best_cost > _DEAR * found.solution.cost and not number and self.work < self.patience
+            dear = self._best_cost > _DEAR * found.solution.cost and self.work < self.patience
             if self.best is not None and not dear:  # what is better is soon found from it
                 return
             fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes
             if fits and self.orders < MOST_ORDERS and own.peak_bytes <= FAR * self.limit_bytes:
-                self.orders, found = self.orders + 1, own
+                self.orders, found = self.orders + 1, self.counts.within(own.solution, own.lifetimes)
                 self.count_in(own.lifetimes)
-                self.search = replace(self.search, limit_bytes=self.limit_bytes)
+                # what is under way is not counted in the order alone
+                missed = found.peak_bytes / own.peak_bytes if found.peak_bytes <= self.limit_bytes else 1.0
+                self.search = replace(self.search, limit_bytes=missed * self.limit_bytes)
             elif fits or (near and (number >= _MANY or own.peak_bytes <= MISSED * found.peak_bytes)):
                 lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
                 lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / FAR)
@@ -152,7 +156,7 @@ class Corrections:
         above = {*self.places_above(found, limit)} - self.places
         self.places |= above
         changed = self.usages.follow(found.schedule)
-        if found.peak_bytes <= limit or above:
+        if found.peak_bytes <= limit or above or limit < self.searched:
             return True
         exact = self.counts.profile(found.solution.choices, self.lifetimes)
         for place, size in self._counted(found).items():
@@ -188,6 +192,7 @@ class Corrections:
     def _search_once(self, found: Found) -> tuple[Found, Found]:
         """What is found in the order of the search, and in its own."""
         network = self.network(self.search.limit_bytes, self.places)
+        self.searched = self.search.limit_bytes
         known = [extended(network, choices) for choices in self.known]
         network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
         count = SECONDS_PER_OWN * len(self.problem.program.operations)
@@ -210,11 +215,11 @@ class Corrections:
             work *= _TIMES_LONGER_WHERE_NOTHING_FITS
         if np.isfinite(found.solution.cost):
             self.prices = {place: found.solution.prices.get(n, 0.0) for n, place in enumerate(sorted(self.places))}
-            bound = found.solution.lower_bound
-            if self.beyond:  # which schedules need that are not bound to: prices have counted it
-                bound = found.solution.priced_bound - sum(self.prices[p] * size for p, size in self.beyond.items())
-            if self.search.limit_bytes == self.limit_bytes:
-                self.lower = max(self.lower, min(bound, found.solution.cost))
+            bound, lowered = found.solution.lower_bound, self.limit_bytes - self.search.limit_bytes
+            if self.beyond or lowered:  # prices have counted what is not needed, or not asked for
+                short = sum(price * (lowered + self.beyond.get(p, 0.0)) for p, price in self.prices.items())
+                bound = found.solution.priced_bound - short
+            self.lower = max(self.lower, min(bound, found.solution.cost))
         return found, own
 
     def keep_leanest(self, network: Network, found: Found) -> None:

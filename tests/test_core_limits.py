@@ -1,5 +1,6 @@
 """Planning within a memory limit: what a search takes, and how much of the limit its plan uses."""
 
+import time
 from dataclasses import replace
 
 import jax
@@ -45,6 +46,22 @@ def test_what_a_schedule_holds_is_counted_once_in_its_own_order(monkeypatch):
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
     assert len(seen) > 1
     assert len(seen) == len(set(seen))
+
+
+def test_a_lowered_limit_is_searched_though_memory_is_short_at_no_other_place():
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    problem, search = free.schedule.problem, finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset())
+    counts = finding.Counts(problem, search)
+    first = counts.own(finding.find(problem, problem.network, search, 60.0))
+    corrections = Corrections(counts, search, first, time.perf_counter() + 60.0)
+    assert corrections._exclude(first)
+    found, _ = corrections._search_once(first)
+    corrections.search = replace(search, limit_bytes=0.95 * found.peak_bytes)
+    for _ in range(3):  # the first time at more places, perhaps
+        assert corrections._exclude(found)
+    corrections._search_once(found)
+    assert corrections.lower <= found.solution.cost  # what was found keeps within the limit itself
 
 
 @pytest.mark.slow
