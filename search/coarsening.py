@@ -125,10 +125,8 @@ def coarse_start(
         narrows = start is None and above is None and not solver.closed
         further = replace(effort, sweeps=_MOST_SWEEPS)
         if narrows and (narrowing.run(further) or (solver.stalled and narrowing.open_cycles(further))):
-            estimate = solver.estimate + sum(parts.estimates)
             messages = solver.relaxation.messages() if solver.relaxation is not None else solver.messages
-            start_from, bound = lifted(messages, places), solver.lower
-            return Start(start_from, narrowing.choices, solver.sweeps, estimate, bound, solver.stalled)
+            return parts.start(solver, lifted(messages, places), narrowing.choices, solver.stalled)
     relaxation, choices = solver.relaxation, narrowing.choices
     if relaxation is None:
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
@@ -145,7 +143,7 @@ def coarse_start(
         choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         messages = restricted_messages(messages, graph.undo[mark:])
     stalled = solver.stalled and _open_by_itself(solver, graph, choices)
-    return Start(messages, choices, solver.sweeps, solver.estimate + sum(parts.estimates), solver.lower, stalled)
+    return parts.start(solver, messages, choices, stalled)
 
 
 def _open_by_itself(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:
@@ -182,6 +180,13 @@ class _Parts:
     """Says which choices of the whole graph may be in something better than an assignment."""
     estimates: list[float] = field(default_factory=list)
     """Seconds that each search among them should have taken, the same on every machine."""
+
+    def start(
+        self, small: GraphSolver, messages: Messages, choices: dict[int, int] | None, stalled: bool = False
+    ) -> Start:
+        """A start from what a search of the small graph, and those among its twins, have found."""
+        estimate = small.estimate + sum(self.estimates)
+        return Start(messages, choices, small.sweeps, estimate, small.lower, stalled)
 
     def assignment(self, graph: Graph, lower: float, best: dict[int, int] | None = None) -> dict[int, int] | None:
         """The best assignment that is found, or the first one that is within the gap of a lower bound.

@@ -59,11 +59,7 @@ class Lifetimes:
     """The lifetimes of a program's held values, whatever the layouts are, in an ``order`` with what runs beside it."""
 
     def __init__(
-        self,
-        problem: Problem,
-        order: Sequence[int],
-        kernels: Kernels | None = None,
-        sending: Sending | None = None,
+        self, problem: Problem, order: Sequence[int], kernels: Kernels | None = None, sending: Sending | None = None
     ) -> None:
         program, kernels = problem.program, kernels or kernels_of(problem)
         self._problem = problem
@@ -87,12 +83,9 @@ class Lifetimes:
         last_read = dict.fromkeys(outputs, self.end)
         last_copy: dict[int, int] = {}
         self.updating = updates_of(program, kernels.fused)
-        for operation in self.order:
-            place = self.place[operation.index]
-            for body in operation.bodies:
-                leaving = {o for o in program.regions[body].outputs if isinstance(o, int)}
-                outputs |= leaving
-                last_read |= dict.fromkeys(leaving, place)
+        leaving = self._leaving_bodies()
+        outputs |= leaving.keys()
+        last_read |= leaving
         same = repeated_results(program, self.order, kernels.apart)
         apart = problem.generated | same.keys()
         for operation in reversed(self.order):
@@ -125,6 +118,14 @@ class Lifetimes:
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
         self.beside = self._made_beside_arguments()
+
+    def _leaving_bodies(self) -> dict[int, int]:
+        """What leaves a body, with the place of its loop or branch, where it is read."""
+        leaving, regions = dict[int, int](), self._problem.program.regions
+        for operation in self.order:
+            outputs = (output for body in operation.bodies for output in regions[body].outputs)
+            leaving |= {output: self.place[operation.index] for output in outputs if isinstance(output, int)}
+        return leaving
 
     def _hold_slices(self, readers: _Readers, same: Mapping[int, int], last_read: dict[int, int]) -> None:
         """Slices of stacks are held from their first reader on; other operands of bodies are outer ones, or carries."""

@@ -6,7 +6,7 @@ product runs. Its result is one buffer, which lives until nothing reads any of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -213,29 +213,26 @@ def _last(into: Mapping[int, int], node: int) -> int:
 
 def _leads(readers: Mapping[int, set[int]], into: Mapping[int, int], made: int, reader: int) -> bool:
     """Whether a node needs what another one makes by way of a third."""
-    stack = [node for found in readers[made] if (node := _last(into, found)) != reader]
-    seen = {made, *stack}
-    while stack:
-        for found in readers[stack.pop()]:
-            node = _last(into, found)
-            if node == reader:
-                return True
-            if node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return False
+    others = (node for found in readers[made] if (node := _last(into, found)) != reader)
+    return _reaches(others, lambda node: (_last(into, found) for found in readers[node]), reader)
 
 
 def _needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:
     """Whether a node needs another one, directly or not."""
-    seen, stack = {node}, [node]
+    return _reaches(needs[node], needs.__getitem__, wanted)
+
+
+def _reaches(begin: Iterable[int], following: Callable[[int], Iterable[int]], wanted: int) -> bool:
+    """Whether a way leads from some of the nodes to another one."""
+    seen = {*begin}
+    stack = [*seen]
     while stack:
-        for need in needs[stack.pop()]:
-            if need == wanted:
-                return True
-            if need not in seen:
-                seen.add(need)
-                stack.append(need)
+        node = stack.pop()
+        if node == wanted:
+            return True
+        found = {*following(node)} - seen
+        seen |= found
+        stack += found
     return False
 
 
