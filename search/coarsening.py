@@ -91,10 +91,8 @@ def coarse_start(
     they are kept, where what is found need not be the best among its twins and those near it. known: messages that a
     start gave before, at other costs.
     """
-    if not graph.twins or graph.hint is not None or graph.usage_limit is not None:
-        return None
-    before = graph.entries()
-    if before < _WORTH_ENTRIES:
+    unfit = graph.hint is not None or graph.usage_limit is not None
+    if unfit or not graph.twins or (before := graph.entries()) < _WORTH_ENTRIES:
         return None
     small, places = coarse(graph)
     if small.entries() > _WORTH_SHARE * before:
