@@ -34,8 +34,9 @@ _DISTANCE = 20
 _MOST_PROLONGATIONS = 3
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
-# before may exceed it in its own: the searches go over to that, so often, where it is not far above. Else they ask for
-# as much less, as they do where that order holds no more, or so many of them have found nothing.
+# before may exceed it in its own: the searches go over to that, so often, where it is not far above, and ask for less
+# by what collectives under way add there. Else they ask for as much less as what was found is above the limit, as they
+# do where that order holds no more, or so many of them have found nothing.
 MOST_ORDERS = 2
 FAR = 1.1
 _MANY = 4
