@@ -167,6 +167,20 @@ def test_products_of_half_precision_pad_their_operands(size, dtype, times):
     assert all(operand.copied == (times > 1) for operand in operands)
 
 
+@pytest.mark.parametrize(("algorithm", "narrow"), [(jax.lax.DotAlgorithmPreset.BF16_BF16_F32, True), (None, False)])
+def test_products_by_an_algorithm_read_operands_in_its_type(algorithm, narrow):
+    wide, half = jax.ShapeDtypeStruct((33, 64), "float32"), jax.ShapeDtypeStruct((64, 32), "bfloat16")
+
+    def product(x, y):
+        return jax.lax.dot_general(
+            x, y, (((1,), (0,)), ((), ())), precision=algorithm, preferred_element_type="float32"
+        )
+
+    left, right = product_operands(trace_program(product, (wide, half), {})).values()
+    assert (left.padding, left.copied) == ((20 / 33, True) if narrow else (1, False))
+    assert (right.padding, right.copied) == (1, False)
+
+
 def test_a_batched_product_that_joins_dimensions_reads_them_in_one_order():
     def copied(spec, left, right):
         shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in (left, right)]

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax
+
 from shardplan import _jax
 from shardplan.layout import Layout
 from shardplan.memory.lying import PRODUCT, lying_of
@@ -48,7 +50,8 @@ products of one operand that another one is tried to be merged with."""
 class ProductOperand:
     """What a product reads: a value in an ``order`` of its dimensions larger than 1, ``padding`` times as large.
 
-    ``copied`` says whether it reads a copy; where it does not, transpositions on the way are part of the product.
+    ``copied`` says whether it reads a copy; where it does not, transpositions on the way are part of the product. A
+    copy in a narrower type is less than once as large.
     """
 
     value: int
@@ -134,15 +137,17 @@ def _product_operand(
     free = tuple(d for d in dimensions if d not in contracted and d not in batch)
     orders = [(*batch, *free, *contracted), (*batch, *contracted, *free)]
     sizes = [prod(value.shape[d] for d in side) for side in (free, contracted)]
-    half = _jax.item_bytes(value.dtype) == 2
-    padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if half and size > 1)
+    own = _jax.item_bytes(value.dtype)
+    read = min(own, 2) if operation.params["precision"] is jax.lax.DotAlgorithmPreset.BF16_BF16_F32 else own
+    padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if read == 2 and size > 1)
     middle = [(*free, *batch, *contracted), (*contracted, *batch, *free)]
     orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
     if batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted)):
         orders, middle = [orders[position]] * 2, []  # joined in this order, behind which no transposition is seen
     as_it_is = tuple(d for d in lying.get(operand, range(len(dimensions))) if value.shape[d] > 1)
     order = as_it_is if as_it_is in (*orders, *middle) else orders[position]
-    return ProductOperand(operand, order, padding, copied=padding > 1 or order != as_it_is)
+    copied = padding > 1 or read < own or order != as_it_is
+    return ProductOperand(operand, order, padding * read / own, copied)
 
 
 def merged_products(
