@@ -27,7 +27,7 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.schedule import REDUCTIONS, Schedule
-from shardplan.stacks import in_order, ordered, slices_gathered_behind
+from shardplan.stacks import in_order, is_repeated_behind, ordered, slices_gathered_behind
 from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
@@ -344,8 +344,7 @@ class Replay:
     def _read(self, operand: int | Constant, layout: Layout | None) -> Any:
         if isinstance(operand, Constant):
             return operand.value
-        if layout is None:
-            layout = replicated(len(self._program.values[operand].shape))
+        layout = replicated(len(self._program.values[operand].shape)) if layout is None else layout
         if (operand, layout) not in self._held:
             if operand in self._schedule.assignment.generated:
                 self._held[operand, layout] = self._generate(operand, layout)
@@ -366,7 +365,10 @@ class Replay:
             steps = steps[len(reducing) :]
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
-                self._held[value, step.layout] = self._constrain(held, step.layout)
+                brought = self._constrain(held, step.layout)
+                behind = is_repeated_behind(self._schedule, value, step.layout)
+                held = in_order(brought, step.layout, self._schedule, self._mesh) if behind else brought
+                self._held[value, step.layout] = held
             held = self._held[value, step.layout]
 
     def _generate(self, value: int, layout: Layout) -> Any:

@@ -1,9 +1,14 @@
-"""Slices of stacks: each keeps the order in which its stack lies in memory.
+"""Orders in memory to which values are held: that of a stack for its slices, and that of what a gather repeats.
 
 XLA:GPU gathers along the dimension that lies outermost in memory, and lets what is gathered lie so from where it is
 made. Where a loop gathers each slice of a stack (the weights of one layer) along a later dimension, XLA so takes the
 slices from a transposed copy of the whole stack, made before the first loop and kept until the last one ends. A slice
 that is held to the order of its stack is transposed alone, in its iteration.
+
+What is computed element by element from what is gathered lies so as well. Of a softmax's maxima that are gathered along
+their second dimension, all that meets them lies with the second dimension outermost: the gradients of the logits, of
+which products then read transposed copies, and from which each is made where it is read. So what is gathered behind
+its first dimension and then repeated, the smaller of the two, is transposed where it is gathered.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(w, x):
@@ -15,11 +20,21 @@ that is held to the order of its stack is transposed alone, in its iteration.
 ...     return [plan.program.values[value].shape for value in slices_gathered_behind(plan.schedule)]
 >>> gathered(jax.P(None, None, "x")), gathered(jax.P(None, "x")), gathered(jax.P())
 ([(64, 64)], [], [])
+
+>>> def scaled(scale, x):
+...     return x * scale[:, :, None]
+>>> scale, x = jax.ShapeDtypeStruct((16, 64), "float32"), jax.ShapeDtypeStruct((16, 64, 4096), "float32")
+>>> def repeated(spec):
+...     plan = shardplan.plan(scaled, mesh, scale, x, pins={"0": spec, "1": jax.P(None, None, "x")})
+...     return is_repeated_behind(plan.schedule, plan.program.inputs[0], ((), ()))
+>>> repeated(jax.P(None, "x")), repeated(jax.P("x"))
+(True, False)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import jax
@@ -30,8 +45,13 @@ from jax.sharding import Mesh
 from shardplan import _jax
 from shardplan.layout import Layout, to_spec
 from shardplan.memory.fusion import readers_of
+from shardplan.memory.gathering import last_gathered
+from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
+
+_ALIKE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p"})
+"""Besides what is computed element by element, operations whose results lie as their operand does."""
 
 
 def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
@@ -48,6 +68,31 @@ def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
                         if _is_gathered_behind(schedule, value, reader):
                             found.add(link.target)
                         stack += _results_in_order(schedule, value, reader)
+    return frozenset(found)
+
+
+def is_repeated_behind(schedule: Schedule, value: int, layout: Layout) -> bool:
+    """Whether a value comes to this layout by a gather along another dimension than its first, and is then repeated."""
+    domain = schedule.problem.domain(value)
+    if layout in domain.padded or not schedule.problem.islands or value not in _repeated(schedule):
+        return False
+    gathered = last_gathered(schedule, value, layout)
+    return gathered is not None and gathered[1] > 0
+
+
+@once
+def _repeated(schedule: Schedule) -> frozenset[int]:
+    """What goes into something larger, element by element."""
+    program, found = schedule.program, set[int]()
+    sizes = [prod(value.shape) for value in program.values]
+    for operation in reversed(program.operations):
+        choices = schedule.choices.get(operation.index)
+        if operation.primitive.name in _ALIKE or (choices and choices.pointwise):
+            for operand in operation.operands:
+                if isinstance(operand, int) and any(
+                    result in found or sizes[result] > sizes[operand] > 1 for result in operation.results
+                ):
+                    found.add(operand)
     return frozenset(found)
 
 
