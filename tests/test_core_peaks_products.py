@@ -6,11 +6,13 @@ import pytest
 
 import shardplan
 from shardplan.memory.accumulation import merged_anywhere
+from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.products import merged_products
 from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.rows import row_results
 from shardplan.tracing import trace_program
 
 
@@ -180,3 +182,31 @@ def test_a_sum_of_what_is_computed_from_a_reductions_result_is_no_part_of_that_r
     names = {index: schedule.program.operations[index].primitive.name for index in graph.reads}
     joined = [sorted(names[part] for part in (node, *parts)) for node, parts in graph.joined.items()]
     assert joined == [["mul", "reduce_sum"]]
+
+
+@pytest.mark.parametrize("length", [256, 8192])
+def test_probabilities_of_heads_that_share_their_keys_are_copied_where_each_copy_is_read(length):
+    heads = jax.ShapeDtypeStruct((2, length, 2, 4, 128), "bfloat16")
+    shared = jax.ShapeDtypeStruct((2, length, 2, 128), "bfloat16")
+
+    def step(queries, keys, values):
+        probabilities = jax.nn.softmax(jnp.einsum("bqkgd,btkd->bkgqt", queries, keys).astype("float32"), axis=-1)
+        probabilities = probabilities.astype("bfloat16")
+        mixed = jnp.einsum("bkgqt,btkd->bqkgd", probabilities, values)
+        return mixed, jnp.einsum("bkgqt,bqkgd->btkd", probabilities, mixed)
+
+    problem = shardplan.plan(step, 1, heads, shared, shared).schedule.problem
+    program, kernels = problem.program, kernels_of(problem)
+    lifetimes = Lifetimes(problem, range(len(program.operations)), kernels)
+    spans = [
+        (copy.first, copy.last)
+        for operand, copy in lifetimes.copies.items()
+        if program.values[operand.value].shape == (2, 2, 4, length, length)
+    ]
+    later, first = sorted(
+        (lifetimes.place[o.index] for o in program.operations if o.primitive.name == "dot_general"), reverse=True
+    )[:2]
+    assert spans == [(first, first), (later, later)]
+    # keys lie innermost nowhere: no kernel goes through rows of them, and none stores what both copies are made from
+    assert not row_results(program, pointwise_operations(problem))
+    assert all(program.values[value].shape != (2, 2, 4, length, length) for value in kernels.stored)

@@ -78,7 +78,7 @@ class Lifetimes:
         self._spread = spread_until(program, self.order, kernels.copied)
         operands = product_operands(program, pointwise_operations(problem))
         self._copied = {key: operand for key, operand in operands.items() if operand.copied}
-        self.copies = product_copies(program, self.order, self._copied, kernels)
+        self.copies = product_copies(problem, self.order, self._copied, kernels)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         last_copy: dict[int, int] = {}

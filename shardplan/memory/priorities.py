@@ -99,7 +99,7 @@ class _Kernel:
     other places, as a slice, a broadcast or a sum does; ``times`` has the sums of these. ``sums``: whether it adds up
     many numbers to one. ``rows``: where it goes through rows that it has reduced, how much it computes for each
     element, else 0. ``tiles``: whether tiles can be cut of all that it computes. ``slower``: how much longer it takes
-    to read and to compute than one that keeps the whole device busy.
+    to read and to compute than one that keeps the whole device busy. ``writes``: the bytes of what it makes.
     """
 
     reads: dict[int, dict[int, float]]
@@ -111,6 +111,7 @@ class _Kernel:
     rows: float = 0.0
     tiles: bool = True
     slower: float = 1.0
+    writes: float = 0.0
     times: dict[int, float] = field(default_factory=dict)
 
 
@@ -118,8 +119,8 @@ class _Kernel:
 class _Computing:
     """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
     else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
-    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them;
-    ``columns``: whether it sums up along other dimensions than the innermost one."""
+    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: it
+    sums up along other dimensions than the innermost one; ``copied``: what a kernel copies for a library."""
 
     read: tuple[int, ...]
     cycles: int
@@ -130,6 +131,7 @@ class _Computing:
     rows: float
     tiles: bool
     columns: bool
+    copied: tuple[int, ...]
 
 
 @once
@@ -138,6 +140,7 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
     program, found, pointwise = problem.program, {}, pointwise_operations(problem)
     rows, operands = row_results(program, pointwise), product_operands(program, pointwise)
     padded, again = {index for (index, _), read in operands.items() if read.padding > 1}, copied_again(operands)
+    copies = {place for place, read in operands.items() if read.copied}
     for operation in program.operations:
         name = operation.primitive.name
         if operation.bodies or not operation.results:
@@ -157,14 +160,14 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
         tiles = cuts_tiles(operation) and operation.index not in padded
         sums = adds_many(program, operation)
         columns = sums and sums_columns(program, operation)
-        found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles, columns)
+        copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
+        found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles, columns, copied)
     return found
 
 
 def _is_complex(program: Program, operation: Operation) -> bool:
     """Whether an operation computes with complex numbers."""
-    types = [operand_type(program, operand).dtype for operand in operation.operands]
-    return any(jax.dtypes.issubdtype(dtype, np.complexfloating) for dtype in types)
+    return any(jax.dtypes.issubdtype(operand_type(program, o).dtype, np.complexfloating) for o in operation.operands)
 
 
 def stored_values(
@@ -242,9 +245,8 @@ class _Fusion:
     def _kernel(self, operation: Operation, result: int, computing: _Computing) -> _Kernel:
         """The kernel of one operation."""
         name, choices = operation.primitive.name, self._problem.choices.get(operation.index)
-        read = computing.read
+        read, cycles = computing.read, computing.cycles
         elements = max([self._elements[value] for value in (*read, result)])
-        cycles = computing.cycles
         if computing.renames:
             self._renamed.add(result)
         if choices is not None and choices.pointwise:
@@ -259,6 +261,7 @@ class _Fusion:
         cycles += _REDUCING_CYCLES if computing.rows else 0
         kernel = _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
         kernel.rows, kernel.tiles = computing.rows, computing.tiles
+        kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
         if computing.columns and elements <= _WHOLE * self._elements[result]:
             kernel.slower = max(1.0, _BUSY / self._elements[result])
             kernel.cycles *= kernel.slower
@@ -286,7 +289,7 @@ class _Fusion:
         """The bytes that a kernel reads and writes."""
         kernel = self._kernels[value]
         read = sum([self._reading(v, times) for v, times in kernel.times.items()])
-        return kernel.slower * (self._bytes[value] + read)
+        return kernel.slower * (kernel.writes + read)
 
     def _reading(self, value: int, times: float) -> float:
         """The bytes that could be read in the time in which a kernel goes through a value so often."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
 
+from shardplan.memory.lying import lying_of
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.sums import REDUCTIONS
 from shardplan.once import once
@@ -80,6 +81,9 @@ class _Rows:
         values, shape = self._program.values, self._program.values[operation.results[0]].shape
         rows, read = self._known(rows), self._reduced(self._known(reduced), len(shape) - 1)
         if read is None or values[read].shape != shape or not 1 < shape[-1] <= _LONGEST:
+            return False
+        lying = lying_of(self._program, self._pointwise).orders.get(operation.results[0])
+        if lying is not None and next(d for d in reversed(lying) if shape[d] > 1) != len(shape) - 1:
             return False
         source = self._first(read)
         return source == rows or (self._users[rows] == 1 and source in self._back(rows))
