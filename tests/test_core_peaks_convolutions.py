@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.accumulation import accumulations
 from shardplan.memory.bringing import Sending
 from shardplan.memory.convolutions import (
     copied_with_neighbours,
+    forward_convolutions,
     rectifiers_of_poolings,
     reordered_inputs,
     spread_operands,
@@ -180,3 +182,55 @@ def test_what_copies_operands_of_convolutions_stands_in_the_order_by_itself():
     assert {need for node in graph.needs[gradient] for need in graph.needs[node]} == {grown}
     order, _ = hiding_order(schedule, kernels)
     assert sorted(order) == list(range(len(order)))
+
+
+def test_a_forward_convolution_adds_a_bias_and_what_is_in_memory():
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def step(x, y, w, bias):
+        first, second = (
+            jax.lax.conv_general_dilated(image, w, (1, 1), "SAME", dimension_numbers=numbers) for image in (x, y)
+        )
+        return jnp.tanh(first + bias + second)
+
+    image, bias = jax.ShapeDtypeStruct((4, 16, 16, 8), "float32"), jax.ShapeDtypeStruct((8,), "float32")
+    schedule = shardplan.plan(step, 1, image, image, jax.ShapeDtypeStruct((3, 3, 8, 8), "float32"), bias).schedule
+    made = {o.results[0]: o for o in schedule.program.operations}
+    [found] = accumulations(schedule).values()
+    first, second = (o.index for o in made.values() if o.primitive.name == "conv_general_dilated")
+    assert (found.product, made[found.onto].index, found.in_place) == (first, second, False)
+    assert [schedule.program.operations[index].primitive.name for index in found.between] == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("filters", "dilation", "forward"),
+    [((3, 3), 1, False), ((1, 1), 1, True), ((3, 3), 2, True)],  # of a gradient of images, which reverses its filters
+)
+def test_gradients_of_images_are_forward_convolutions_where_cudnn_takes_no_reverse(filters, dilation, forward):
+    def step(x, w):
+        made = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", rhs_dilation=(dilation, dilation))
+        return jnp.sum(made**2)
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 16, 16), "float32"), jax.ShapeDtypeStruct((8, 8, *filters), "float32")
+    program = trace_program(jax.grad(step), shapes, {})
+    made, of_images = (o.index for o in program.operations if o.primitive.name == "conv_general_dilated")
+    assert forward_convolutions(program) == ({made, of_images} if forward else {made})
+
+
+def test_an_operand_is_copied_where_the_order_says_or_by_the_kernel_that_makes_it():
+    def step(image, filters):
+        grown = jax.lax.conv_general_dilated(image, filters, (1, 1), [(1, 1), (1, 1)], lhs_dilation=(2, 2))
+        return jnp.sum(jnp.tanh(grown))
+
+    shapes = jax.ShapeDtypeStruct((2, 8, 32, 32), "float32"), jax.ShapeDtypeStruct((8, 8, 2, 2), "float32")
+    schedule = shardplan.plan(jax.grad(step, argnums=(0, 1)), 1, *shapes).schedule
+    kernels = kernels_of(schedule.problem)
+    order, sending = hiding_order(schedule, kernels)
+    turned = spread_operands(schedule.program, schedule.program.operations)
+    gradient = next(o for o in schedule.program.operations if turned.get((o.index, 1)) == 1)
+    maker = next(o.index for o in schedule.program.operations if gradient.operands[1] in o.results)
+    assert sending.beside[gradient.index, 1] == maker
+    early = Sending(beside={(gradient.index, 0): order[1]})
+    for known, first in ((Sending(), order.index(gradient.index)), (early, 1)):
+        spread = Lifetimes(schedule.problem, order, kernels, known).spread
+        assert [start for reader, place, _, start, _ in spread if (reader, place) == (gradient, 0)] == [first]

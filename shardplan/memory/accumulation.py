@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from shardplan.memory.convolutions import forward_convolutions
 from shardplan.memory.products import is_multiplied, merged_products
 from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
@@ -59,13 +60,14 @@ class Accumulation:
 @dataclass(frozen=True, slots=True)
 class _Open:
     """A product whose result can still take in an addition, or has done so; ``viewed`` where through a view,
-    ``biased`` behind a bias."""
+    ``biased`` behind a bias; whether it is a convolution (``convolved``)."""
 
     product: int
     between: tuple[int, ...] = ()
     viewed: bool = False
     added: bool = False
     biased: bool = False
+    convolved: bool = False
 
 
 def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
@@ -73,32 +75,35 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     program = schedule.program
     graph = _Graph(schedule)
     merged = {index for group in merged_anywhere(schedule) for index in group}
+    convolutions = forward_convolutions(program)
     found, biases = dict[int, Accumulation](), dict[int, Accumulation]()
     for operation in program.operations:
         result, name = next(iter(operation.results), -1), operation.primitive.name
-        if is_multiplied(program, operation):
+        convolved = operation.index in convolutions
+        if convolved or is_multiplied(program, operation):
             if operation.index not in merged and graph.stays(operation):
-                graph.open[result] = _Open(operation.index)
+                graph.open[result] = _Open(operation.index, convolved=convolved)
             continue
         position = graph.existing(operation) if name in _VIEWS or name in _ADDITIONS else None
         if position is None:
             continue
         product = graph.open[graph.operand(operation, position)]
         if name in _VIEWS:
-            if graph.stays(operation):
+            if graph.stays(operation) and not product.convolved:
                 between = (*product.between, operation.index)
                 graph.open[result] = replace(product, between=between, viewed=True)
         elif graph.is_broadcast(operation, 1 - position):
-            bias = graph.bias(operation, 1 - position)
+            convolution = program.operations[product.product] if product.convolved else None
+            bias = graph.bias(operation, 1 - position, convolution)
             if bias is not None and not product.added and not product.biased:
                 biases[product.product] = Accumulation(product.product, product.between, operation.index, bias, False)
                 graph.open[result] = replace(product, between=(*product.between, operation.index), biased=True)
         elif not product.added:
             onto, alone = graph.seen(graph.operand(operation, 1 - position))
-            alone = alone and graph.reads_as_stored(operation, 1 - position)
+            alone = alone and graph.reads_as_stored(operation, 1 - position) and not product.convolved
             found[operation.index] = Accumulation(product.product, product.between, operation.index, onto, alone)
             biases.pop(product.product, None)
-            graph.open[result] = _Open(product.product, (), product.viewed, added=True)
+            graph.open[result] = replace(product, between=(), added=True)
     return found | {bias.addition: bias for bias in biases.values()}
 
 
@@ -219,18 +224,21 @@ class _Graph:
             return True
         return operand in self._makers and self._makers[operand].primitive.name == "broadcast_in_dim"
 
-    def bias(self, operation: Operation, position: int) -> int | None:
-        """The value of which an operand that is broadcast has one number for each column of a matrix, if it does."""
-        operand, shape = self.operand(operation, position), self._program.values[operation.results[0]].shape
-        if operand < 0 or len(shape) != 2:
+    def bias(self, operation: Operation, position: int, convolution: Operation | None = None) -> int | None:
+        """The value of which an operand that is broadcast has one number for each column of a matrix, or for each
+        feature of what a convolution makes, if it does."""
+        operand, values = self.operand(operation, position), self._program.values
+        shape = values[operation.results[0]].shape
+        if operand < 0 or (convolution is None and len(shape) != 2):
             return None
-        if self._program.values[operand].shape == shape:
+        column = convolution.params["dimension_numbers"].out_spec[1] if convolution is not None else 1
+        dims = tuple(range(len(shape)))
+        if values[operand].shape == shape:
             spread, operand = self._makers[operand], self.operand(self._makers[operand], 0)
-            columns = tuple(spread.params["broadcast_dimensions"])[-1:] == (1,)
-        else:
-            columns = True
-        own = self._program.values[operand].shape if operand >= 0 else ()
-        return self.seen(operand)[0] if columns and own[-1:] == shape[-1:] and prod(own) == shape[-1] else None
+            dims = tuple(spread.params["broadcast_dimensions"])
+        own = values[operand].shape if operand >= 0 else ()
+        along = [(dim, size) for dim, size in zip(dims, own, strict=True) if size > 1] if operand >= 0 else []
+        return self.seen(operand)[0] if along == [(column, shape[column])] else None
 
     def seen(self, value: int) -> tuple[int, bool]:
         """The value in memory of which another one is a view, and whether nothing else reads it."""

@@ -28,7 +28,7 @@ class Sending:
     which that ``begins``, and per operation whose results are, the one behind which that ``ends``. And per scatter into
     zeros of which a kernel makes nothing else, the operation before which it is ``filling`` these; per operand
     that merged products do not share, as an operation and a position, the one before which these are put ``beside``
-    each other."""
+    each other; and per operand that a convolution reads from a copy, the one before which, or in which, it is made."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)

@@ -152,7 +152,7 @@ def spread_operands(
             reversed_filters.update(operation.results)
         elif operation.primitive.name == CONVOLUTION:
             turned = _turned(operation, lying)
-            reverses = operation.operands[1] in reversed_filters
+            reverses = operation.operands[1] in reversed_filters and _reverses(_windows(program, operation))
             if (operation.index, 0) in copied:
                 times = float(prod(operation.params["lhs_dilation"]))
                 found |= {(operation.index, 0): times} if times > 1 and not reverses else {}
@@ -194,6 +194,29 @@ def _spread(
     yield from times.items()
 
 
+@once
+def forward_convolutions(program: Program) -> frozenset[int]:
+    """The convolutions, by index, that are neither the gradient of an image nor that of filters to cuDNN, and add
+    channels up."""
+    reversed_filters, found = set[int](), set[int]()
+    for operation in program.operations:
+        if operation.primitive.name == "rev":
+            reversed_filters.update(operation.results)
+        elif operation.primitive.name == CONVOLUTION:
+            params, image = operation.params, operand_type(program, operation.operands[0])
+            windows = _windows(program, operation)
+            if operation.operands[1] in reversed_filters and _reverses(windows):
+                continue
+            if prod(w.filters for w in windows) > prod(w.image for w in windows):
+                windows = [window.changed_places() for window in windows]
+            groups, strides = params["feature_group_count"], any(stride > 1 for stride in params["window_strides"])
+            alone = groups == params["batch_group_count"] == 1
+            gradient = alone and not strides and _is_gradient(windows)
+            if not gradient and (groups == 1 or groups < image.shape[params["dimension_numbers"].lhs_spec[1]]):
+                found.add(operation.index)
+    return frozenset(found)
+
+
 def _turned(operation: Operation, lying: dict[int, tuple[int, int]]) -> list[int]:
     """The operands, by position, whose features are what a convolution takes for the batch; ``lying`` has the
     dimensions that are the batch and the features of each image seen so far."""
@@ -207,6 +230,13 @@ def _turned(operation: Operation, lying: dict[int, tuple[int, int]]) -> list[int
                 found.append(position)
     lying.setdefault(operation.results[0], numbers.out_spec[:2])
     return found
+
+
+def _reverses(windows: Sequence[_Window]) -> bool:
+    """Whether a convolution with filters in reverse is the gradient of an image to cuDNN: not where these are of one
+    element, and where their elements lie apart."""
+    single = all(w.filters == w.spread == 1 for w in windows)
+    return not single and all(w.dilation == 1 for w in windows)
 
 
 def _is_gradient(windows: Sequence[_Window]) -> bool:
@@ -230,13 +260,18 @@ def _windows(program: Program, operation: Operation) -> list[_Window]:
 
 
 def spread_copies(
-    program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]] = ()
+    program: Program,
+    order: Sequence[Operation],
+    copied: Collection[tuple[int, int]] = (),
+    made: Mapping[tuple[int, int], int] | None = None,
 ) -> Iterator[tuple[Operation, int, float, int, int]]:
     """For each copy of a spread operand the first convolution that reads it, and its position there, how many times
-    larger it is than the operand, and from which to which place of the order it lives."""
-    for (value, times), places in _reading_copies(program, order, copied).items():
-        first = order[places[0][0]]
-        yield first, first.operands.index(value), times, places[0][0], places[-1][0]
+    larger it is than the operand, and from which to which place of the order it lives: from where it is ``made``, if
+    that is known."""
+    for (_, times), places in _reading_copies(program, order, copied).items():
+        place, position = places[0]
+        start = (made or {}).get((order[place].index, position), place)
+        yield order[place], position, times, start, places[-1][0]
 
 
 def spread_until(

@@ -107,7 +107,9 @@ def _add_sending(sending: Sending, graph: Graph, placed: Sequence[int]) -> None:
     )
     sending.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
     sending.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
-    sending.beside.update({operand: ran[after[node]] for operand, node in graph.beside.items()})
+    sending.beside.update(
+        {operand: ran[after[node]] if node in graph.further else node for operand, node in graph.beside.items()}
+    )
 
 
 class Graph:
@@ -133,7 +135,7 @@ class Graph:
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
         self.beside: dict[
             tuple[int, int], int
-        ] = {}  # per operand of merged products, that which puts these side by side
+        ] = {}  # per operand of merged products, or of a convolution, what copies it
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}
@@ -326,6 +328,10 @@ class Graph:
     def sources(self, value: int) -> frozenset[int]:
         """What is in memory that a value is computed from on the way; itself, if it is in memory."""
         return self._sources.get(value, frozenset((value,)))
+
+    def brought(self, value: int) -> tuple[Gather, ...]:
+        """What is brought to other layouts for a value that is computed on the way."""
+        return self._brought.get(value, ())
 
     def maker(self, value: int) -> int | None:
         """The kernel of the region that makes a value, if one does."""

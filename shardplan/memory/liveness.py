@@ -74,7 +74,7 @@ class Lifetimes:
         self.readers = readers = readers_of(self.order)
         self.fused = kernels.fused
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
-        self.spread = list(spread_copies(program, self.order, kernels.copied))
+        self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
         operands = product_operands(program, pointwise_operations(problem))
         self._copied = {key: operand for key, operand in operands.items() if operand.copied}
