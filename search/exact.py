@@ -47,6 +47,12 @@ _NEAR_PEAK, _SWEEPS_WITHOUT_LOWER_PEAK = 1e-3, 20
 so many sweeps that have not come nearer by as much."""
 _PRICING = 1.0
 """The share of the work that finding prices may take."""
+_LEAST_PRICING = 0.5
+"""The share of all work that prices and what follows them may take, however long reducing took."""
+_FITTING = 0.3
+"""The share of the work that looking for what keeps within the limit at any cost may take, of which there are so many
+sweeps at least."""
+_LEAST_FITTING = 20
 _WORTH_PROVING = 1.05
 """Times of the bound, up to which an assignment is hardly worth proving any further where work is limited."""
 _CROSSING = 0.4
@@ -229,12 +235,13 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
 
 def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
     """Prices, mixtures, branches: as much of them as the work allows; False where no assignment was found."""
-    limit = min(run.time_limit, run.work_limit)
+    limit = min(run.time_limit, max(run.work_limit - run.work, _LEAST_PRICING * run.work_limit))
     if run.work_limit < math.inf:
         pricing.near = _WORTH_PROVING
     pricing.raise_bound(_PRICING * limit)
     if pricing.until < limit:
-        limit = run.work_limit = pricing.until
+        limit = pricing.until
+        run.work_limit = run.work + limit
     if not solver.closed and pricing.planes:
         pricing.recombine()
     if not solver.closed and pricing.needs_assignments:
@@ -346,7 +353,8 @@ def lowest_peak(run: Run, sweeps: int = 300) -> None:
         return
     relaxation = Relaxation(graph)
     before, waited = (0.0, math.inf), 0
-    for _ in range(sweeps):
+    affordable = _FITTING * run.work_limit / max(relaxation.seconds_per_sweep, 1e-9)
+    for _ in range(int(min(sweeps, max(affordable, _LEAST_FITTING)))):
         relaxation.improve(math.inf)
         run.check()
         run.iterations += 1

@@ -75,6 +75,8 @@ _SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
 _TIMES_TO_IMPROVE, _LEAST_WORK = 1.3, 0.1
 """What is hardly worth proving gets so many times the work until it was found, and such work at least, in seconds, in
 which small graphs are proven."""
+_TIMES_LONGER = 2.0
+"""What an evaluation may take however little work is left, in times of the longest before."""
 _WORTH_PRUNING = 0.9
 _RECOMBINATIONS, _BASES = 4, 2
 _RECOMBINING = 0.01
@@ -232,9 +234,11 @@ class Pricing:
             if low and inner.sweeps >= _SWEEPS_WHERE_LOW and ceiling < math.inf:
                 inner.gap = math.inf  # what these prices give is a plane, not a bound: it is low enough
 
-        effort = replace(_EFFORT, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else _EFFORT
+        seconds = max(self.until - self.estimate, _TIMES_LONGER * self.longest)
+        begun = replace(_EFFORT, seconds=min(_EFFORT.seconds, seconds))
+        effort = replace(begun, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else begun
         inner = GraphSolver(priced, math.inf, effort, precision, Watch(report, self.solver.watch.seconds_left))
-        if self._begin(inner, _EFFORT) and not self._turned and inner.upper < math.inf:
+        if self._begin(inner, begun) and not self._turned and inner.upper < math.inf:
             inner.gap = math.inf  # these prices are too low to be the best: a plane will do
         return inner
 

@@ -15,12 +15,17 @@ from shardplan.memory.usages import Usages
 from shardplan.search import Hint, Network, Solution, extended
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
-# a limit: of the search, and of what comes before it, so many seconds per operation; but not less than the least
-# patience, in seconds too. Work is counted, not timed, so that the same program gets the same plan on every machine.
-_TIMES_SLOWER_WITHIN_LIMIT = 2.3
-SECONDS_PER_OPERATION = 2.2e-4
-LEAST_PATIENCE = 0.2
+# a limit: of the search, and of what comes before it, so many seconds per operation and per entry of the tables; but
+# not less than the least patience, in seconds too. A share of it is kept from searches for mixing what they find, and
+# such a share of it again is for mixing where only leaner schedules keep within the limit. Work is counted, not timed,
+# so that the same program gets the same plan on every machine.
+_TIMES_SLOWER_WITHIN_LIMIT = 1.65
+_SECONDS_PER_OPERATION = 1.4e-4
+_SECONDS_PER_ENTRY = 3e-6
+LEAST_PATIENCE = 0.15
 _LEAST_SHARE = 0.3
+_SHARE_OF_MIXING = 0.2
+_SHARE_AFTERWARDS = 0.5
 _SECONDS_PER_VARIABLE = 1.3e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 LEAST_SECONDS = 2.5
@@ -35,11 +40,13 @@ _MOST_PROLONGATIONS = 3
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
 # before may exceed it in its own: the searches go over to that, so often, where it is not far above, and ask for less
-# by what collectives under way add there. Else they ask for as much less as what was found is above the limit, as they
-# do where that order holds no more, or so many of them have found nothing.
+# by what collectives under way add there. Else they ask for less by what was found above the limit, as they do where
+# that order holds no more, or so many of them have found nothing: so many times as much, since another schedule has
+# another order again, and what is left of the limit in the end is used by mixing.
 MOST_ORDERS = 2
 FAR = 1.1
 _MANY = 4
+_TIMES_MISSED = 2
 
 # Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
 _LEANEST = 3
@@ -70,8 +77,9 @@ class Corrections:
         self.orders = 0
         self.searched = np.inf
         """The limit of the last search."""
-        planning = first.solution.work + SECONDS_PER_OPERATION * len(problem.program.operations)
-        self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * planning)
+        entries = sum(table.size for table in problem.network.tables)
+        planning = _SECONDS_PER_OPERATION * len(problem.program.operations) + _SECONDS_PER_ENTRY * entries
+        self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * (first.solution.work + planning))
         self.spent = -counts.work
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices."""
@@ -96,6 +104,15 @@ class Corrections:
         self.beyond: dict[int, float] = {}
         """Per place, bytes that a schedule needs which the network does not count."""
 
+    def take_leaner(self) -> None:
+        """Takes all into account that was counted meanwhile, and goes on in the order of the best, for a share of the
+        work."""
+        for found in self.counts.counted():
+            self.take(found)
+        if self.best is not None:
+            self.patience = self.work + _SHARE_AFTERWARDS * self.patience
+            self.count_in(self.best.lifetimes)
+
     def follow(self, found: Found) -> None:
         """Searches on from a schedule, until what is found is within the limit."""
         for number in range(_MOST_CORRECTIONS):
@@ -113,8 +130,8 @@ class Corrections:
                 missed = found.peak_bytes / own.peak_bytes if found.peak_bytes <= self.limit_bytes else 1.0
                 self.search = replace(self.search, limit_bytes=missed * self.limit_bytes)
             elif fits or (near and (number >= _MANY or own.peak_bytes <= MISSED * found.peak_bytes)):
-                lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
-                lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / FAR)
+                missed = min(max(self.limit_bytes / own.peak_bytes, 1 / FAR), 1.0)
+                lower = max(missed**_TIMES_MISSED, 1 / FAR) * self.search.limit_bytes
                 self.search = replace(self.search, limit_bytes=lower)
             elif time.perf_counter() > self.deadline or self.least_bound > self.search.limit_bytes:
                 return
@@ -197,7 +214,8 @@ class Corrections:
         known = [extended(network, choices) for choices in self.known]
         network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
         count = SECONDS_PER_OWN * len(self.problem.program.operations)
-        work = max(self.patience - self.work - count, _LEAST_SHARE * self.patience)
+        work = (1 - _SHARE_OF_MIXING) * self.patience - self.work - count
+        work = max(work, _LEAST_SHARE * self.patience)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
             solution = find(self.problem, network, self.search, left, work, self._serves)

@@ -16,11 +16,10 @@ from shardplan.finding import Found
 from shardplan.search import Mixtures, extended
 from shardplan.search.solution import relative_gap
 
-# The work for this, as a share of that for the searches before, or what is left of it; but some mixtures are tried in
-# any case, and some of these counted in their own orders, as they are what brings most. Mixed is again, from what came
+# The work for this, as a share of that for the searches before, or what is left of it. Mixed is again, from what came
 # out, while that helps.
-_LEAST_SHARE = 0.1
-_FEWEST_MIXTURES, _FEWEST_COUNTS, _MOST_MIXTURES = 5, 2, 6
+_LEAST_SHARE = 0.3
+_MOST_MIXTURES = 6
 _ROUNDS = 2
 
 # Memory counts where it comes near the limit with the schedule, or with what is cheapest of the others; between limits
@@ -28,7 +27,7 @@ _ROUNDS = 2
 _NEARLY_FULL = 0.95
 _CHEAPEST = 2
 _HIGHEST, _NEAR = 1.1, 1e-3
-_WORTH, _PROVEN = 0.01, 2e-3
+_WORTH, _PROVEN = 0.01, 5e-3
 _INWARDS = 0.1  # at least so far from either of two limits comes the one between
 _SECONDS_PER_VARIABLE = 2.5e-5
 
@@ -39,18 +38,18 @@ def fill(known: Corrections) -> None:
     if known.best is not None and relative_gap(known.best.solution.cost, proven) < _PROVEN:
         return
     until = max(known.patience, known.work + _LEAST_SHARE * known.patience)
-    for number in range(_ROUNDS):
+    for _ in range(_ROUNDS):
         before = known.best
         if before is not None:
-            _mix(known, before, until, 0 if number else _FEWEST_MIXTURES)
+            _mix(known, before, until)
         if known.best is before or known.work > until:
             break
     if known.best is not None and proven <= known.best.solution.cost:  # in the order that was searched, not in others
         known.lower = proven
 
 
-def _mix(known: Corrections, base: Found, until: float, fewest: int) -> None:
-    """Tries limits in the order of a schedule, ``fewest`` of them whatever work they take."""
+def _mix(known: Corrections, base: Found, until: float) -> None:
+    """Tries limits in the order of a schedule."""
     limit, cost_of = known.limit_bytes, known.problem.network.cost
     costs = {key: cost_of(choices) for key, choices in known.seen.items()}
     others = [known.seen[key] for key in sorted(costs, key=lambda key: costs[key]) if costs[key] < base.solution.cost]
@@ -67,10 +66,9 @@ def _mix(known: Corrections, base: Found, until: float, fewest: int) -> None:
     known.spent += _SECONDS_PER_VARIABLE * len(network)
     least = _Tried(network.peak(begun)[0], base.peak_bytes, base.solution.cost)
     most = _Tried(_HIGHEST * limit, math.inf, cost_of(others[0]))
-    before = len(known.counts.counted())
     target, counted = least.target + limit - least.peak, dict[float, float]()
-    for number in range(_MOST_MIXTURES):
-        if known.work > until and (number >= fewest or len(known.counts.counted()) >= before + _FEWEST_COUNTS):
+    for _ in range(_MOST_MIXTURES):
+        if known.work > until:
             return
         mixture, work = mixtures.within(target)
         known.spent += work

@@ -15,7 +15,6 @@ from shardplan.correcting import (
     LEAST_SECONDS,
     MISSED,
     MOST_ORDERS,
-    SECONDS_PER_OPERATION,
     Corrections,
     hint_of,
 )
@@ -27,8 +26,7 @@ _MOST_TRIALS = 8
 _NEAR_LEAST = 0.01
 _BELOW_OWN = 0.9
 _PRECISION_OF_TRIALS = 0.2
-_TIMES_PER_TRIAL = 2.7
-_LEAST_WORK = 0.2
+_SECONDS_PER_OPERATION, _LEAST_SECONDS = 6e-4, 0.2  # of a trial
 
 
 class Leanest:
@@ -51,7 +49,7 @@ class Leanest:
         """Looks for schedules of lower peaks, until one is within the limit."""
         known, search = self._known, self._search
         operations = len(known.problem.program.operations)
-        work = max(_LEAST_WORK, _TIMES_PER_TRIAL * SECONDS_PER_OPERATION * operations)
+        work = max(_LEAST_SECONDS, _SECONDS_PER_OPERATION * operations)
         unreached, orders, again, places = 0.0, 0, False, set[int]()
         least = latest = self._counts.within(known.first.solution, known.lifetimes)
         for _ in range(_MOST_TRIALS):

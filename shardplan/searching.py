@@ -55,13 +55,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     leanest = Leanest(counts, search, first[1], deadline)
     if corrections.best is None:
         leanest.look()
-        for found in counts.counted():
-            corrections.take(found)
-        if corrections.best is not None:  # whatever fits, with a peak far below the limit
-            corrections.spent = 0.0
-            corrections.search = search  # in another order nothing was missed yet
-            corrections.count_in(corrections.best.lifetimes)
-            corrections.follow(corrections.best)
+        corrections.take_leaner()
     if corrections.best is not None:
         fill(corrections)
         return corrections.best_proven()

@@ -10,6 +10,7 @@ import pytest
 import shardplan
 from shardplan import InfeasibleError, correcting, finding
 from shardplan.correcting import Corrections
+from shardplan.search import Mixtures
 from shardplan.search.pricing import Pricing
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -127,19 +128,70 @@ def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkey
     assert len(searched) == searches
 
 
-def test_searches_in_the_order_of_a_leaner_schedule_ask_for_the_limit_itself(monkeypatch):
-    limits = []
+def test_what_is_found_among_leaner_schedules_is_filled_up_in_its_own_order_for_a_share_of_the_work(monkeypatch):
+    left = []
 
-    def follow(corrections, found):
-        limits.append(corrections.search.limit_bytes)
-        corrections.search = replace(corrections.search, limit_bytes=0.5 * corrections.limit_bytes)
+    def fill(known):
+        left.append((known.lifetimes is known.best.lifetimes, known.work, known.patience))
 
-    monkeypatch.setattr(Corrections, "follow", follow)
+    monkeypatch.setattr(Corrections, "follow", lambda corrections, found: None)
+    monkeypatch.setattr("shardplan.searching.fill", fill)
     step, state, batch = _training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     limit = 0.8 * free.peak_bytes
-    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
-    assert limits == [limit, limit]
+    assert shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
+    [(in_its_order, work, patience)] = left
+    assert in_its_order
+    assert work < patience < work + correcting.LEAST_PATIENCE
+
+
+def test_mixing_ends_where_its_work_is_over(monkeypatch):
+    tried = []
+    within = Mixtures.within
+    monkeypatch.setattr(Mixtures, "within", lambda mixtures, limit: (tried.append(limit), within(mixtures, limit))[1])
+    step, state, batch = _training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
+    shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
+    assert tried
+    tried.clear()
+    monkeypatch.setattr("shardplan.filling._SECONDS_PER_VARIABLE", 1.0)
+    shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
+    assert not tried
+
+
+def test_what_is_derived_of_a_schedule_once_is_work_once():
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    problem, search = free.schedule.problem, finding.Search("auto", 60.0, free.peak_bytes, frozenset())
+    counts = finding.Counts(problem, search)
+    first = counts.own(finding.find(problem, problem.network, search, 60.0))
+    before = counts.work
+    counts.profile(first.solution.choices, first.lifetimes)
+    known = counts.work - before
+    other = first.solution.choices.copy()
+    other[problem.variables.values[problem.program.inputs[0]]] = 0
+    assert other.tobytes() != first.solution.choices.tobytes()
+    counts.profile(other, first.lifetimes)
+    assert counts.work - before > 3 * known
+
+
+def test_prices_are_evaluated_for_the_work_that_is_left(monkeypatch):
+    """Or for twice the longest so far: what is found then is worth having."""
+    allowed, inner = [], Pricing._inner
+
+    def watched(pricing, prices):
+        solver = inner(pricing, prices)
+        left = max(pricing.until - pricing.estimate, 2 * pricing.longest)
+        allowed.append(solver.effort.seconds <= left < 60)
+        return solver
+
+    monkeypatch.setattr(Pricing, "_inner", watched)
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    assert allowed
+    assert all(allowed)
 
 
 def test_only_mixtures_that_fit_in_the_order_of_what_they_are_mixed_from_are_counted_in_their_own(monkeypatch):
@@ -190,6 +242,7 @@ def test_what_is_nearly_the_best_by_the_bound_gets_little_more_work(monkeypatch)
             spent.append((pricing.until, seconds, pricing.solver.upper))
 
     monkeypatch.setattr(Pricing, "raise_bound", watched)
+    monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 10.0)
     step, state, batch = _training(1024, 6, 1024)
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.7 * free.peak_bytes)

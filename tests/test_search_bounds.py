@@ -10,10 +10,12 @@ from shardplan.search.branching import Branching
 from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, plan
+from shardplan.search.exact import lowest_peak
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.merging import merge_neighbours
 from shardplan.search.programs import gpt
 from shardplan.search.relaxation import Relaxation
+from shardplan.search.run import Run
 from shardplan.search.solver import GraphSolver
 
 
@@ -220,3 +222,14 @@ def test_a_model_that_takes_longer_than_the_work_is_not_built_to_find_an_assignm
         solver = GraphSolver(graph, math.inf, Effort(seconds=seconds), 1e-9, Watch(lambda: None, lambda: 60.0))
         solver.finish()
         assert (solver.upper == pytest.approx(optimum)) == found
+
+
+def test_the_least_peak_is_looked_for_in_a_share_of_the_work() -> None:
+    sweeps = []
+    for work in (math.inf, 1e-9):
+        net = testing.random_memory_bound(np.random.default_rng(6), 40, 0.5)
+        net.usage_limit = 1e-3 * net.peak(np.zeros(len(net), dtype=np.int64))[0]
+        run = Run(net, 60.0, work_limit=work)
+        lowest_peak(run)
+        sweeps.append(run.iterations)
+    assert sweeps[1] < sweeps[0]
