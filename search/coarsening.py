@@ -7,8 +7,9 @@ against messages on the whole graph, whose tables are up to 36 times as large. M
 each choice with that of its twins, as from any start.
 
 Which members go together is not said by the assignment that the small graph gives: the graph is searched for it with
-only the choices of these twins. Where that comes out dearer than the bound, which takes twins that do not go together,
-the few next best choices are looked through besides, from the same messages. Layers that repeat are searched once
+only these twins (`shardplan.search.among`). Where that comes out dearer than the bound, which takes twins that do not
+go together, what costs hardly more is looked through besides, from the same messages: a part of it in which twins are
+told apart (`shardplan.search.anchoring`), or the few next best choices. Layers that repeat are searched once
 (`shardplan.search.folding`), then all of them. What is found that way within the asked gap of the bound needs no search
 of the whole graph.
 
@@ -27,18 +28,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.among import CLOSER, Parts
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import Start, folded_start
-from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.graph import Graph
 from shardplan.search.narrowing import Narrowing, kept_twins, lifted, restricted_messages
 from shardplan.search.relaxation import Messages, Relaxation
-from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, fold
 from shardplan.search.run import Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
@@ -57,20 +57,13 @@ _FIRST_SWEEPS, _MOST_SWEEPS = 60, 1000
 """Of the small graph: before it is first seen what the twins of its best assignment cost, and then."""
 
 _SWEEPS = 200
-_NEAR, _SWEEPS_NEAR = (4, 8), 100
+_NEAR = 4, 8
 """Where the best assignment of the small graph has no twins that go together well, so many choices of each of its
-variables are looked through, with their twins, by so many sweeps; then more of them."""
-
-_MOST_NEAR = 2_000_000
-"""Table entries up to which that is worth its time."""
+variables may be looked through, with their twins; then more of them."""
 
 _OWN = 0.1
 """The share of the small graph's gap that twins may cost more than its best assignment, where the next best choices are
 not looked through: what messages leave open there, they leave open among those as well."""
-
-_CLOSER, _CLOSEST = 0.3, 0.1
-"""The gap asked among the twins of the best assignment, and among near choices from known messages, as a share of that
-of the whole graph."""
 
 _SHARE_OF_GAP = 0.5
 """The gap asked of the small graph, as a share of that of the whole one: its bound may then do for the whole one."""
@@ -108,13 +101,13 @@ def coarse_start(
     first = replace(effort, sweeps=_FIRST_SWEEPS if above is None else _SWEEPS)
     solver = GraphSolver(small, math.inf, first, _SHARE_OF_GAP * gap, quiet)
     solver.prunes, solver.patience = False, 1
-    parts = _Parts(replace(effort, sweeps=_SWEEPS), gap, quiet)
+    parts = Parts(replace(effort, sweeps=_SWEEPS), gap, quiet)
     narrowing = Narrowing(graph, solver, places, gap, parts.among_twins)
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
         solver.messages = _taken_together(known or {}, places)
         layers = replace(effort, seconds=_SHARE_OF_LAYERS * effort.seconds)
-        start = None if solver.messages else folded_start(small, layers, _CLOSER * gap, quiet)
+        start = None if solver.messages else folded_start(small, layers, CLOSER * gap, quiet)
         if start is not None:
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
@@ -133,12 +126,13 @@ def coarse_start(
     messages = lifted(relaxation.messages(), places)
     if not narrowing.proven and (parts.near or not narrowing.looked):
         parts.kept, parts.messages = kept_twins(small, places), messages
-        parts.looked, parts.fitting = narrowing.looked, lambda found: _fitting(graph, relaxation, places, found, None)
+        parts.looked = narrowing.looked
+        parts.fitting = lambda found, share: _fitting(graph, relaxation, places, (found, None), share)
         choices = parts.assignment(graph, solver.lower, choices)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
     if choices is not None and not closed and above != math.inf:
         mark = len(graph.undo)
-        choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
+        choices = _dropped(graph, choices, _fitting(graph, relaxation, places, (choices, above))[0])
         messages = restricted_messages(messages, graph.undo[mark:])
     stalled = solver.stalled and _open_by_itself(solver, graph, choices)
     return parts.start(solver, messages, choices, stalled)
@@ -159,164 +153,26 @@ def _dropped(graph: Graph, choices: dict[int, int], keep: Masks) -> dict[int, in
     return choices_left
 
 
-@dataclass(slots=True)
-class _Parts:
-    """Choices of a graph among which a good assignment is, per variable: the twins of the best choice of the small
-    graph, and those of the next best ones besides. messages: of the graph, to look through the latter
-    from in a few of its layers, where they are good at once.
-    """
-
-    effort: Effort
-    gap: float
-    watch: Watch
-    kept: Masks = field(default_factory=dict)
-    near: list[Masks] = field(default_factory=list)
-    messages: Messages = field(default_factory=dict)
-    looked: bool = False
-    """Whether the best assignment that is known is the best among the twins, or better."""
-    fitting: Callable[[dict[int, int]], Masks] = lambda _: {}
-    """Says which choices of the whole graph may be in something better than an assignment."""
-    estimates: list[float] = field(default_factory=list)
-    """Seconds that each search among them should have taken, the same on every machine."""
-
-    def start(
-        self, small: GraphSolver, messages: Messages, choices: dict[int, int] | None, stalled: bool = False
-    ) -> Start:
-        """A start from what a search of the small graph, and those among its twins, have found."""
-        estimate = small.estimate + sum(self.estimates)
-        return Start(messages, choices, small.sweeps, estimate, small.lower, stalled)
-
-    def assignment(self, graph: Graph, lower: float, best: dict[int, int] | None = None) -> dict[int, int] | None:
-        """The best assignment that is found, or the first one that is within the gap of a lower bound.
-
-        Twins that go together in one layer do so in all: layers that repeat are looked through once, and what is
-        found is lifted to all of them. Where that does not close the gap, the whole graph is looked through.
-        """
-        for ends in (FEW_ENDS, MORE_ENDS):
-            folded = fold(graph, ends)
-            if folded is None:
-                break
-            messages = {stood: self.messages[e] for e, stood in folded.edge.items() if e in self.messages}
-            lifted = (
-                {v: choices[stand_in] for v, stand_in in folded.variable.items()}
-                for choices in self._found(folded.graph, messages)
-            )
-            best = self._best(graph, lower, lifted, best)
-            if best is not None and relative_gap(graph.cost(best), lower) <= self.gap:
-                return best
-        known = best if self.looked else self.among_twins(graph, self.kept)
-        return self._best(graph, lower, self._found_near(graph, {}, known, self.fitting), best)
-
-    def _best(
-        self, graph: Graph, lower: float, found: Iterable[dict[int, int]], best: dict[int, int] | None
-    ) -> dict[int, int] | None:
-        """The best of assignments, or the first one that is within the gap of a lower bound."""
-        for choices in found:
-            if best is None or graph.cost(choices) < graph.cost(best):
-                best = choices
-            if relative_gap(graph.cost(best), lower) <= self.gap:
-                break
-        return best
-
-    def _found(self, graph: Graph, messages: Messages) -> Iterator[dict[int, int]]:
-        """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
-        choices = self.among_twins(graph, {v: self.kept[v] for v in graph.live()} if self.kept else {})
-        yield from self._found_near(graph, messages, choices)
-
-    def _found_near(
-        self,
-        graph: Graph,
-        messages: Messages,
-        choices: dict[int, int] | None,
-        fitting: Callable[[dict[int, int]], Masks] | None = None,
-    ) -> Iterator[dict[int, int]]:
-        """The best among the twins, then what is best among the next best choices besides.
-
-        fitting: says which choices may be in anything better, where all of them are searched afterwards. Near choices
-        are looked through only while they are fewer.
-        """
-        best = choices
-        if choices is not None:
-            yield choices
-        for near in self.near:  # each from the twins: what is best of a few layers need not be of all
-            if fitting is not None and best is not None and _entries(graph, fitting(best)) < _entries(graph, near):
-                break
-            with contextlib.suppress(Stop, Infeasible):
-                found = self._among_near(graph, {v: near[v] for v in graph.live()}, choices, messages)
-                if found is not None:
-                    best = found
-                    yield found
-
-    def among_twins(self, graph: Graph, keep: Masks) -> dict[int, int] | None:
-        """The best assignment of a graph that is found among some choices of each variable."""
-        if not keep:
-            return None
-        part = graph.copy()
-        part.twins = {}
-        with contextlib.suppress(Stop, Infeasible):
-            part.restrict_all(keep)
-            part.make_consistent()
-            effort = replace(self.effort, closing=0.0, dives=False, merging=0)
-            solver = GraphSolver(part, math.inf, effort, _CLOSER * self.gap, self.watch)
-            solver.solve()
-            self.estimates.append(solver.estimate)
-            return _expanded(graph, part)
-        return None
-
-    def _among_near(
-        self, graph: Graph, keep: Masks, choices: dict[int, int] | None, messages: Messages
-    ) -> dict[int, int] | None:
-        """A better assignment than `choices` among some choices of each variable, or the same.
-
-        What is best with twins taken together may have no twins that go together round a cycle, where something that is
-        hardly dearer has. Messages among few choices are quick, and decode well long before they prove anything.
-        """
-        part = graph.copy()
-        part.twins, part.hint = {}, choices and dict(choices)
-        part.restrict_all(keep)
-        part.make_consistent()
-        if part.entries() > _MOST_NEAR:
-            return choices
-        effort = replace(self.effort, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
-        solver = GraphSolver(part, math.inf, effort, _CLOSEST * self.gap, self.watch)
-        if messages:
-            solver.messages = restricted_messages(messages, part.undo)
-        else:
-            solver.reduce(dominance=False)
-        solver.prunes, solver.patience = False, effort.sweeps
-        if part.hint is not None:
-            solver.upper = part.cost(part.hint)
-        with contextlib.suppress(Stop):
-            if part.live():
-                solver.sweep_until_prunable()
-            else:
-                solver.accept({}, part.constant)
-        self.estimates.append(solver.estimate)
-        found = _expanded(graph, part)
-        better = found is not None and (choices is None or graph.cost(found) < graph.cost(choices))
-        return found if better else choices
-
-
 def _fitting(
-    graph: Graph, relaxation: Relaxation, places: dict[int, Index], choices: dict[int, int], above: float | None
-) -> dict[int, NDArray[np.bool_]]:
-    """Per variable, the choices that may be in something better than an assignment, or than a cost above its: all
-    twins, or none."""
+    graph: Graph,
+    relaxation: Relaxation,
+    places: dict[int, Index],
+    known: tuple[dict[int, int], float | None],
+    share: float = math.inf,
+) -> tuple[Masks, float]:
+    """Per variable, the choices that may be in something better than an assignment, or than a cost above its, and that
+    is above the bound by at most so much of it: all twins, or none. And what all that costs less than."""
+    choices, above = known
     upper = graph.cost(choices)
     upper = upper if above is None else max(upper, above)
     bound, rise = relaxation.reduced_costs()
-    fits = rise <= upper - bound + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
+    room = min(upper - bound, share * abs(bound)) + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
+    fits = relaxation.by_choice(rise <= room)
     masks = {}
-    for place, v in enumerate(relaxation.order):
-        masks[v] = fits[relaxation.sweeper.offsets[place] : relaxation.sweeper.offsets[place + 1]][places[v]]
+    for v in relaxation.order:
+        masks[v] = fits[v][places[v]]
         masks[v][choices[v]] = True
-    return masks
-
-
-def _entries(graph: Graph, masks: Masks) -> int:
-    """The table entries of a graph with only these choices of each variable."""
-    sizes = {v: int(np.count_nonzero(mask)) for v, mask in masks.items()}
-    return sum(sizes[v] * sizes[w] for v in sizes for w in graph.neighbours[v] if v < w)
+    return masks, bound + room
 
 
 def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:
@@ -374,10 +230,3 @@ def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index], count:
         near[hint.get(v, best[v][0])] = True
         masks[v] = near[place]
     return masks
-
-
-def _expanded(graph: Graph, part: Graph) -> dict[int, int] | None:
-    if part.hint is None:
-        return None
-    full = part.expand(part.hint)
-    return {v: int(full[v]) for v in graph.live()}

@@ -55,6 +55,7 @@ def begin(solver: GraphSolver) -> float:
         return -math.inf
     solver.begin(start.messages, start.choices)
     solver.sweeps, solver.estimate, solver.stalled = start.sweeps, start.estimate, start.stalled
+    solver.contradicted = not start.stalled  # or else most of the gap is there without twins
     solver.raise_lower(min(start.lower_bound, solver.upper))
     return start.lower_bound
 

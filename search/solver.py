@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.anchoring import bound_of_parts, look_among
 from shardplan.search.closing import close
 from shardplan.search.cycles import open_cycles
 from shardplan.search.effort import Effort, Watch
@@ -68,6 +69,7 @@ class GraphSolver:
         """After so many turns that hardly raise the bound, messages count as stalled."""
         self.stalled = False
         """Whether the messages have stopped to help."""
+        self.contradicted = False  # whether twins may be what leaves the gap open, and are worth telling apart
         self.estimate = 0.0
         """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced, self._merges = False, True
@@ -112,7 +114,7 @@ class GraphSolver:
             self.watch.report()
             if merges:
                 # What messages left is often few enough for dynamic programming, which merging would hide.
-                if self.settle(effort.entries, effort.entries):
+                if self.settle(effort.entries, effort.entries) or self.closed_by_parts():
                     return
                 self._merge()
             elif self.stalled and self._choices() > 0.95 * before:
@@ -345,21 +347,19 @@ class GraphSolver:
         graph, hint = self.graph, self.graph.hint
         if hint is None or not graph.twins or graph.usage_limit is not None:
             return
-        part = graph.copy()
-        part.twins = {}
-        try:
-            part.restrict_all({v: graph.twins_of(v, hint[v]) for v in graph.live()})
-            part.make_consistent()
-            effort = replace(self.effort, sweeps=200, closing=0.0, dives=False, merging=0)
-            solver = GraphSolver(part, math.inf, effort, self.gap, Watch(part.tick, self.watch.seconds_left))
-            solver.solve()
-            self.estimate += solver.estimate
-        except Infeasible:
-            return
-        if part.hint is not None:
-            full = part.expand(part.hint)
-            found = {v: int(full[v]) for v in graph.live()}
-            self.accept(found, graph.cost(found))
+        effort = replace(self.effort, sweeps=200, closing=0.0, dives=False, merging=0)
+        look_among(self, {v: graph.twins_of(v, hint[v]) for v in graph.live()}, effort)
+
+    def closed_by_parts(self) -> bool:
+        """Looks for something better in parts that tell twins apart: where none has any, that is proven."""
+        contradicted, self.contradicted = self.contradicted, False
+        if contradicted and self.graph.hint is not None and self.graph.usage_limit is None:
+            self.raise_lower(min(bound_of_parts(self), self.upper))
+        return self.closed
+
+    def beside(self, part: Graph, effort: Effort, upper: float = math.inf) -> GraphSolver:
+        """A solver of a part of the graph."""
+        return GraphSolver(part, upper, effort, self.gap, Watch(part.tick, self.watch.seconds_left))
 
     def settle(self, entries: float, largest: float) -> bool:
         """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from shardplan.search import Network, coarsening, solve, testing
-from shardplan.search.coarsening import _Parts, coarse, coarse_start
+from shardplan.search.among import Parts
+from shardplan.search.coarsening import coarse, coarse_start
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Relaxation
@@ -70,12 +71,12 @@ def test_near_choices_are_looked_through_only_where_they_are_fewer_than_what_is_
     net = testing.random_graph(np.random.default_rng(3), [(0, 1), (1, 2), (0, 2)], 4)
     graph = Graph.of(net)
     every = {v: np.ones(graph.size(v), dtype=bool) for v in graph.live()}
-    parts = _Parts(Effort(), 1e-9, Watch(lambda: None, lambda: 60.0), near=[every])
+    parts = Parts(Effort(), 1e-9, Watch(lambda: None, lambda: 60.0), near=[every])
     dear = max(({0: a, 1: b, 2: c} for a, b, c in np.ndindex(4, 4, 4)), key=graph.cost)
     found = list(parts._found_near(graph, {}, dear))
     assert found[0] == dear and graph.cost(found[1]) < graph.cost(dear)
     left = {v: np.arange(graph.size(v)) == dear[v] for v in graph.live()}
-    assert list(parts._found_near(graph, {}, dear, lambda _: left)) == [dear]
+    assert list(parts._found_near(graph, {}, dear, lambda _, __: (left, math.inf))) == [dear]
 
 
 def test_twins_that_contradict_each_other_are_chosen_anew() -> None:
@@ -99,13 +100,13 @@ def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch
     """A chain of forty that must agree on one of two twins: a few of its ends say which, and the bound closes it."""
     monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
     searched: list[int] = []
-    among = coarsening._Parts.among_twins
+    among = Parts.among_twins
 
     def counted(parts: Any, graph: Graph, *rest: Any) -> dict[int, int] | None:
         searched.append(len(graph.live()))
         return among(parts, graph, *rest)
 
-    monkeypatch.setattr(coarsening._Parts, "among_twins", counted)
+    monkeypatch.setattr(Parts, "among_twins", counted)
     net = Network()
     for v in range(40):
         net.add_variable([5.0, 1.0, 1.0])

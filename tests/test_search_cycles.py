@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shardplan.search import Network, coarsening, cycles, solve, testing
+from shardplan.search.among import Parts
 from shardplan.search.cycles import open_cycles
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
@@ -99,7 +100,7 @@ def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_i
         raise AssertionError("what is near leaves as much open")
 
     monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
-    monkeypatch.setattr(coarsening._Parts, "_among_near", looked)
+    monkeypatch.setattr(Parts, "_among_near", looked)
     monkeypatch.setattr(GraphSolver, "open_cycles", lambda _: False)
     graph = Graph.of(twice_joined_cycles(2, 0.0))
     start = coarsening.coarse_start(graph, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))

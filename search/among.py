@@ -1,0 +1,238 @@
+"""Looking for an assignment of a graph where messages took twins together.
+
+Messages of twins taken together (`shardplan.search.coarsening`) say which choices are good, and nothing of which twins
+go together. The twins of the best choices alone are few, and searched first. Where they contradict each other, a part
+of the graph that tells them apart is searched among what costs hardly more (`shardplan.search.anchoring`), or, where no
+variable can be an anchor, the next best choices of each variable with all their twins. Layers that repeat are looked
+through once.
+
+>>> import numpy as np
+>>> from shardplan.search.network import Network
+>>> net = Network()
+>>> a, b = net.add_variable([5.0, 0.0, 0.0]), net.add_variable([5.0, 0.0, 1.0])
+>>> net.add_edge(a, b, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 9.0], [1.0, 9.0, 0.0]]))
+>>> best = np.array([False, True, True])
+>>> Parts(Effort(), 1e-6, Watch(lambda: None, lambda: 60.0)).among_twins(Graph.of(net), {a: best, b: best})
+{0: 1, 1: 1}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.anchoring import Anchor, effort_of_part
+from shardplan.search.effort import Effort, Watch
+from shardplan.search.folding import Start
+from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.narrowing import restricted_messages
+from shardplan.search.relaxation import Messages
+from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, fold
+from shardplan.search.run import Stop
+from shardplan.search.solution import relative_gap
+from shardplan.search.solver import GraphSolver
+
+__all__ = ["CLOSER", "Parts"]
+
+Masks = dict[int, NDArray[np.bool_]]
+Fitting = Callable[[dict[int, int], float], tuple[Masks, float]]
+
+_ABOVE = 5e-4, 2e-3, 8e-3, math.inf
+"""Of the bound, by how much the best assignment is guessed to be above it, one guess after the other: a search that is
+told too little ends soon."""
+
+_MOST_NEAR = 2_000_000
+"""Table entries up to which that is worth its time."""
+
+_SWEEPS_NEAR = 100
+"""Among near choices: messages among few choices decode well long before they prove anything."""
+
+CLOSER, _CLOSEST = 0.3, 0.1
+"""The gap asked among the twins of the best assignment, and among near choices from known messages, as a share of that
+of the whole graph."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """Choices of a graph among which a good assignment is, per variable: the twins of the best choice of the small
+    graph, and those of the next best ones besides. messages: of the graph, to look through the latter
+    from in a few of its layers, where they are good at once.
+    """
+
+    effort: Effort
+    gap: float
+    watch: Watch
+    kept: Masks = field(default_factory=dict)
+    near: list[Masks] = field(default_factory=list)
+    messages: Messages = field(default_factory=dict)
+    looked: bool = False
+    """Whether the best assignment that is known is the best among the twins, or better."""
+    fitting: Fitting = lambda *_: ({}, math.inf)
+    """Says which choices of the whole graph may be in something better than an assignment, and above the bound by at
+    most so much of it; and what all such costs less than."""
+    estimates: list[float] = field(default_factory=list)
+    """Seconds that each search among them should have taken, the same on every machine."""
+
+    def start(
+        self, small: GraphSolver, messages: Messages, choices: dict[int, int] | None, stalled: bool = False
+    ) -> Start:
+        """A start from what a search of the small graph, and those among its twins, have found."""
+        estimate = small.estimate + sum(self.estimates)
+        return Start(messages, choices, small.sweeps, estimate, small.lower, stalled)
+
+    def assignment(self, graph: Graph, lower: float, best: dict[int, int] | None = None) -> dict[int, int] | None:
+        """The best assignment that is found, or the first one that is within the gap of a lower bound.
+
+        Twins that go together in one layer do so in all: layers that repeat are looked through once, and what is
+        found is lifted to all of them. Where that does not close the gap, the whole graph is looked through.
+        """
+        for ends in (FEW_ENDS, MORE_ENDS):
+            folded = fold(graph, ends)
+            if folded is None:
+                break
+            messages = {stood: self.messages[e] for e, stood in folded.edge.items() if e in self.messages}
+            lifted = (
+                {v: choices[stand_in] for v, stand_in in folded.variable.items()}
+                for choices in self._found(folded.graph, messages)
+            )
+            best = self._best(graph, lower, lifted, best)
+            if best is not None and relative_gap(graph.cost(best), lower) <= self.gap:
+                return best
+        known = best if self.looked else self.among_twins(graph, self.kept)
+        return self._best(graph, lower, self._found_near(graph, {}, known, self.fitting), best)
+
+    def _best(
+        self, graph: Graph, lower: float, found: Iterable[dict[int, int]], best: dict[int, int] | None
+    ) -> dict[int, int] | None:
+        """The best of assignments, or the first one that is within the gap of a lower bound."""
+        for choices in found:
+            if best is None or graph.cost(choices) < graph.cost(best):
+                best = choices
+            if relative_gap(graph.cost(best), lower) <= self.gap:
+                break
+        return best
+
+    def _found(self, graph: Graph, messages: Messages) -> Iterator[dict[int, int]]:
+        """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
+        choices = self.among_twins(graph, {v: self.kept[v] for v in graph.live()} if self.kept else {})
+        yield from self._found_near(graph, messages, choices)
+
+    def _found_near(
+        self,
+        graph: Graph,
+        messages: Messages,
+        choices: dict[int, int] | None,
+        fitting: Fitting | None = None,
+    ) -> Iterator[dict[int, int]]:
+        """The best among the twins, then what is best among the next best choices besides.
+
+        fitting: says which choices may be in anything better, where all of them are searched afterwards. An assignment
+        of a part that tells twins apart does then; without one, near choices are looked through while they are fewer.
+        """
+        best = choices
+        if choices is not None:
+            yield choices
+        if self.near and fitting is not None and choices is not None:
+            best = self._anchored(graph, choices, fitting)
+            if best is not choices:
+                yield best
+                return
+        for near in self.near:  # each from the twins: what is best of a few layers need not be of all
+            fits = None if fitting is None or best is None else fitting(best, math.inf)[0]
+            if fits is not None and _entries(graph, fits) < _entries(graph, near):
+                break
+            with contextlib.suppress(Stop, Infeasible):
+                found = self._among_near(graph, {v: near[v] for v in graph.live()}, choices, messages)
+                if found is not None:
+                    best = found
+                    yield found
+
+    def _anchored(self, graph: Graph, choices: dict[int, int], fitting: Fitting) -> dict[int, int]:
+        """A better assignment than `choices` of the first part that an anchor makes (`shardplan.search.anchoring`), or
+        the same. It may be near the bound, so what costs hardly more than that is searched first."""
+        anchor = Anchor.of(graph)
+        if anchor is None:
+            return choices
+        for share in _ABOVE:
+            part, (masks, upper) = graph.copy(), fitting(choices, share)
+            part.twins = {}
+            masks[anchor.variable] = masks[anchor.variable] & anchor.parts[0]
+            solver = GraphSolver(part, upper, effort_of_part(self.effort), self.gap, self.watch)
+            with contextlib.suppress(Stop, Infeasible):
+                part.restrict_all(masks)
+                part.make_consistent()
+                solver.reduce(dominance=False)
+                solver.messages = restricted_messages(self.messages, part.undo)
+                solver.solve()
+            self.estimates.append(solver.estimate)
+            found = _expanded(graph, part)
+            if found is not None and graph.cost(found) < graph.cost(choices):
+                return found
+        return choices
+
+    def among_twins(self, graph: Graph, keep: Masks) -> dict[int, int] | None:
+        """The best assignment of a graph that is found among some choices of each variable."""
+        if not keep:
+            return None
+        part = graph.copy()
+        part.twins = {}
+        with contextlib.suppress(Stop, Infeasible):
+            part.restrict_all(keep)
+            part.make_consistent()
+            effort = replace(self.effort, closing=0.0, dives=False, merging=0)
+            solver = GraphSolver(part, math.inf, effort, CLOSER * self.gap, self.watch)
+            solver.solve()
+            self.estimates.append(solver.estimate)
+            return _expanded(graph, part)
+        return None
+
+    def _among_near(
+        self, graph: Graph, keep: Masks, choices: dict[int, int] | None, messages: Messages
+    ) -> dict[int, int] | None:
+        """A better assignment than `choices` among some choices of each variable, or the same.
+
+        What is best with twins taken together may have no twins that go together round a cycle, where something that is
+        hardly dearer has. Messages among few choices are quick, and decode well long before they prove anything.
+        """
+        part = graph.copy()
+        part.twins, part.hint = {}, choices and dict(choices)
+        part.restrict_all(keep)
+        part.make_consistent()
+        if part.entries() > _MOST_NEAR:
+            return choices
+        effort = replace(self.effort, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
+        solver = GraphSolver(part, math.inf, effort, _CLOSEST * self.gap, self.watch)
+        if messages:
+            solver.messages = restricted_messages(messages, part.undo)
+        else:
+            solver.reduce(dominance=False)
+        solver.prunes, solver.patience = False, effort.sweeps
+        if part.hint is not None:
+            solver.upper = part.cost(part.hint)
+        with contextlib.suppress(Stop):
+            if part.live():
+                solver.sweep_until_prunable()
+            else:
+                solver.accept({}, part.constant)
+        self.estimates.append(solver.estimate)
+        found = _expanded(graph, part)
+        better = found is not None and (choices is None or graph.cost(found) < graph.cost(choices))
+        return found if better else choices
+
+
+def _entries(graph: Graph, masks: Masks) -> int:
+    """The table entries of a graph with only these choices of each variable."""
+    sizes = {v: int(np.count_nonzero(mask)) for v, mask in masks.items()}
+    return sum(sizes[v] * sizes[w] for v in sizes for w in graph.neighbours[v] if v < w)
+
+
+def _expanded(graph: Graph, part: Graph) -> dict[int, int] | None:
+    if part.hint is None:
+        return None
+    full = part.expand(part.hint)
+    return {v: int(full[v]) for v in graph.live()}

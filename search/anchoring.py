@@ -1,0 +1,121 @@
+"""Anchoring: one variable is told apart from its twins, and messages tell all others apart by it.
+
+On a mesh (4, 4, 4) every assignment has images that cost the same, or nearly so, with the axes in each other's places.
+Messages average them: a cycle that no assignment can have without cost looks free to half of one image and half of
+another. A variable, the anchor, has one of each set of twins in each part of the graph; the parts together have all of
+its choices. Within a part messages see what twins really cost. A good assignment of the first part is one of the whole,
+and where no part has a better one, that is proven, whether the twins are true ones or not.
+
+>>> from shardplan.search.network import Network
+>>> net = Network()
+>>> a, b = net.add_variable([5.0, 0.0, 0.0]), net.add_variable([0.0, 0.0])
+>>> net.add_edge(a, b, np.array([[0.0, 0.0], [0.0, 7.0], [7.0, 0.0]]))
+>>> net.twins = {a: np.array([0, 1, 1]), b: np.array([0, 0])}
+>>> anchor = Anchor.of(Graph.of(net))
+>>> anchor.variable, [part.tolist() for part in anchor.parts]
+(0, [[True, True, False], [False, False, True]])
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.effort import Effort
+from shardplan.search.graph import Graph, Infeasible
+
+if TYPE_CHECKING:
+    from shardplan.search.solver import GraphSolver
+
+__all__ = ["Anchor", "bound_of_parts", "effort_of_part", "look_among"]
+
+_MOST_SETS = 0.7
+"""Sets of twins of an anchor, per choice: with more, it would tell little apart."""
+_MOST_PARTS = 6
+"""As many as three axes have orders."""
+_SWEEPS, _ENTRIES = 200, 1e6
+"""What searching a part may take: what messages do not settle by then they hardly do later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A variable, and per part of the graph which of its choices are in it: each in one."""
+
+    variable: int
+    parts: tuple[NDArray[np.bool_], ...]
+
+    @staticmethod
+    def of(graph: Graph) -> Anchor | None:
+        """The variable on which the most depends, whose tables differ most, of those that have many twins."""
+        able = {}
+        for v in graph.live():
+            labels = graph.twins.get(v)
+            if labels is not None and len(labels) > 1:
+                sizes = np.unique(labels, return_counts=True)[1]
+                if len(sizes) <= _MOST_SETS * len(labels) and sizes.max() <= _MOST_PARTS:
+                    able[v] = sum(_difference(table) for table in graph.neighbours[v].values())
+        if not able:
+            return None
+        chosen = max(able, key=lambda v: (able[v], -v))
+        numbers = _numbers(graph.twins[chosen])
+        return Anchor(chosen, tuple(numbers == number for number in range(int(numbers.max()) + 1)))
+
+
+def effort_of_part(effort: Effort) -> Effort:
+    """What searching a part may take, of what a search of the whole graph may: no model for CP-SAT, no merging."""
+    return replace(effort, sweeps=_SWEEPS, entries=_ENTRIES, closing=0.0, closable=0, dives=False, merging=0)
+
+
+def bound_of_parts(solver: GraphSolver) -> float:
+    """A lower bound of what is better than what a solver has found in the parts of its graph, which it takes into
+    account; minus infinity where not each of them is searched to its end."""
+    anchor, lower = Anchor.of(solver.graph), math.inf
+    if anchor is None:
+        return -math.inf
+    for part in anchor.parts:
+        masks = {anchor.variable: part}
+        lower = min(lower, look_among(solver, masks, effort_of_part(solver.effort), solver.upper))
+        if lower == -math.inf:
+            break
+    return lower
+
+
+def look_among(
+    solver: GraphSolver, masks: dict[int, NDArray[np.bool_]], effort: Effort, upper: float = math.inf
+) -> float:
+    """Takes the best assignment below `upper` among some choices of a solver's graph into account.
+
+    Returns a lower bound of all that are, where these are searched to the end; minus infinity otherwise."""
+    graph, part = solver.graph, solver.graph.copy()
+    part.twins = {}
+    inner = solver.beside(part, effort, upper)
+    try:
+        part.restrict_all(masks)
+        part.make_consistent()
+        inner.solve()
+    except Infeasible:
+        inner.raise_lower(inner.upper)
+    solver.estimate += inner.estimate
+    if part.hint is not None:
+        full = part.expand(part.hint)
+        found = {v: int(full[v]) for v in graph.live()}
+        solver.accept(found, graph.cost(found))
+    return inner.lower if inner.closed else -math.inf
+
+
+def _numbers(labels: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Per choice, how many of its twins come before it."""
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    numbers = np.empty(len(labels), dtype=np.intp)
+    numbers[order] = np.arange(len(labels)) - np.searchsorted(ordered, ordered)
+    return numbers
+
+
+def _difference(table: NDArray[np.float64]) -> float:
+    finite = table[np.isfinite(table)]
+    return float(np.ptp(finite)) if finite.size else 0.0

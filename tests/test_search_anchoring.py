@@ -1,0 +1,86 @@
+"""Parts in which one variable is told apart from its twins: together they have every assignment."""
+
+import math
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, testing
+from shardplan.search.among import Parts
+from shardplan.search.anchoring import Anchor
+from shardplan.search.effort import Effort, Watch
+from shardplan.search.graph import Graph
+from shardplan.search.relaxation import Relaxation
+from shardplan.search.solver import GraphSolver
+
+WATCH = Watch(lambda: None, lambda: 60.0)
+
+
+def quarrelling(count: int) -> Network:
+    """Neighbours round a ring with chords want different ones of two twins, which not all can have."""
+    net = Network()
+    for _ in range(count):
+        net.twins[net.add_variable([0.0, 0.0])] = np.array([0, 0])
+    for v in range(count):
+        for w in ((v + 1) % count, (v + 2) % count):
+            net.add_edge(v, w, [[1.0, 0.0], [0.0, 1.0]])
+    return net
+
+
+def test_every_choice_of_an_anchor_is_in_one_part() -> None:
+    net = testing.random_graph(np.random.default_rng(0), [(0, 1), (1, 2), (0, 2)], 4)
+    net.twins = {v: np.arange(len(costs)) // 3 for v, costs in enumerate(net.costs)}
+    anchor = Anchor.of(Graph.of(net))
+    assert anchor is not None
+    assert (np.sum(anchor.parts, axis=0) == 1).all()
+    labels = net.twins[anchor.variable]
+    assert all(len(set(labels[part])) == part.sum() for part in anchor.parts)
+    net.twins = {v: np.arange(len(costs)) for v, costs in enumerate(net.costs)}
+    assert Anchor.of(Graph.of(net)) is None
+
+
+def test_parts_prove_what_messages_leave_open() -> None:
+    net = quarrelling(9)
+    optimum = testing.brute_force(net)[1]
+    solver = GraphSolver(Graph.of(net), math.inf, Effort(), 1e-6, WATCH)
+    alternating = {v: v % 2 for v in range(9)}
+    solver.accept(alternating, net.cost(list(alternating.values())))
+    relaxation = Relaxation(solver.graph)
+    for _ in range(50):
+        relaxation.improve(math.inf)
+    assert relaxation.bound < 0.5 * optimum
+    assert not solver.closed_by_parts() and solver.lower == -math.inf  # which is for starts that twins contradict
+    solver.contradicted = True
+    assert solver.closed_by_parts() and solver.upper == optimum
+
+
+@pytest.mark.parametrize("excluded", [0.0, 0.2])
+def test_parts_are_right_whatever_the_twins(excluded: float) -> None:
+    closed = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
+        net = testing.random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, excluded)
+        net.twins = {v: rng.integers(0, 2, len(costs)) for v, costs in enumerate(net.costs)}
+        drawn = [[int(rng.integers(0, len(costs))) for costs in net.costs] for _ in range(200)]
+        known = min(drawn, key=net.cost)
+        if not math.isfinite(net.cost(known)):
+            continue
+        solver = GraphSolver(Graph.of(net), math.inf, Effort(), 1e-9, WATCH)
+        solver.accept(dict(enumerate(known)), net.cost(known))
+        solver.contradicted = True
+        closed += solver.closed_by_parts()
+        optimum = testing.brute_force(net)[1]
+        assert solver.lower <= optimum + 1e-9 and solver.upper >= optimum - 1e-9
+    assert closed > 8
+
+
+def test_a_part_gives_an_assignment_without_near_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Parts, "_among_near", lambda *_: pytest.fail("near choices were looked through"))
+    net = quarrelling(9)
+    graph = Graph.of(net)
+    every = {v: np.ones(2, dtype=bool) for v in graph.live()}
+    parts = Parts(Effort(), 1e-9, WATCH, near=[every])
+    same = dict.fromkeys(graph.live(), 0)
+    found = list(parts._found_near(graph, {}, same, lambda *_: (dict(every), graph.cost(same))))
+    assert found[0] == same and graph.cost(found[1]) == testing.brute_force(net)[1]
