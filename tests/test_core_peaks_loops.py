@@ -10,10 +10,10 @@ import pytest
 import shardplan
 from shardplan.memory.bringing import brought_spans
 from shardplan.memory.combining import combined_reductions
-from shardplan.memory.hiding import hiding_order
+from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
-from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.usages import Usages
 from shardplan.tracing import trace_program
@@ -294,3 +294,18 @@ def test_a_product_that_leaves_a_branch_transposed_lies_in_the_memory_of_the_res
     lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
     [product] = [o for o in lifetimes.order if o.primitive.name == "dot_general"]
     assert product.results[0] not in lifetimes.held
+
+
+def test_a_loop_waits_for_what_is_gathered_for_its_body():
+    def step(w, x):
+        return jnp.sum(jax.lax.scan(lambda carry, _: (jnp.tanh(carry @ w), None), x, None, length=4)[0])
+
+    shapes = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    mesh, pins = jax.sharding.AbstractMesh((2,), ("x",)), {"0": jax.P("x", None), "1": jax.P("x", None)}
+    schedule = shardplan.plan(step, mesh, *shapes, pins=pins).schedule
+    kernels = kernels_in(schedule)
+    loop = next(o for o in schedule.program.operations if o.bodies)
+    graph = Graph(schedule, kernels, [], [])
+    [(gather, end)] = graph.gathers.items()
+    assert gather.value == schedule.program.inputs[0] and end in graph.needs[loop.index]
+    assert gather in hiding_order(schedule, kernels)[1].begins

@@ -61,8 +61,15 @@ _Others = tuple[tuple[int, tuple[int, ...]], ...]
 
 @once
 def read_otherwise(schedule: Schedule) -> dict[int, list[tuple[int, Layout]]]:
-    """Per operation, by index, the operands that it reads in other layouts than they are stored in, with these."""
+    """Per operation, by index, the operands that it reads in other layouts than they are stored in, with these: itself,
+    or in its bodies."""
     values, found = schedule.assignment.values, dict[int, list[tuple[int, Layout]]]()
+    for index, links in schedule.problem.links.items():
+        for link in links.enter:
+            if isinstance(source := link.source, int) and source in values:
+                read = source, schedule.link_layout(link)
+                if read[1] != values[source] and read not in found.get(index, ()):
+                    found.setdefault(index, []).append(read)
     for index, strategy in schedule.assignment.strategies.items():
         for operand, layout in zip(schedule.program.operations[index].operands, strategy.operands, strict=True):
             if isinstance(operand, int) and layout is not None and values.get(operand, layout) != layout:
