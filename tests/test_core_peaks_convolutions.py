@@ -203,12 +203,18 @@ def test_a_forward_convolution_adds_a_bias_and_what_is_in_memory():
 
 
 @pytest.mark.parametrize(
-    ("filters", "dilation", "forward"),
-    [((3, 3), 1, False), ((1, 1), 1, True), ((3, 3), 2, True)],  # of a gradient of images, which reverses its filters
+    ("filters", "dilation", "change", "forward"),
+    [
+        ((3, 3), 1, jnp.tanh, False),
+        ((1, 1), 1, jnp.tanh, True),
+        ((3, 3), 2, jnp.tanh, True),
+        ((3, 3), 1, lambda w: w / jnp.sum(w), True),
+        ((3, 3), 1, lambda w: jnp.tanh(w * 2), False),
+    ],
 )
-def test_gradients_of_images_are_forward_convolutions_where_cudnn_takes_no_reverse(filters, dilation, forward):
+def test_gradients_of_images_are_forward_convolutions_where_cudnn_takes_no_reverse(filters, dilation, change, forward):
     def step(x, w):
-        made = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", rhs_dilation=(dilation, dilation))
+        made = jax.lax.conv_general_dilated(x, change(w), (1, 1), "SAME", rhs_dilation=(dilation, dilation))
         return jnp.sum(made**2)
 
     shapes = jax.ShapeDtypeStruct((2, 8, 16, 16), "float32"), jax.ShapeDtypeStruct((8, 8, *filters), "float32")

@@ -21,6 +21,7 @@ from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
 from shardplan.strategy import Strategy, operand_type
 
+_SCALING = frozenset({"mul", "div", "add", "sub", "max", "min"})
 CONVOLUTION = "conv_general_dilated"
 POOLING_GRADIENT = "select_and_scatter_add"
 
@@ -145,14 +146,11 @@ def spread_operands(
     convolution wants the batch is transposed, into a copy as large. An image that is ``copied`` all the same (its
     operation's index and position), with rows of neighbours or in an island, is so with what is around it.
     """
-    reversed_filters, found = set[int](), dict[tuple[int, int], float]()
-    lying: dict[int, tuple[int, int]] = {}
+    found, lying = dict[tuple[int, int], float](), dict[int, tuple[int, int]]()
     for operation in operations:
-        if operation.primitive.name == "rev":
-            reversed_filters.update(operation.results)
-        elif operation.primitive.name == CONVOLUTION:
+        if operation.primitive.name == CONVOLUTION:
             turned = _turned(operation, lying)
-            reverses = operation.operands[1] in reversed_filters and _reverses(_windows(program, operation))
+            reverses = operation.operands[1] in _reversed(program) and _reverses(_windows(program, operation))
             if (operation.index, 0) in copied:
                 times = float(prod(operation.params["lhs_dilation"]))
                 found |= {(operation.index, 0): times} if times > 1 and not reverses else {}
@@ -198,14 +196,12 @@ def _spread(
 def forward_convolutions(program: Program) -> frozenset[int]:
     """The convolutions, by index, that are neither the gradient of an image nor that of filters to cuDNN, and add
     channels up."""
-    reversed_filters, found = set[int](), set[int]()
+    found = set[int]()
     for operation in program.operations:
-        if operation.primitive.name == "rev":
-            reversed_filters.update(operation.results)
-        elif operation.primitive.name == CONVOLUTION:
+        if operation.primitive.name == CONVOLUTION:
             params, image = operation.params, operand_type(program, operation.operands[0])
             windows = _windows(program, operation)
-            if operation.operands[1] in reversed_filters and _reverses(windows):
+            if operation.operands[1] in _reversed(program) and _reverses(windows):
                 continue
             if prod(w.filters for w in windows) > prod(w.image for w in windows):
                 windows = [window.changed_places() for window in windows]
@@ -230,6 +226,30 @@ def _turned(operation: Operation, lying: dict[int, tuple[int, int]]) -> list[int
                 found.append(position)
     lying.setdefault(operation.results[0], numbers.out_spec[:2])
     return found
+
+
+@once
+def _reversed(program: Program) -> frozenset[int]:
+    """What is the reverse of something to XLA: not of what is scaled by one number, the reverse of which it scales."""
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    return frozenset(
+        operation.results[0]
+        for operation in program.operations
+        if operation.primitive.name == "rev" and not _is_scaled(program, makers, operation.operands[0])
+    )
+
+
+def _is_scaled(program: Program, makers: Mapping[int, Operation], value: object) -> bool:
+    """Whether a value is computed element by element from another one and one number."""
+    maker = makers.get(value) if isinstance(value, int) else None
+    if maker is None or maker.primitive.name not in _SCALING:
+        return False
+    for operand in maker.operands:
+        spread = makers.get(operand) if isinstance(operand, int) else None
+        source = spread.operands[0] if spread is not None and spread.primitive.name == "broadcast_in_dim" else operand
+        if prod(operand_type(program, source).shape) == 1:
+            return True
+    return False
 
 
 def _reverses(windows: Sequence[_Window]) -> bool:
