@@ -27,7 +27,7 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.schedule import REDUCTIONS, Schedule
-from shardplan.stacks import in_order, is_repeated_behind, ordered, slices_gathered_behind
+from shardplan.stacks import in_order, is_gathered_out_of_order, ordered, slices_gathered_behind
 from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
@@ -366,7 +366,7 @@ class Replay:
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
                 brought = self._constrain(held, step.layout)
-                behind = is_repeated_behind(self._schedule, value, step.layout)
+                behind = is_gathered_out_of_order(self._schedule, value, step.layout)
                 held = in_order(brought, step.layout, self._schedule, self._mesh) if behind else brought
                 self._held[value, step.layout] = held
             held = self._held[value, step.layout]

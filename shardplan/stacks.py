@@ -1,4 +1,4 @@
-"""Orders in memory to which values are held: that of a stack for its slices, and that of what a gather repeats.
+"""Orders in memory to which values are held: that of a stack for its slices, that in which what is gathered is read.
 
 XLA:GPU gathers along the dimension that lies outermost in memory, and lets what is gathered lie so from where it is
 made. Where a loop gathers each slice of a stack (the weights of one layer) along a later dimension, XLA so takes the
@@ -9,6 +9,9 @@ What is computed element by element from what is gathered lies so as well. Of a 
 their second dimension, all that meets them lies with the second dimension outermost: the gradients of the logits, of
 which products then read transposed copies, and from which each is made where it is read. So what is gathered behind
 its first dimension and then repeated, the smaller of the two, is transposed where it is gathered.
+
+An image that is gathered along its channels is transposed for convolutions, and lies in both orders until the last
+reader that is no convolution (a sum for a bias). So it is transposed where it is gathered, and all read that.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(w, x):
@@ -26,7 +29,7 @@ its first dimension and then repeated, the smaller of the two, is transposed whe
 >>> scale, x = jax.ShapeDtypeStruct((16, 64), "float32"), jax.ShapeDtypeStruct((16, 64, 4096), "float32")
 >>> def repeated(spec):
 ...     plan = shardplan.plan(scaled, mesh, scale, x, pins={"0": spec, "1": jax.P(None, None, "x")})
-...     return is_repeated_behind(plan.schedule, plan.program.inputs[0], ((), ()))
+...     return is_gathered_out_of_order(plan.schedule, plan.program.inputs[0], ((), ()))
 >>> repeated(jax.P(None, "x")), repeated(jax.P("x"))
 (True, False)
 """
@@ -44,6 +47,7 @@ from jax.sharding import Mesh
 
 from shardplan import _jax
 from shardplan.layout import Layout, to_spec
+from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import readers_of
 from shardplan.memory.gathering import last_gathered
 from shardplan.once import once
@@ -71,22 +75,31 @@ def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
     return frozenset(found)
 
 
-def is_repeated_behind(schedule: Schedule, value: int, layout: Layout) -> bool:
-    """Whether a value comes to this layout by a gather along another dimension than its first, and is then repeated."""
+def is_gathered_out_of_order(schedule: Schedule, value: int, layout: Layout) -> bool:
+    """Whether a value comes to this layout by a gather along another dimension than its first, and is then repeated, or
+    an image that a convolution reads."""
     domain = schedule.problem.domain(value)
-    if layout in domain.padded or not schedule.problem.islands or value not in _repeated(schedule):
+    if layout in domain.padded or not schedule.problem.islands or value not in _read_in_order(schedule):
         return False
     gathered = last_gathered(schedule, value, layout)
     return gathered is not None and gathered[1] > 0
 
 
+def _outer(convolution: Operation) -> tuple[int, ...]:
+    """The dimensions of a convolution's image that are not of space."""
+    return tuple(convolution.params["dimension_numbers"].lhs_spec[:2])
+
+
 @once
-def _repeated(schedule: Schedule) -> frozenset[int]:
-    """What goes into something larger, element by element."""
+def _read_in_order(schedule: Schedule) -> frozenset[int]:
+    """What goes into something larger, element by element, and images of which channels or batch lie innermost."""
     program, found = schedule.program, set[int]()
     sizes = [prod(value.shape) for value in program.values]
     for operation in reversed(program.operations):
         choices = schedule.choices.get(operation.index)
+        image = operation.operands[0] if operation.primitive.name == CONVOLUTION else None
+        if isinstance(image, int) and len(program.values[image].shape) - 1 in _outer(operation):
+            found.add(image)
         if operation.primitive.name in _ALIKE or (choices and choices.pointwise):
             for operand in operation.operands:
                 if isinstance(operand, int) and any(

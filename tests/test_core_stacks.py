@@ -24,6 +24,21 @@ def test_what_is_gathered_behind_and_then_repeated_is_held_to_its_order(spec, he
     np.testing.assert_allclose(planned(SCALE, X), scaled(SCALE, X), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("numbers", "held"), [(("NHWC", "HWIO", "NHWC"), True), (("NCHW", "HWIO", "NCHW"), False)])
+def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_order(numbers, held):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    image, kernel = jnp.linspace(-1.0, 1.0, 2 * 6 * 6 * 8), jnp.linspace(0.0, 1.0, 3 * 3 * 8 * 512)
+    image, kernel = image.reshape((2, 6, 6, 8) if held else (2, 8, 6, 6)), kernel.reshape(3, 3, 8, 512)
+    pins = {"0": P(None, None, None, "x") if held else P(None, "x"), "1": P(None, None, None, "x")}
+
+    def convolved(image, kernel):
+        return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+
+    planned = shardplan.auto(convolved, mesh, pins=pins)
+    assert ("LayoutConstraint" in planned.lower(image, kernel).as_text()) == held
+    np.testing.assert_allclose(planned(image, kernel), convolved(image, kernel), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_the_gradients_of_logits_lie_as_these_where_their_maxima_are_gathered():
     model = load("gpt")
