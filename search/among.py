@@ -1,10 +1,9 @@
 """Looking for an assignment of a graph where messages took twins together.
 
 Messages of twins taken together (`shardplan.search.coarsening`) say which choices are good, and nothing of which twins
-go together. The twins of the best choices alone are few, and searched first. Where they contradict each other, a part
-of the graph that tells them apart is searched among what costs hardly more (`shardplan.search.anchoring`), or, where no
-variable can be an anchor, the next best choices of each variable with all their twins. Layers that repeat are looked
-through once.
+go together. The twins of the best choices alone are few, and searched first. Where they contradict each other, the next
+best choices of each variable are looked through besides, in a part of the graph that tells twins apart
+(`shardplan.search.anchoring`) or, where that has nothing better, with all twins. Layers that repeat are searched once.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network
@@ -40,11 +39,6 @@ from shardplan.search.solver import GraphSolver
 __all__ = ["CLOSER", "Parts"]
 
 Masks = dict[int, NDArray[np.bool_]]
-Fitting = Callable[[dict[int, int], float], tuple[Masks, float]]
-
-_ABOVE = 5e-4, 2e-3, 8e-3, math.inf
-"""Of the bound, by how much the best assignment is guessed to be above it, one guess after the other: a search that is
-told too little ends soon."""
 
 _MOST_NEAR = 2_000_000
 """Table entries up to which that is worth its time."""
@@ -72,9 +66,8 @@ class Parts:
     messages: Messages = field(default_factory=dict)
     looked: bool = False
     """Whether the best assignment that is known is the best among the twins, or better."""
-    fitting: Fitting = lambda *_: ({}, math.inf)
-    """Says which choices of the whole graph may be in something better than an assignment, and above the bound by at
-    most so much of it; and what all such costs less than."""
+    fitting: Callable[[dict[int, int]], Masks] = lambda _: {}
+    """Says which choices of the whole graph may be in something better than an assignment."""
     estimates: list[float] = field(default_factory=list)
     """Seconds that each search among them should have taken, the same on every machine."""
 
@@ -127,7 +120,7 @@ class Parts:
         graph: Graph,
         messages: Messages,
         choices: dict[int, int] | None,
-        fitting: Fitting | None = None,
+        fitting: Callable[[dict[int, int]], Masks] | None = None,
     ) -> Iterator[dict[int, int]]:
         """The best among the twins, then what is best among the next best choices besides.
 
@@ -138,12 +131,12 @@ class Parts:
         if choices is not None:
             yield choices
         if self.near and fitting is not None and choices is not None:
-            best = self._anchored(graph, choices, fitting)
+            best = self._anchored(graph, choices, fitting(choices))
             if best is not choices:
                 yield best
                 return
         for near in self.near:  # each from the twins: what is best of a few layers need not be of all
-            fits = None if fitting is None or best is None else fitting(best, math.inf)[0]
+            fits = None if fitting is None or best is None else fitting(best)
             if fits is not None and _entries(graph, fits) < _entries(graph, near):
                 break
             with contextlib.suppress(Stop, Infeasible):
@@ -152,28 +145,25 @@ class Parts:
                     best = found
                     yield found
 
-    def _anchored(self, graph: Graph, choices: dict[int, int], fitting: Fitting) -> dict[int, int]:
-        """A better assignment than `choices` of the first part that an anchor makes (`shardplan.search.anchoring`), or
-        the same. It may be near the bound, so what costs hardly more than that is searched first."""
+    def _anchored(self, graph: Graph, choices: dict[int, int], fits: Masks) -> dict[int, int]:
+        """A better assignment than `choices` among the next best ones that fit, in the first part that an anchor makes
+        (`shardplan.search.anchoring`); or the same."""
         anchor = Anchor.of(graph)
         if anchor is None:
             return choices
-        for share in _ABOVE:
-            part, (masks, upper) = graph.copy(), fitting(choices, share)
-            part.twins = {}
-            masks[anchor.variable] = masks[anchor.variable] & anchor.parts[0]
-            solver = GraphSolver(part, upper, effort_of_part(self.effort), self.gap, self.watch)
-            with contextlib.suppress(Stop, Infeasible):
-                part.restrict_all(masks)
-                part.make_consistent()
-                solver.reduce(dominance=False)
-                solver.messages = restricted_messages(self.messages, part.undo)
-                solver.solve()
-            self.estimates.append(solver.estimate)
-            found = _expanded(graph, part)
-            if found is not None and graph.cost(found) < graph.cost(choices):
-                return found
-        return choices
+        part, masks = graph.copy(), {v: fits[v] & near for v, near in self.near[0].items()}
+        part.twins = {}
+        masks[anchor.variable] = masks[anchor.variable] & anchor.parts[0]
+        solver = GraphSolver(part, graph.cost(choices), effort_of_part(self.effort), self.gap, self.watch)
+        with contextlib.suppress(Stop, Infeasible):
+            part.restrict_all(masks)
+            part.make_consistent()
+            solver.reduce(dominance=False)
+            solver.messages = restricted_messages(self.messages, part.undo)
+            solver.solve()
+        self.estimates.append(solver.estimate)
+        found = _expanded(graph, part)
+        return found if found is not None and graph.cost(found) < graph.cost(choices) else choices
 
     def among_twins(self, graph: Graph, keep: Masks) -> dict[int, int] | None:
         """The best assignment of a graph that is found among some choices of each variable."""

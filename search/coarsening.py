@@ -8,8 +8,8 @@ each choice with that of its twins, as from any start.
 
 Which members go together is not said by the assignment that the small graph gives: the graph is searched for it with
 only these twins (`shardplan.search.among`). Where that comes out dearer than the bound, which takes twins that do not
-go together, what costs hardly more is looked through besides, from the same messages: a part of it in which twins are
-told apart (`shardplan.search.anchoring`), or the few next best choices. Layers that repeat are searched once
+go together, the few next best choices are looked through besides, from the same messages, in a part of the graph in
+which twins are told apart (`shardplan.search.anchoring`). Layers that repeat are searched once
 (`shardplan.search.folding`), then all of them. What is found that way within the asked gap of the bound needs no search
 of the whole graph.
 
@@ -126,13 +126,12 @@ def coarse_start(
     messages = lifted(relaxation.messages(), places)
     if not narrowing.proven and (parts.near or not narrowing.looked):
         parts.kept, parts.messages = kept_twins(small, places), messages
-        parts.looked = narrowing.looked
-        parts.fitting = lambda found, share: _fitting(graph, relaxation, places, (found, None), share)
+        parts.looked, parts.fitting = narrowing.looked, lambda found: _fitting(graph, relaxation, places, found, None)
         choices = parts.assignment(graph, solver.lower, choices)
     closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
     if choices is not None and not closed and above != math.inf:
         mark = len(graph.undo)
-        choices = _dropped(graph, choices, _fitting(graph, relaxation, places, (choices, above))[0])
+        choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         messages = restricted_messages(messages, graph.undo[mark:])
     stalled = solver.stalled and _open_by_itself(solver, graph, choices)
     return parts.start(solver, messages, choices, stalled)
@@ -154,25 +153,19 @@ def _dropped(graph: Graph, choices: dict[int, int], keep: Masks) -> dict[int, in
 
 
 def _fitting(
-    graph: Graph,
-    relaxation: Relaxation,
-    places: dict[int, Index],
-    known: tuple[dict[int, int], float | None],
-    share: float = math.inf,
-) -> tuple[Masks, float]:
-    """Per variable, the choices that may be in something better than an assignment, or than a cost above its, and that
-    is above the bound by at most so much of it: all twins, or none. And what all that costs less than."""
-    choices, above = known
+    graph: Graph, relaxation: Relaxation, places: dict[int, Index], choices: dict[int, int], above: float | None
+) -> Masks:
+    """Per variable, the choices that may be in something better than an assignment, or than a cost above its: all
+    twins, or none."""
     upper = graph.cost(choices)
     upper = upper if above is None else max(upper, above)
     bound, rise = relaxation.reduced_costs()
-    room = min(upper - bound, share * abs(bound)) + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
-    fits = relaxation.by_choice(rise <= room)
+    fits = relaxation.by_choice(rise <= upper - bound + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30))
     masks = {}
     for v in relaxation.order:
         masks[v] = fits[v][places[v]]
         masks[v][choices[v]] = True
-    return masks, bound + room
+    return masks
 
 
 def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:

@@ -76,7 +76,7 @@ def test_near_choices_are_looked_through_only_where_they_are_fewer_than_what_is_
     found = list(parts._found_near(graph, {}, dear))
     assert found[0] == dear and graph.cost(found[1]) < graph.cost(dear)
     left = {v: np.arange(graph.size(v)) == dear[v] for v in graph.live()}
-    assert list(parts._found_near(graph, {}, dear, lambda _, __: (left, math.inf))) == [dear]
+    assert list(parts._found_near(graph, {}, dear, lambda _: left)) == [dear]
 
 
 def test_twins_that_contradict_each_other_are_chosen_anew() -> None:
