@@ -128,6 +128,39 @@ def _cells(program: Program, spent: Spent) -> Row:
     )
 
 
+SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
+"""Where memory limits lie between the least peak that is found and that of the plan without a limit."""
+
+
+def peaks(program: Program) -> tuple[float, float]:
+    """The bytes of the least peak that is found, and of the plan without a limit."""
+    training = program.training()
+    state, batch = training.state, training.batch
+
+    def plan(limit: float) -> shardplan.Plan:
+        step = training.train_step
+        return shardplan.plan(step, program.abstract, state, batch, donate_argnums=0, memory_limit=limit)
+
+    try:
+        plan(1.0)
+    except shardplan.InfeasibleError as error:
+        return error.least_peak_bytes, plan(math.inf).peak_bytes
+    raise RuntimeError(f"{program.title} fits into a byte")
+
+
+def _within_limits(program: Program) -> Row:
+    """CPU seconds without a limit, and with one how many times as many, and the gap then."""
+    least, most = in_own_process(peaks, program)
+    free = in_own_process(spend, dataclasses.replace(program, memory_limit=math.inf))
+    cells = []
+    for share in SHARES:
+        limit = least + share * (most - least)
+        spent = in_own_process(spend, dataclasses.replace(program, memory_limit=limit))
+        cells.append(f"{spent.work / free.work:.1f}, {100 * spent.gap:.1f} %")
+    mesh = "x".join(map(str, program.mesh))
+    return (program.title, mesh, f"{free.work:.2f}", f"{least / most:.2f}", *cells)
+
+
 HEADER: Row = (
     "step",
     "mesh",
@@ -202,6 +235,15 @@ def _cache() -> Part:
     return Part("The second planning, from the cache", header, [(program, row) for program in programs])
 
 
+def _limits() -> Part:
+    """What a memory limit adds: how many times as long planning takes then, and the gap."""
+    shares = (f"{100 * share:.0f} % between: times, gap" for share in SHARES)
+    header = ("step", "mesh", "CPU seconds without", "least peak / free", *shares)
+    models = ("gpt", "lstm", "mamba", "mlp", "moe", "unet3d", "vit", "wide_resnet")
+    programs = [Program(model, mesh) for model in models for mesh in ((8,), (2, 4))]
+    return Part("Within a memory limit", header, [(program, _within_limits) for program in programs])
+
+
 def _repeated() -> Part:
     programs = []
     for model in (model for model in NAMES if _scanned(model)):
@@ -228,6 +270,7 @@ PARTS: dict[str, Callable[[], Part]] = {
     "growth": _growth,
     "devices": _devices,
     "cache": _cache,
+    "limits": _limits,
     "repeated": _repeated,
     "stages": _stages,
 }

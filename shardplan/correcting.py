@@ -23,7 +23,7 @@ _TIMES_SLOWER_WITHIN_LIMIT = 1.65
 _SECONDS_PER_OPERATION = 1.4e-4
 _SECONDS_PER_ENTRY = 3e-6
 LEAST_PATIENCE = 0.15
-_LEAST_SHARE = 0.3
+_LEAST_SHARE = 0.5
 _SHARE_OF_MIXING = 0.2
 _SHARE_AFTERWARDS = 0.5
 _SECONDS_PER_VARIABLE = 1.3e-5
@@ -40,13 +40,11 @@ _MOST_PROLONGATIONS = 3
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
 # before may exceed it in its own: the searches go over to that, so often, where it is not far above, and ask for less
-# by what collectives under way add there. Else they ask for less by what was found above the limit, as they do where
-# that order holds no more, or so many of them have found nothing: so many times as much, since another schedule has
-# another order again, and what is left of the limit in the end is used by mixing.
+# by what collectives under way add there. Else they ask for as much less as what was found is above the limit, as they
+# do where that order holds no more, or so many of them have found nothing.
 MOST_ORDERS = 2
 FAR = 1.1
 _MANY = 4
-_TIMES_MISSED = 2
 
 # Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
 _LEANEST = 3
@@ -130,8 +128,8 @@ class Corrections:
                 missed = found.peak_bytes / own.peak_bytes if found.peak_bytes <= self.limit_bytes else 1.0
                 self.search = replace(self.search, limit_bytes=missed * self.limit_bytes)
             elif fits or (near and (number >= _MANY or own.peak_bytes <= MISSED * found.peak_bytes)):
-                missed = min(max(self.limit_bytes / own.peak_bytes, 1 / FAR), 1.0)
-                lower = max(missed**_TIMES_MISSED, 1 / FAR) * self.search.limit_bytes
+                lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
+                lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / FAR)
                 self.search = replace(self.search, limit_bytes=lower)
             elif time.perf_counter() > self.deadline or self.least_bound > self.search.limit_bytes:
                 return
