@@ -17,13 +17,15 @@ from shardplan.search import Hint, Network, Solution, extended
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
 # a limit: of the search, and of what comes before it, so many seconds per operation and per entry of the tables; but
 # not less than the least patience, in seconds too. A share of it is kept from searches for mixing what they find, and
-# such a share of it again is for mixing where only leaner schedules keep within the limit. Work is counted, not timed,
-# so that the same program gets the same plan on every machine.
+# another share again is for mixing where only leaner schedules keep within the limit. Where nothing was found, one more
+# search may overdraw it: leaner schedules take longer to find. Work is counted, not timed, so that a program gets the
+# same plan on every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 1.65
 _SECONDS_PER_OPERATION = 1.4e-4
 _SECONDS_PER_ENTRY = 3e-6
 LEAST_PATIENCE = 0.15
 _LEAST_SHARE = 0.5
+_OVERDRAWN = 1.25
 _SHARE_OF_MIXING = 0.2
 _SHARE_AFTERWARDS = 0.5
 _SECONDS_PER_VARIABLE = 1.3e-5
@@ -114,7 +116,7 @@ class Corrections:
     def follow(self, found: Found) -> None:
         """Searches on from a schedule, until what is found is within the limit."""
         for number in range(_MOST_CORRECTIONS):
-            if not self._exclude(found) or (number and self.work > self.patience):
+            if not self._exclude(found) or (number and self.work > _OVERDRAWN * self.patience):
                 return
             found, own = self._search_once(found)
             dear = self._best_cost > _DEAR * found.solution.cost and self.work < self.patience

@@ -108,6 +108,25 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
     assert len(searched) == 1
 
 
+@pytest.mark.parametrize(("spent", "searches"), [(1.1, 2), (1.4, 1)])
+def test_a_search_more_may_overdraw_the_work_where_nothing_was_found(monkeypatch, spent, searches):
+    searched = []
+
+    def nothing(corrections, found):
+        searched.append(1)
+        corrections.spent = spent * corrections.patience - corrections.counts.work
+        if len(searched) > 1:
+            corrections.spent += corrections.patience
+        return found, found
+
+    monkeypatch.setattr(Corrections, "_search_once", nothing)
+    monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: True)
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    assert len(searched) == searches
+
+
 @pytest.mark.parametrize(("times", "searches"), [(1.2, 1), (4.0, 2)])
 def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkeypatch, times, searches):
     searched = []
