@@ -9,6 +9,7 @@ from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.lying import lying_of
 from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.products import merged_products
 from shardplan.memory.recomputing import adding_products, kernels_of
@@ -210,3 +211,15 @@ def test_probabilities_of_heads_that_share_their_keys_are_copied_where_each_copy
     # keys lie innermost nowhere: no kernel goes through rows of them, and none stores what both copies are made from
     assert not row_results(program, pointwise_operations(problem))
     assert all(program.values[value].shape != (2, 2, 4, length, length) for value in kernels.stored)
+
+
+def test_scores_lie_as_their_product_made_them_beside_a_bias_from_a_product_without_batch_dimensions():
+    pairs, heads = jax.ShapeDtypeStruct((2, 16, 16, 8), "float32"), jax.ShapeDtypeStruct((2, 16, 4, 8), "float32")
+
+    def step(pairs, weights, queries, keys):
+        bias = jnp.moveaxis(pairs @ weights, -1, 1)
+        return jax.nn.softmax(jnp.einsum("bnhd,bmhd->bhnm", queries, keys) + bias)
+
+    problem = shardplan.plan(step, 1, pairs, jax.ShapeDtypeStruct((8, 4), "float32"), heads, heads).schedule.problem
+    assert not lying_of(problem.program, pointwise_operations(problem)).orders
+    assert row_results(problem.program, pointwise_operations(problem))

@@ -1,20 +1,22 @@
 """In which order the dimensions of values lie in memory, and which values are moved because others lie otherwise.
 
-A transposition of a product's result moves nothing, and what is computed from it element by element lies as it does.
-Where what comes from two products meets and lies in two orders, that of the earlier product goes for all that is
-computed element by element, also before they meet, and what comes from the other one is moved: into memory of its own,
-where several kernels read it. So the gradients of the scores of heads that share their keys are.
+A transposition of a product's result moves nothing where the product goes over batch dimensions, and what is computed
+from it element by element lies as it does. Where what comes from two such products meets and lies in two orders, that
+of the earlier product goes for all that is computed element by element, also before they meet, and what comes from the
+other one is moved: into memory of its own, where several kernels read it. So the gradients of the scores of heads that
+share their keys are. The result of a product without batch dimensions (a bias for attention's scores, made from
+features of their pairs) is asked for in no order, and lies as what it meets does: its transposition moves it.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(x, w):
-...     first, second = (x @ w).T, w @ x
+...     first, second = jnp.swapaxes(x @ w, 1, 2), w @ x
 ...     return jnp.sum(first * second), jnp.max(second)
->>> square = jax.ShapeDtypeStruct((8, 8), "float32")
->>> program = shardplan.plan(step, 1, square, square).program
+>>> squares = jax.ShapeDtypeStruct((4, 8, 8), "float32")
+>>> program = shardplan.plan(step, 1, squares, squares).program
 >>> pointwise = frozenset(o.index for o in program.operations if o.primitive.name == "mul")
 >>> lying = lying_of(program, pointwise)
 >>> [(program.operations[lying.makers[value]].primitive.name, order) for value, order in lying.orders.items()]
-[('transpose', (1, 0)), ('mul', (1, 0))]
+[('transpose', (0, 2, 1)), ('mul', (0, 2, 1))]
 >>> [program.operations[lying.makers[value]].primitive.name for value in lying.turned]
 ['dot_general']
 """
@@ -47,7 +49,7 @@ def lying_of(program: Program, pointwise: Collection[int]) -> Lying:
     parts = _Parts(program)
     for operation in program.operations:
         read = operation.operands[0] if operation.operands else None
-        if operation.primitive.name == PRODUCT:
+        if operation.primitive.name == PRODUCT and _is_batched(operation):
             parts.leave(operation.results[0], range(len(program.values[operation.results[0]].shape)))
         elif operation.primitive.name == "transpose" and isinstance(read, int) and parts.order(read) is not None:
             parts.turn(read, operation)
@@ -55,6 +57,12 @@ def lying_of(program: Program, pointwise: Collection[int]) -> Lying:
             parts.compute(operation)
     makers = {result: operation.index for operation in program.operations for result in operation.results}
     return Lying(parts.orders(), parts.turned(), makers)
+
+
+def _is_batched(product: Operation) -> bool:
+    """Whether a product goes over batch dimensions: XLA asks for an order of the dimensions of such results alone."""
+    _, (batch, _) = product.params["dimension_numbers"]
+    return bool(batch)
 
 
 class _Parts:
