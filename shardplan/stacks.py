@@ -3,7 +3,8 @@
 XLA:GPU gathers along the dimension that lies outermost in memory, and lets what is gathered lie so from where it is
 made. Where a loop gathers each slice of a stack (the weights of one layer) along a later dimension, XLA so takes the
 slices from a transposed copy of the whole stack, made before the first loop and kept until the last one ends. A slice
-that is held to the order of its stack is transposed alone, in its iteration.
+that is held to the order of its stack is transposed alone, in its iteration. Products that read the same are merged,
+and what else they read is put side by side, all of it as the gathered one lies: so are slices that no loop gathers.
 
 What is computed element by element from what is gathered lies so as well. Of a softmax's maxima that are gathered along
 their second dimension, all that meets them lies with the second dimension outermost: the gradients of the logits, of
@@ -47,6 +48,7 @@ from jax.sharding import Mesh
 
 from shardplan import _jax
 from shardplan.layout import Layout, to_spec
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import readers_of
 from shardplan.memory.gathering import last_gathered
@@ -59,8 +61,9 @@ _ALIKE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "st
 
 
 def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
-    """The slices of stacks, as values of loops' bodies, that are gathered along another dimension than their first."""
-    readers = readers_of(schedule.program.operations)
+    """The slices of stacks, as values of loops' bodies, that are gathered along another dimension than their first, or
+    put beside such for merged products."""
+    readers, beside = readers_of(schedule.program.operations), _beside_gathered(schedule)
     found = set()
     for links in schedule.problem.links.values():
         for link in links.enter:
@@ -69,7 +72,7 @@ def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
                 while stack and link.target not in found:
                     value = stack.pop()
                     for reader in readers.get(value, ()):
-                        if _is_gathered_behind(schedule, value, reader):
+                        if reader.index in beside or _is_gathered_behind(schedule, value, reader):
                             found.add(link.target)
                         stack += _results_in_order(schedule, value, reader)
     return frozenset(found)
@@ -119,6 +122,19 @@ def in_order(array: Any, layout: Layout, schedule: Schedule, mesh: Mesh) -> Any:
 def ordered(block: Any) -> Any:
     """A block of one device, inside of a ``shard_map``, which lies in memory with its first dimension outermost."""
     return with_layout_constraint(block, Order(tuple(range(block.ndim))))
+
+
+def _beside_gathered(schedule: Schedule) -> frozenset[int]:
+    """The merged products, by index, of which one reads something of its own that is gathered along another dimension
+    than its first: XLA puts what they read side by side, and all of it lies as that does."""
+    operations, found = schedule.program.operations, set[int]()
+    for group in merged_anywhere(schedule):
+        products = [operations[index] for index in group]
+        shared = set.intersection(*[{o for o in product.operands if isinstance(o, int)} for product in products])
+        own = [(o, product) for product in products for o in product.operands if isinstance(o, int) and o not in shared]
+        if any(_is_gathered_behind(schedule, operand, product) for operand, product in own):
+            found.update(group)
+    return frozenset(found)
 
 
 def _is_gathered_behind(schedule: Schedule, value: int, reader: Operation) -> bool:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.memory.accumulation import merged_anywhere
+from shardplan.memory.accumulation import accumulations, merged_anywhere
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
@@ -110,6 +110,35 @@ def test_of_a_weights_gradients_added_up_one_after_another_every_other_addition_
     # as compiled: behind a product, from which its result is taken first, the kernel before it can be placed at once
     data = [o for o in operations if o.primitive.name == "dot_general" and shapes[o.results[0]] == x.shape][6:]
     assert order.index(makers[first.onto].index) < order.index(data[2].index)
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        (lambda product: product.astype("float32"), True),
+        (lambda product: product.T.astype("float32"), True),
+        (lambda product: product.astype("float32").T, False),
+        (lambda product: product.astype("float32") * 0.5, False),
+        (lambda product: product.reshape(4, 16, 64).astype("float32").reshape(64, 64), False),
+    ],
+)
+def test_a_product_that_is_widened_is_added_as_float32(changed, taken):
+    def step(total, x, y):
+        return total + changed(x @ y)
+
+    narrow = jax.ShapeDtypeStruct((64, 64), "bfloat16")
+    schedule = shardplan.plan(step, 1, _square(64), narrow, narrow).schedule
+    addition = next(o.index for o in schedule.program.operations if o.primitive.name == "add")
+    assert (accumulations(schedule).keys() == {addition}) == taken  # as compiled: beta = 1, into float32
+
+
+def test_a_product_of_several_heads_is_not_added_as_float32():
+    def step(total, x, y):
+        return total + jnp.einsum("td,thk->dhk", x, y).astype("float32")
+
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 32), (64, 4, 16))]
+    plan = shardplan.plan(step, 1, jax.ShapeDtypeStruct((32, 4, 16), "float32"), *shapes)
+    assert not accumulations(plan.schedule)
 
 
 def test_merged_products_run_together_behind_what_puts_their_operands_side_by_side():

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.models import load
+from shardplan.stacks import slices_gathered_behind
 
 SCALE, X = jnp.linspace(0.0, 1.0, 16 * 64).reshape(16, 64), jnp.linspace(-1.0, 1.0, 16 * 64 * 8).reshape(16, 64, 8)
 
@@ -37,6 +38,21 @@ def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_o
     planned = shardplan.auto(convolved, mesh, pins=pins)
     assert ("LayoutConstraint" in planned.lower(image, kernel).as_text()) == held
     np.testing.assert_allclose(planned(image, kernel), convolved(image, kernel), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("spec", "held"), [(P(None, None, "x"), 2), (P(None, "x"), 0)])
+def test_slices_that_are_put_beside_gathered_ones_are_held_to_the_order_of_their_stack(spec, held):
+    def step(w, v, x):
+        def body(x, both):
+            w, v = (one.astype(x.dtype) for one in both)  # gathered behind that, slice by slice
+            return jnp.tanh(x @ w) + jnp.sin(x @ v), None
+
+        return jax.lax.scan(body, x, (w, v))[0]
+
+    stack, x = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "bfloat16")
+    pins = {"0": spec, "1": P(), "2": P("x")}
+    plan = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), stack, stack, x, pins=pins)
+    assert len(slices_gathered_behind(plan.schedule)) == held
 
 
 @pytest.mark.slow

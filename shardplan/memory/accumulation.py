@@ -10,6 +10,9 @@ every other one is held until a kernel adds it, and those between are added up i
 A bias with one number for each column of a matrix is added by the product as well, whose result alone is then in
 memory: a library's, which no kernel overwrites.
 
+A product in 16-bit numbers that is converted to float32, and then added, writes float32 (a gradient that microbatches
+add up), unless its result is reshaped, in the program or because several of its dimensions are one to cuBLAS.
+
 The first sum below is the first product, added to the second one. That sum and the third are added by a kernel, to
 whose result the last one is added.
 
@@ -29,6 +32,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
+from shardplan import _jax
 from shardplan.memory.convolutions import forward_convolutions
 from shardplan.memory.products import is_multiplied, merged_products
 from shardplan.memory.repeated import apart_in, repeated_in
@@ -39,6 +45,7 @@ from shardplan.schedule import Schedule
 
 _ADDITIONS = frozenset({"add", "add_any"})
 _VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims"})
+_CONVERSION = "convert_element_type"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Accumulation:
 @dataclass(frozen=True, slots=True)
 class _Open:
     """A product whose result can still take in an addition, or has done so; ``viewed`` where through a view,
-    ``biased`` behind a bias; whether it is a convolution (``convolved``)."""
+    ``biased`` behind a bias, ``widened`` behind a conversion; whether it is a convolution (``convolved``)."""
 
     product: int
     between: tuple[int, ...] = ()
@@ -68,6 +75,7 @@ class _Open:
     added: bool = False
     biased: bool = False
     convolved: bool = False
+    widened: bool = False
 
 
 def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
@@ -84,20 +92,23 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
             if operation.index not in merged and graph.stays(operation):
                 graph.open[result] = _Open(operation.index, convolved=convolved)
             continue
-        position = graph.existing(operation) if name in _VIEWS or name in _ADDITIONS else None
+        position = graph.existing(operation) if name in _VIEWS | _ADDITIONS | {_CONVERSION} else None
         if position is None:
             continue
         product = graph.open[graph.operand(operation, position)]
-        if name in _VIEWS:
-            if graph.stays(operation) and not product.convolved:
-                between = (*product.between, operation.index)
+        between = (*product.between, operation.index)
+        if name == _CONVERSION:
+            if graph.stays(operation) and graph.widens(operation, product):
+                graph.open[result] = replace(product, between=between, widened=True)
+        elif name in _VIEWS:
+            if graph.stays(operation) and not product.convolved and not product.widened:
                 graph.open[result] = replace(product, between=between, viewed=True)
         elif graph.is_broadcast(operation, 1 - position):
             convolution = program.operations[product.product] if product.convolved else None
             bias = graph.bias(operation, 1 - position, convolution)
-            if bias is not None and not product.added and not product.biased:
+            if bias is not None and not product.added and not product.biased and not product.widened:
                 biases[product.product] = Accumulation(product.product, product.between, operation.index, bias, False)
-                graph.open[result] = replace(product, between=(*product.between, operation.index), biased=True)
+                graph.open[result] = replace(product, between=between, biased=True)
         elif not product.added:
             onto, alone = graph.seen(graph.operand(operation, 1 - position))
             alone = alone and graph.reads_as_stored(operation, 1 - position) and not product.convolved
@@ -216,6 +227,22 @@ class _Graph:
             if operand in self.open and self._reads[operand] == 1 and self.reads_as_stored(operation, position):
                 found.append((not self.open[operand].viewed, position))
         return min(found)[1] if found else None
+
+    def widens(self, operation: Operation, product: _Open) -> bool:
+        """Whether an operation converts to float32 what a product makes in 16-bit numbers, as cuBLAS makes it: each of
+        its dimensions, for batches, rows and columns, is one of the program's, and rows and columns may be swapped."""
+        values, made = self._program.values, self._program.operations[product.product]
+        if product.convolved or product.added or product.biased:
+            return False
+        wide, narrow = values[operation.results[0]].dtype, values[made.results[0]].dtype
+        contracted, batches = made.params["dimension_numbers"]
+        free = [
+            len(values[self.operand(made, side)].shape) - len(contracted[side]) - len(batches[side]) for side in (0, 1)
+        ]
+        alone = len(batches[0]) <= 1 and max(free) <= 1
+        turned = [self._program.operations[index] for index in product.between]
+        swapped = all(o.primitive.name == "transpose" and not batches[0] for o in turned)
+        return alone and swapped and wide == np.float32 and narrow.itemsize == 2 and _jax.is_float(narrow)
 
     def is_broadcast(self, operation: Operation, position: int) -> bool:
         """Whether an operand repeats fewer elements, or is a number."""
