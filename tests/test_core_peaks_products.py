@@ -252,3 +252,21 @@ def test_scores_lie_as_their_product_made_them_beside_a_bias_from_a_product_with
     problem = shardplan.plan(step, 1, pairs, jax.ShapeDtypeStruct((8, 4), "float32"), heads, heads).schedule.problem
     assert not lying_of(problem.program, pointwise_operations(problem)).orders
     assert row_results(problem.program, pointwise_operations(problem))
+
+
+@pytest.mark.parametrize(("compute", "together"), [(lambda x, b: x + b, False), (lambda x, b: x * jnp.sin(x), True)])
+def test_keys_with_a_bias_are_copied_where_each_order_is_read(compute, together):
+    heads, bias = jax.ShapeDtypeStruct((2, 64, 4, 8), "float32"), jax.ShapeDtypeStruct((4, 8), "float32")
+
+    def step(keys, bias, queries):
+        keys = compute(keys, bias)
+        scores = jnp.einsum("bnhd,bmhd->bhnm", queries, keys)
+        return scores, jax.lax.dot_general(jnp.tanh(scores), keys, (((3,), (1,)), ((0, 1), (0, 2))))
+
+    problem = shardplan.plan(step, 1, heads, bias, heads).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+    first, second = [o for o in problem.program.operations if o.primitive.name == "dot_general"]
+    orders = {copy.reader.index: copy for operand, copy in lifetimes.copies.items() if copy.position}
+    assert lifetimes.place[first.index] == orders[first.index].first == orders[first.index].last
+    made = first if together else second
+    assert orders[second.index].first == lifetimes.place[made.index]

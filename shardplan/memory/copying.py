@@ -2,7 +2,10 @@
 
 A copy lives from the first product that reads it to the last. What is computed, and copied in several orders, or read
 as it is besides, one kernel writes in all of these: so a copy that the backward pass reads is there from the forward
-pass on. What is but moved on the way, as the heads of a product's result are, is moved for each order by itself.
+pass on. What is but moved on the way, as the heads of a product's result are, is moved for each order by itself, and so
+is what is computed from it element by element (keys with a bias), if the first order that is read has another dimension
+innermost: a kernel that transposes on the way in makes nothing that is transposed otherwise. The later kernel computes
+it anew, from what is held until then.
 
 What is computed from a product's result that lies otherwise than it is written (the probabilities of heads that share
 their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored; all else
@@ -30,11 +33,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardplan.memory.fusion import pointwise_operations
-from shardplan.memory.lying import lying_of
+from shardplan.memory.lying import PRODUCT, lying_of
 from shardplan.memory.products import ProductOperand
 from shardplan.memory.recomputing import Kernels
 from shardplan.problem import Problem
-from shardplan.program import Operation, Program
+from shardplan.program import Operation
 
 _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "slice", "split", "dynamic_slice", "gather", "rev"}
@@ -59,33 +62,59 @@ def product_copies(
 
     ``copied`` are the operands that are read as copies, by the operation's index and their position.
     """
-    lying = lying_of(problem.program, pointwise_operations(problem)).orders
-    beside: dict[int, ProductOperand] = {}  # per value that lies otherwise, the copy that the kernel writes as well
-    copies: dict[ProductOperand, Copy] = {}
-    began: dict[int, int] = {}  # per value that is computed, where the kernel runs that writes its copies
-    makers = {result: operation for operation in order for result in operation.results}
-    places = {operation.index: place for place, operation in enumerate(order)}
+    copying, copies = _Copying(problem, order, kernels), dict[ProductOperand, Copy]()
     for place, operation in enumerate(order):
         for position in range(len(operation.operands)):
             copy = copied.get((operation.index, position))
-            if copy is None:
-                continue
-            known = copies.get(copy)
-            if known is None:
-                first, maker = place, makers.get(copy.value)
-                if maker is not None and maker.index in kernels.fused and maker.primitive.name not in _MOVING:
-                    stored = copy.value in kernels.read or copy.value in kernels.stored
-                    made = places[maker.index] if stored else place
-                    if copy.value not in lying:
-                        first = began.setdefault(copy.value, made)
-                    elif stored and _turns(problem.program, copy, lying[copy.value]):
-                        first = made if beside.setdefault(copy.value, copy) == copy else place
-                known = Copy(operation, position, first, place)
-            copies[copy] = replace(known, last=place)
+            if copy is not None:
+                known = copies.get(copy) or Copy(operation, position, copying.begins(copy, place), place)
+                copies[copy] = replace(known, last=place)
     return copies
 
 
-def _turns(program: Program, copy: ProductOperand, lying: Sequence[int]) -> bool:
-    """Whether a copy has another dimension innermost than the value has that lies in this order of its dimensions."""
-    innermost = [dim for dim in lying if program.values[copy.value].shape[dim] > 1][-1:]
-    return [*copy.order[-1:]] != innermost
+class _Copying:
+    """Which kernels write copies, and where these run."""
+
+    def __init__(self, problem: Problem, order: Sequence[Operation], kernels: Kernels) -> None:
+        self._program, self._kernels = problem.program, kernels
+        self._pointwise = pointwise_operations(problem)
+        self._lying = lying_of(problem.program, self._pointwise).orders
+        self._makers = {result: operation for operation in order for result in operation.results}
+        self._places = {operation.index: place for place, operation in enumerate(order)}
+        self._beside: dict[int, ProductOperand] = {}  # per value that lies otherwise, what its kernel writes as well
+        self._began: dict[int, int | None] = {}  # per value, where one kernel writes all copies; None: each its own
+
+    def begins(self, copy: ProductOperand, place: int) -> int:
+        """Where a copy is written that a product at a place reads first."""
+        maker, value = self._makers.get(copy.value), copy.value
+        if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in _MOVING:
+            return place
+        stored = value in self._kernels.read or value in self._kernels.stored
+        made = self._places[maker.index] if stored else place
+        if value in self._lying:
+            beside = stored and self._turns(copy, self._lying[value])
+            return made if beside and self._beside.setdefault(value, copy) == copy else place
+        if value not in self._began:
+            written = range(len(self._program.values[value].shape))
+            apart = not stored and self._turns(copy, written) and self._is_moved(value)
+            self._began[value] = None if apart else made
+        began = self._began[value]
+        return place if began is None else began
+
+    def _turns(self, copy: ProductOperand, lying: Sequence[int]) -> bool:
+        """Whether a copy has another dimension innermost than its value has, which lies in this order."""
+        innermost = [dim for dim in lying if self._program.values[copy.value].shape[dim] > 1][-1:]
+        return [*copy.order[-1:]] != innermost
+
+    def _is_moved(self, value: int) -> bool:
+        """Whether a value is computed element by element from one that a product made, is moved, or is an argument, and
+        from nothing else but what is repeated along dimensions."""
+        values = self._program.values
+        shape = values[value].shape
+        while (maker := self._makers.get(value)) is not None and maker.index in self._pointwise:
+            whole = [o for o in maker.operands if isinstance(o, int) and values[o].shape == shape]
+            whole = [o for o in whole if o not in self._makers or self._makers[o].primitive.name != "broadcast_in_dim"]
+            if len(whole) != 1:
+                return False
+            [value] = whole
+        return maker is None or maker.primitive.name in _MOVING or maker.primitive.name == PRODUCT
