@@ -154,7 +154,8 @@ class Parts:
         part, masks = graph.copy(), {v: fits[v] & near for v, near in self.near[0].items()}
         part.twins = {}
         masks[anchor.variable] = masks[anchor.variable] & anchor.parts[0]
-        solver = GraphSolver(part, graph.cost(choices), effort_of_part(self.effort), self.gap, self.watch)
+        effort = replace(effort_of_part(self.effort), merging=self.effort.merging)
+        solver = GraphSolver(part, graph.cost(choices), effort, self.gap, self.watch)
         with contextlib.suppress(Stop, Infeasible):
             part.restrict_all(masks)
             part.make_consistent()

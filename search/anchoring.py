@@ -39,6 +39,8 @@ _MOST_PARTS = 6
 """As many as three axes have orders."""
 _SWEEPS, _ENTRIES = 200, 1e6
 """What searching a part may take: what messages do not settle by then they hardly do later."""
+_SHARE = 1.0
+"""Of the work before, what all parts may take where they are searched for a bound: most close soon, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,11 @@ def bound_of_parts(solver: GraphSolver) -> float:
     anchor, lower = Anchor.of(solver.graph), math.inf
     if anchor is None:
         return -math.inf
+    most = (1 + _SHARE) * solver.estimate
     for part in anchor.parts:
-        masks = {anchor.variable: part}
-        lower = min(lower, look_among(solver, masks, effort_of_part(solver.effort), solver.upper))
+        masks, effort = {anchor.variable: part}, effort_of_part(solver.effort)
+        effort = replace(effort, seconds=min(effort.seconds, most - solver.estimate))
+        lower = min(lower, look_among(solver, masks, effort, solver.upper))
         if lower == -math.inf:
             break
     return lower

@@ -15,6 +15,7 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
+from shardplan.search.diving import dive
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Messages
@@ -131,7 +132,7 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch, settles: boo
             solver.prune(solver.relaxation)
             solver.reduce()
             if solver.graph.live():
-                solver.dive(solver.relax_again())
+                dive(solver, solver.relax_again())
             solver.prunes = True
             solver.solve()
     hint = solver.graph.hint

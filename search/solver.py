@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from shardplan.search.anchoring import bound_of_parts, look_among
 from shardplan.search.closing import close
 from shardplan.search.cycles import open_cycles
+from shardplan.search.diving import dive
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, adjacency, plan, settled
-from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.graph import Graph
 from shardplan.search.merging import merge_neighbours
 from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Messages, Relaxation
@@ -44,8 +45,6 @@ _SECONDS_PER_MERGED = 1e-7
 """What merging takes, about, per table entry before it: to look for what to merge, and to copy and reduce all."""
 _FAR = 0.005
 """The gap of a start whose assignment is not as good as its messages."""
-_LAST_DIVE = 0.1
-"""Of the work of sweeps, what a dive may take at least, and after sweeps that were cut off."""
 
 
 class GraphSolver:
@@ -106,7 +105,7 @@ class GraphSolver:
             if last and not self.closed:
                 self.choose_among_twins()
             if last and not self.closed and not merges:
-                self.dive(relaxation)
+                dive(self, relaxation)
             if self.closed:
                 return
             self.prune(relaxation)
@@ -117,6 +116,9 @@ class GraphSolver:
                 if self.settle(effort.entries, effort.entries) or self.closed_by_parts():
                     return
                 self._merge()
+                if self.stalled and not self._merges and not self.closed:  # messages would not help after it either
+                    dive(self, self.relax_again())
+                    break
             elif self.stalled and self._choices() > 0.95 * before:
                 break
         self.finish()
@@ -307,38 +309,6 @@ class GraphSolver:
                 self.accept(relaxation.by_variable(relaxation.choices), relaxation.cost)
                 return
 
-    def dive(self, relaxation: Relaxation) -> None:
-        """Solves the graph on the choices near the least min-marginals, with noise on the costs.
-
-        Where many assignments are equally good by the relaxation, and most of them contradict themselves, noise makes
-        one of them stand out.
-        """
-        if not self.effort.dives:
-            return
-        room = 0.02 * min(self.upper - self.lower, abs(self.lower))
-        small = relaxation.narrowed(room)
-        rng = np.random.default_rng(self.sweeps)
-        for v in small.live():
-            small.costs[v] = small.costs[v] + rng.random(small.size(v)) * 0.2 * room  # type: ignore[operator]
-        small.undominated.update(small.live())
-        left = self.effort.seconds - self.estimate if self.stalled else 0.0
-        seconds = max(left, _LAST_DIVE * self.effort.seconds)
-        effort = replace(self.effort, sweeps=200, closing=0.05 * self.effort.closing, dives=False, merging=0)
-        effort = replace(effort, seconds=seconds)
-        solver = GraphSolver(small, math.inf, effort, 1e-4, Watch(small.tick, self.watch.seconds_left))
-        solver.prices = self.prices
-        try:
-            solver.reduce(dominance=solver._choices() < _FEW_CHOICES)
-            solver.solve()
-        except Infeasible:
-            return
-        finally:
-            self.estimate += solver.estimate
-        if small.hint is not None:
-            full = small.expand(small.hint)
-            found = {v: int(full[v]) for v in relaxation.order}
-            self.accept(found, self.graph.cost(found))
-
     def choose_among_twins(self) -> None:
         """Solves the graph with the twins of the best assignment's choices alone.
 
@@ -357,9 +327,10 @@ class GraphSolver:
             self.raise_lower(min(bound_of_parts(self), self.upper))
         return self.closed
 
-    def beside(self, part: Graph, effort: Effort, upper: float = math.inf) -> GraphSolver:
-        """A solver of a part of the graph."""
-        return GraphSolver(part, upper, effort, self.gap, Watch(part.tick, self.watch.seconds_left))
+    def beside(self, part: Graph, effort: Effort, upper: float = math.inf, gap: float | None = None) -> GraphSolver:
+        """A solver of a part of the graph, which asks for the same gap or another one."""
+        watch = Watch(part.tick, self.watch.seconds_left)
+        return GraphSolver(part, upper, effort, self.gap if gap is None else gap, watch)
 
     def settle(self, entries: float, largest: float) -> bool:
         """Solves the rest exactly where dynamic programming can within so many entries, in all and in one table."""

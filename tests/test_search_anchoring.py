@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from shardplan.search import Network, testing
+from shardplan.search import Network, anchoring, testing
 from shardplan.search.among import Parts
 from shardplan.search.anchoring import Anchor
 from shardplan.search.effort import Effort, Watch
@@ -52,6 +52,21 @@ def test_parts_prove_what_messages_leave_open() -> None:
     assert not solver.closed_by_parts() and solver.lower == -math.inf  # which is for starts that twins contradict
     solver.contradicted = True
     assert solver.closed_by_parts() and solver.upper == optimum
+
+
+def test_parts_together_may_take_as_much_work_as_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = []
+
+    def searched(solver: GraphSolver, _masks: object, effort: Effort, upper: float) -> float:
+        allowed.append(effort.seconds)
+        solver.estimate += 0.75
+        return upper
+
+    monkeypatch.setattr(anchoring, "look_among", searched)
+    solver = GraphSolver(Graph.of(quarrelling(9)), math.inf, Effort(), 1e-6, WATCH)
+    solver.estimate = 2.0
+    anchoring.bound_of_parts(solver)
+    assert allowed == [2.0, 1.25]
 
 
 @pytest.mark.parametrize("excluded", [0.0, 0.2])

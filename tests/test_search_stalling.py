@@ -72,6 +72,19 @@ def test_merging_ends_where_there_is_hardly_room(monkeypatch: pytest.MonkeyPatch
         assert bool(called) == expected
 
 
+def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
+    monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
+    swept: list[int] = []
+    sweep = GraphSolver.sweep_until_prunable
+    monkeypatch.setattr(GraphSolver, "sweep_until_prunable", lambda one: swept.append(one.sweeps) or sweep(one))
+    watch = Watch(lambda: None, lambda: 60.0)
+    one = GraphSolver(Graph.of(_contradicting()), math.inf, Effort(entries=1, closable=0, dives=False), 1e-9, watch)
+    one.solve()
+    assert not one._merges and not one.closed
+    assert len(swept) == 1
+
+
 def test_the_time_of_a_stage_within_another_counts_once() -> None:
     run = Run(Network(), 60.0)
     with run.stage("outer"), run.stage("inner"):
