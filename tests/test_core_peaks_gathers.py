@@ -145,6 +145,28 @@ def test_a_gather_begins_as_many_kernels_before_its_reader_as_run_beside_it():
     assert len(begun) == 1 and begun[0] < reader.index
 
 
+def test_what_is_gathered_together_waits_where_other_collectives_end_before_it_is_read():
+    def step(weights, x, y):
+        for _ in range(10):
+            x = jnp.tanh(x @ y)
+        for w in weights:
+            x = x @ w
+        return x
+
+    rows, columns = jax.P("x"), jax.P(None, "x")
+    pins = {f"0/{number}": (rows, columns)[number % 2] for number in range(4)} | {"1": rows, "2": jax.P()}
+    x, square = jax.ShapeDtypeStruct((8192, 1024), "float32"), _square(1024)
+    plan = shardplan.plan(step, MESH, [square] * 4, x, square, pins=pins)
+    order, sending = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
+    first, second = (
+        order.index(next(index for gather, index in sending.begins.items() if gather.value == plan.program.inputs[n]))
+        for n in (0, 1)
+    )
+    # beside either run as many kernels, and the second one ends before the second product reads it
+    reader = next(o.index for o in plan.program.operations if plan.program.inputs[1] in o.operands)
+    assert first <= second - (order.index(reader) - second)
+
+
 def test_kernels_read_their_part_of_what_a_device_has_where_it_lies():
     def held(function):
         pins = {"0": jax.P(), "1": jax.P("x", None)}
