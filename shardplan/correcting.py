@@ -18,8 +18,9 @@ from shardplan.search import Hint, Network, Solution, extended
 # a limit: of the search, and of what comes before it, so many seconds per operation and per entry of the tables; but
 # not less than the least patience, in seconds too. A share of it is kept from searches for mixing what they find, and
 # another share again is for mixing where only leaner schedules keep within the limit. Where nothing was found, one more
-# search may overdraw it: leaner schedules take longer to find. Work is counted, not timed, so that a program gets the
-# same plan on every machine.
+# search may overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a
+# limit, not memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow.
+# Work is counted, not timed, so that a program gets the same plan on every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 1.65
 _SECONDS_PER_OPERATION = 1.4e-4
 _SECONDS_PER_ENTRY = 3e-6
@@ -41,9 +42,9 @@ _DISTANCE = 20
 _MOST_PROLONGATIONS = 3
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
-# before may exceed it in its own: the searches go over to that, so often, where it is not far above, and ask for less
-# by what collectives under way add there. Else they ask for as much less as what was found is above the limit, as they
-# do where that order holds no more, or so many of them have found nothing.
+# before may exceed it in its own: the searches go over to that, so often, and ask for less by what collectives under
+# way add there. Else they ask for as much less as what was found is above the limit, as they do where that order holds
+# no more, or so many of them have found nothing.
 MOST_ORDERS = 2
 FAR = 1.1
 _MANY = 4
@@ -115,15 +116,18 @@ class Corrections:
 
     def follow(self, found: Found) -> None:
         """Searches on from a schedule, until what is found is within the limit."""
+        cheap = True
         for number in range(_MOST_CORRECTIONS):
-            if not self._exclude(found) or (number and self.work > _OVERDRAWN * self.patience):
+            over = self.work > _OVERDRAWN * self.patience and not (cheap and number < _MANY)
+            if not self._exclude(found) or over:
                 return
             found, own = self._search_once(found)
+            cheap = cheap and (number > 0 or found.solution.cost <= CLEARLY * self.unlimited)
             dear = self._best_cost > _DEAR * found.solution.cost and self.work < self.patience
             if self.best is not None and not dear:  # what is better is soon found from it
                 return
             fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes
-            if fits and self.orders < MOST_ORDERS and own.peak_bytes <= FAR * self.limit_bytes:
+            if fits and self.orders < MOST_ORDERS:
                 self.orders, found = self.orders + 1, self.counts.within(own.solution, own.lifetimes)
                 self.count_in(own.lifetimes)
                 # what is under way is not counted in the order alone

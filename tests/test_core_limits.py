@@ -1,5 +1,6 @@
 """Planning within a memory limit: what a search takes, and how much of the limit its plan uses."""
 
+import math
 import time
 from dataclasses import replace
 
@@ -108,8 +109,9 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
     assert len(searched) == 1
 
 
-@pytest.mark.parametrize(("spent", "searches"), [(1.1, 2), (1.4, 1)])
-def test_a_search_more_may_overdraw_the_work_where_nothing_was_found(monkeypatch, spent, searches):
+@pytest.mark.parametrize(("spent", "times", "searches"), [(1.1, 2.0, 2), (1.4, 2.0, 1), (1.4, 1.02, 4)])
+def test_more_searches_may_overdraw_the_work_where_nothing_was_found(monkeypatch, spent, times, searches):
+    """One where leaner schedules are dear, a few where what is found is hardly dearer than without a limit."""
     searched = []
 
     def nothing(corrections, found):
@@ -117,6 +119,7 @@ def test_a_search_more_may_overdraw_the_work_where_nothing_was_found(monkeypatch
         corrections.spent = spent * corrections.patience - corrections.counts.work
         if len(searched) > 1:
             corrections.spent += corrections.patience
+        found = replace(found, solution=replace(found.solution, cost=times * corrections.unlimited))
         return found, found
 
     monkeypatch.setattr(Corrections, "_search_once", nothing)
@@ -125,6 +128,26 @@ def test_a_search_more_may_overdraw_the_work_where_nothing_was_found(monkeypatch
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
     assert len(searched) == searches
+
+
+def test_what_fits_only_in_the_order_of_the_search_is_searched_in_its_own_however_far_above_it_is_there(monkeypatch):
+    orders = []
+
+    def far(corrections, found):
+        here = replace(found, peak_bytes=0.9 * corrections.limit_bytes)
+        return here, replace(found, peak_bytes=1.5 * corrections.limit_bytes)
+
+    monkeypatch.setattr(Corrections, "_search_once", far)
+    monkeypatch.setattr(Corrections, "count_in", lambda corrections, order: orders.append(order))
+    monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: len(orders) < 2)
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
+    problem = free.schedule.problem
+    counts = finding.Counts(problem, search)
+    first = counts.own(finding.find(problem, problem.network, search, 60.0))
+    Corrections(counts, search, first, math.inf).follow(first)
+    assert len(orders) == 2  # the one to begin with, and its own
 
 
 @pytest.mark.parametrize(("times", "searches"), [(1.2, 1), (4.0, 2)])
