@@ -52,7 +52,8 @@ _MANY = 4
 # Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
 _LEANEST = 3
 
-# What fits so, but costs so many times what fits in the order of the search, is not all that is looked for.
+# What fits so, but costs so many times what fits in the order of the search, is not all that is looked for; nor, where
+# all takes no more than the least patience, what costs any more.
 _DEAR = 1.5
 
 MISSED = 1.001
@@ -81,6 +82,7 @@ class Corrections:
         entries = sum(table.size for table in problem.network.tables)
         planning = _SECONDS_PER_OPERATION * len(problem.program.operations) + _SECONDS_PER_ENTRY * entries
         self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * (first.solution.work + planning))
+        self._enough = _DEAR if self.patience > LEAST_PATIENCE else 1.0
         self.spent = -counts.work
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices."""
@@ -123,7 +125,7 @@ class Corrections:
                 return
             found, own = self._search_once(found)
             cheap = cheap and (number > 0 or found.solution.cost <= CLEARLY * self.unlimited)
-            dear = self._best_cost > _DEAR * found.solution.cost and self.work < self.patience
+            dear = self._best_cost > self._enough * found.solution.cost and self.work < self.patience
             if self.best is not None and not dear:  # what is better is soon found from it
                 return
             fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes

@@ -67,11 +67,6 @@ def test_a_lowered_limit_is_searched_though_memory_is_short_at_no_other_place():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True,
-    reason="searches end with the first result where something fits, for the time that they take: at .98 of "
-    "the free peak 6.1 MB are sent, at .95 5.9 MB",
-)
 def test_a_higher_limit_never_sends_more():
     """What the orders of the schedules found first leave of a limit would decide otherwise."""
     step, state, batch = _training()
@@ -152,6 +147,7 @@ def test_what_fits_only_in_the_order_of_the_search_is_searched_in_its_own_howeve
 
 @pytest.mark.parametrize(("times", "searches"), [(1.2, 1), (4.0, 2)])
 def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkeypatch, times, searches):
+    monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 100.0)  # more than the least patience
     searched = []
     once = Corrections._search_once
 
@@ -247,7 +243,7 @@ def test_only_mixtures_that_fit_in_the_order_of_what_they_are_mixed_from_are_cou
     step, state, batch = _training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
-    shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
+    shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.98 * free.peak_bytes)
     assert fitted
     assert all(fitted)
 
