@@ -40,6 +40,8 @@ _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
 _ROOM_TO_OPEN = 2
 """Times the table entries up to which neighbours are merged: opening a cycle always raises the bound."""
+_QUICKLY_OPENED = 1_000_000
+"""Table entries up to which cycles are looked for while messages still raise the bound, though slowly."""
 _SECONDS_PER_ENTRY = 2e-5
 _SECONDS_PER_MERGED = 1e-7
 """What merging takes, about, per table entry before it: to look for what to merge, and to copy and reduce all."""
@@ -69,6 +71,8 @@ class GraphSolver:
         self.stalled = False
         """Whether the messages have stopped to help."""
         self.contradicted = False  # whether twins may be what leaves the gap open, and are worth telling apart
+        self.opens = self.creeping = False
+        """Whether `sweep_until_prunable` ends where messages creep far from closed; and whether it has."""
         self.estimate = 0.0
         """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced, self._merges = False, True
@@ -93,6 +97,8 @@ class GraphSolver:
         """Runs rounds until the gap is closed, or a round does not help any more."""
         graph, effort = self.graph, self.effort
         self.reduce()
+        # What a start leaves open is mostly twins that contradict each other.
+        self.opens = self._may_merge() and not self.messages
         while self.may_sweep():
             if self.settle(effort.entries if self.sweeps else _AT_ONCE, effort.entries):
                 return
@@ -111,9 +117,11 @@ class GraphSolver:
             self.prune(relaxation)
             shrink(graph, dominance=before < _FEW_CHOICES)
             self.watch.report()
+            # What messages left is often few enough for dynamic programming, which merging would hide.
+            if (merges or self.creeping) and self.settle(effort.entries, effort.entries):
+                return
             if merges:
-                # What messages left is often few enough for dynamic programming, which merging would hide.
-                if self.settle(effort.entries, effort.entries) or self.closed_by_parts():
+                if self.closed_by_parts():
                     return
                 self._merge()
                 if self.stalled and not self._merges and not self.closed:  # messages would not help after it either
@@ -121,6 +129,8 @@ class GraphSolver:
                     break
             elif self.stalled and self._choices() > 0.95 * before:
                 break
+            elif self.creeping:
+                self.opens = self.open_cycles()
         self.finish()
 
     def _ask_for_better(self) -> None:
@@ -235,7 +245,9 @@ class GraphSolver:
         bounds: list[float] = []
         # A start has an assignment that is as good as its messages, unless it turns out to be far from their bound.
         self._untried = self._wait if self.messages and self.upper < math.inf else self._untried
+        self.creeping = False
         while self.may_sweep():
+            left = self.upper - self.lower
             self._sweep_while_closing(relaxation) if self.messages and not bounds else self._sweep(relaxation, _SWEEPS)
             bounds.append(self.lower)
             if self.closed:
@@ -252,6 +264,9 @@ class GraphSolver:
             if self._hardly_risen(bounds) and relaxation.settled:
                 self.stalled = True
                 break
+            if self.opens and not self.messages and self._creeps(relaxation, left):
+                self.creeping = True
+                break
         self.prices = relaxation.price_by_time()
         return relaxation
 
@@ -262,6 +277,11 @@ class GraphSolver:
             return True
         turns = 1 if far else self.patience
         return len(bounds) > turns + 1 and bounds[-1] - bounds[-1 - turns] < 0.05 * (self.upper - self.lower)
+
+    def _creeps(self, relaxation: Relaxation, left: float) -> bool:
+        """Whether a turn of sweeps left most of the gap as it was: it takes longer than to look at all short cycles."""
+        far = relative_gap(self.upper, self.lower) > _FAR and relaxation.sweeper.entries < _QUICKLY_OPENED
+        return far and self.upper - self.lower > _WORTH_SWEEPING_ON * left
 
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
         """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may

@@ -43,6 +43,7 @@ def test_messages_go_on_from_a_much_better_assignment(monkeypatch: pytest.Monkey
     best, optimum = testing.brute_force(net)
     assert best is not None
     known = dict(enumerate(best.tolist()))
+    monkeypatch.setattr(solver, "_QUICKLY_OPENED", 0)
     monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: steps.append("merge"))
 
@@ -72,6 +73,16 @@ def test_merging_ends_where_there_is_hardly_room(monkeypatch: pytest.MonkeyPatch
         assert bool(called) == expected
 
 
+def test_cycles_are_opened_where_messages_creep_before_they_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[bool] = []
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: opened.append(one.stalled) or Opened(0, 0.0))
+    monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
+    watch = Watch(lambda: None, lambda: 60.0)
+    one = GraphSolver(Graph.of(_contradicting()), math.inf, Effort(entries=1, closable=0, dives=False), 1e-9, watch)
+    one.solve()
+    assert opened == [False, True]  # and once more where they have stalled
+
+
 def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
@@ -82,7 +93,7 @@ def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyP
     one = GraphSolver(Graph.of(_contradicting()), math.inf, Effort(entries=1, closable=0, dives=False), 1e-9, watch)
     one.solve()
     assert not one._merges and not one.closed
-    assert len(swept) == 1
+    assert len(swept) == 2  # after messages crept, and until they stalled
 
 
 def test_the_time_of_a_stage_within_another_counts_once() -> None:
