@@ -15,6 +15,7 @@ from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.merging import join_producers, side_by_side
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.times import kernel_microseconds
 
 
 def _placed(needs, takes, starts=None, merged=()):
@@ -49,6 +50,46 @@ def test_what_fits_a_wait_is_placed_into_it():
     takes = {0: 30.0, 1: 200.0, 2: 5.0, 3: 1.0, 4: 32.0, 5: 0.0}
     placed = _placed(needs, takes, starts={4: 5})
     assert placed[:3] == [3, 4, 0]
+
+
+@pytest.mark.parametrize(("view", "order"), [(0.0, [2, 4, 3, 1, 0]), (1.0, [2, 4, 3, 0, 1])])
+def test_what_can_run_is_placed_before_what_an_all_to_all_reads_a_view_of(view, order):
+    needs = {0: [], 1: [], 2: [4], 3: [1], 4: [3]}
+    assert _placed(needs, {0: 200.0, 1: 9.0, 2: 5.0, 3: view, 4: 1.0}, starts={4: 3}) == order
+
+
+def test_an_all_to_all_reads_a_view_and_a_gather_does_not():
+    pins = {"0": jax.P("x", None), "1": jax.P("x", None)}
+
+    def step(x, y):
+        return jnp.cumsum(jnp.sin(x), axis=0), jnp.sum(jnp.sin(y)) + y @ y
+
+    square, mesh = jax.ShapeDtypeStruct((256, 256), "float32"), jax.sharding.AbstractMesh((2,), ("x",))
+    schedule = shardplan.plan(step, mesh, square, square, pins=pins).schedule
+    graph = Graph(schedule, kernels_of(schedule.problem), [], [])
+    kinds = {end: schedule.route(gather.value, gather.layout).steps[-1].kind for gather, end in graph.gathers.items()}
+    assert {(kind, graph.takes[graph.starts[end]]) for end, kind in kinds.items()} == {
+        ("all-to-all", 1.0),
+        ("all-gather", 0.0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("operands", "made", "precision", "least", "most"),
+    [
+        ("bfloat16", "bfloat16", None, 8, 11),  # 8.5 as XLA says
+        ("bfloat16", "float32", None, 200, 230),  # 214.4
+        ("float32", "float32", None, 12, 20),  # 18.4
+        ("float32", "float32", jax.lax.DotAlgorithmPreset.BF16_BF16_F32, 200, 230),
+    ],
+)
+def test_products_of_16_bit_numbers_into_float32_take_longer(operands, made, precision, least, most):
+    def step(x, y):
+        return jax.lax.dot(x, y, precision=precision, preferred_element_type=made)
+
+    schedule = shardplan.plan(step, 1, *[jax.ShapeDtypeStruct((1024, 1024), operands)] * 2).schedule
+    [product] = schedule.program.operations
+    assert least < kernel_microseconds(schedule, product, ()) < most
 
 
 @pytest.mark.parametrize(("merged", "last"), [((), 0), ((4,), 2)])

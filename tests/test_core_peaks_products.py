@@ -132,6 +132,13 @@ def test_a_product_that_is_widened_is_added_as_float32(changed, taken):
     assert (accumulations(schedule).keys() == {addition}) == taken  # as compiled: beta = 1, into float32
 
 
+def test_one_number_that_is_added_to_a_product_is_no_bias():
+    def step(x):
+        return jnp.sum(x) + x @ x  # the sum is added as it is, without being repeated
+
+    assert not accumulations(shardplan.plan(step, 1, _square(64)).schedule)
+
+
 def test_a_product_of_several_heads_is_not_added_as_float32():
     def step(total, x, y):
         return total + jnp.einsum("td,thk->dhk", x, y).astype("float32")

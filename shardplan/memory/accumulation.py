@@ -264,7 +264,7 @@ class _Graph:
             spread, operand = self._makers[operand], self.operand(self._makers[operand], 0)
             dims = tuple(spread.params["broadcast_dimensions"])
         own = values[operand].shape if operand >= 0 else ()
-        along = [(dim, size) for dim, size in zip(dims, own, strict=True) if size > 1] if operand >= 0 else []
+        along = [(dim, size) for dim, size in zip(dims, own, strict=False) if size > 1]  # one number: along none
         return self.seen(operand)[0] if along == [(column, shape[column])] else None
 
     def seen(self, value: int) -> tuple[int, bool]:

@@ -36,7 +36,7 @@ from shardplan.memory.fusion import REDUCTIONS, is_view
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.merging import join_producers, joining_later, merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
-from shardplan.memory.placing import Placing
+from shardplan.memory.placing import LATENCY, Placing
 from shardplan.memory.products import is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_in
@@ -380,7 +380,7 @@ class Graph:
             start = len(self.program.operations) + 2 * len(self._ends)
             self._ends[key] = start + 1
             self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
-            self.takes[start] = 0.0
+            self.takes[start] = LATENCY if sent[0] == "all-to-all" else 0.0  # which reads a view
             self.values[start], self.values[start + 1] = set(), set()
         end = self._ends[key]
         if end in self._sent:
@@ -392,8 +392,8 @@ class Graph:
 
     def _time(self, operation: Operation) -> float:
         """Microseconds that a kernel takes on one device."""
-        reads = self.reads.get(operation.index, frozenset())
+        reads, made = self.reads.get(operation.index, frozenset()), next(iter(operation.results), None)
         if operation.index in self._products:  # as long as without what it is added to
             operation = self.program.operations[self._products[operation.index]]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))
-        return kernel_microseconds(self.schedule, operation, reads)
+        return kernel_microseconds(self.schedule, operation, reads, made)

@@ -7,6 +7,9 @@ the wait for what can start next, then what reads what a collective brings, then
 what stands last in the order before. One of several values of a merged collective is taken from these first, so that
 what reads it does not count as reading what the collective brings.
 
+What an all-to-all starts from is a view of what it reads, which can start a microsecond later than now for that: what
+can be placed at once comes between, however long it takes.
+
 A library's result comes with its workspace. It is taken from there at once, whatever else could be placed, and what
 made it can start a microsecond later. Arguments are placed at once as well; they count as what can be placed.
 """
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
 
-_LATENCY = 1.0
+LATENCY = 1.0
 """Microseconds after which an operation can start that needs another one, as XLA's scheduler counts."""
 
 _Key = tuple[float, float, bool, int, float, int]
@@ -88,7 +91,7 @@ class Placing:
 
     def _cost(self, node: int) -> float:
         """How long a node takes: starts and ends of collectives as long as anything small."""
-        return self._graph.takes[node] if self._graph.runs(node) else _LATENCY
+        return self._graph.takes[node] if self._graph.runs(node) else LATENCY
 
     def _remove(self, node: int) -> None:
         fitting, freeing = self._keys(node)
@@ -129,7 +132,8 @@ class Placing:
         ends = node in graph.starts
         self._now = began + self._cost(node)
         self._sending = ends or (self._sending and graph.runs(node))
-        stack = [(node, began + (graph.takes[node] if ends else _LATENCY))]
+        after = graph.takes[node] if ends else LATENCY
+        stack = [(node, began + after + (0.0 if ends or graph.runs(node) else graph.takes[node]))]
         while stack:
             reader, later = stack.pop()
             for need in sorted(self._needs[reader]):
@@ -144,7 +148,7 @@ class Placing:
                         self._wait(need, at)
                     else:  # an argument, or one of several results, which is placed at once
                         self._now = at
-                        stack.append((need, at + _LATENCY))
+                        stack.append((need, at + LATENCY))
 
     def _frees_more(self, reader: int) -> None:
         if reader < 0:
