@@ -122,6 +122,9 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 
     def report() -> None:
         _report(run, solver)
+        if not limited and run.suffices(work := run.work + solver.estimate):
+            run.work = work
+            raise Stop
 
     def ask() -> None:
         report()
@@ -164,7 +167,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
                 return _minimise(run, sweeping, closing)
         _search(run, solver, bound)
     run.work += solver.estimate
-    report()
+    _report(run, solver)
     if solver.lower == math.inf:
         raise Infeasible("nothing satisfies the exclusions and the usage limit")
     return solver

@@ -65,6 +65,7 @@ def solve(
     progress: ProgressCallback | None = None,
     work_limit: float = math.inf,
     serves: Callable[[NDArray[np.int64]], bool] | None = None,
+    enough: float = 0.0,
 ) -> Solution:
     """Finds a choice for every variable with the least cost.
 
@@ -77,6 +78,7 @@ def solve(
     work_limit: estimated seconds (`Solution.work`) after which the search ends, at the same place on every machine.
     serves: may be asked of an assignment that is near the bound, where proving it takes long, or that is the best so
         far within a usage limit; the search ends with it where it does not serve.
+    enough: a larger gap that would do: from there on, the search takes half as much work again at most.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method `{method}`; there are {', '.join(sorted(METHODS))}")
@@ -88,6 +90,7 @@ def solve(
         work_limit = min(work_limit, _COUNTED * time_limit)
     before = time.process_time()
     run = Run(network, time_limit, gap, progress, work_limit, serves)
+    run.enough = max(gap, enough)
     try:
         _search(run, METHODS[method])
     except Stop:

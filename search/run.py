@@ -17,6 +17,8 @@ from shardplan.search.solution import Progress, ProgressCallback, Solution, rela
 __all__ = ["Run", "Stop"]
 
 _SECONDS_BETWEEN_EXPANSIONS = 2.0
+_MORE = 0.35
+"""The share of the work before that may be spent on more than is enough."""
 
 
 class Stop(Exception):
@@ -37,6 +39,9 @@ class Run:
     ) -> None:
         self.network = network
         self.gap = gap
+        self.enough = 0.0
+        """A gap that would do: see `suffices`."""
+        self._enough_at: float | None = None
         self.time_limit = time_limit
         self.work_limit = work_limit
         self.work = 0.0
@@ -151,6 +156,21 @@ class Run:
     def closed(self) -> bool:
         """Whether the asked gap is reached."""
         return relative_gap(self.cost, self.lower_bound) <= self.gap
+
+    def suffices(self, work: float) -> bool:
+        """Whether the gap is one that would do, and a good part of all work was spent since it became one: then it is
+        the one that is asked.
+
+        work: all that was done, in seconds by estimate.
+        """
+        if relative_gap(self.cost, self.lower_bound) > self.enough:
+            return False
+        if self._enough_at is None:
+            self._enough_at = work
+        if work <= (1 + _MORE) * self._enough_at:
+            return False
+        self.gap = self.enough
+        return True
 
     def report(self) -> None:
         """Calls the progress callback."""

@@ -27,6 +27,9 @@ CLEARLY = 1.05
 # The gap at which a search may stop: a plan within a thousandth of a percent of the optimum is as good as optimal.
 _PRECISION = 1e-5
 
+# A plan within a tenth of a percent is good enough not to take much more work for a better one.
+_ENOUGH = 1e-3
+
 # Networks with more table entries than this (many layers on three or more mesh axes) take a minute for that, and a few
 # seconds for a tenth of a percent, which is good enough there.
 _LARGE = 5e7
@@ -80,7 +83,7 @@ def find(
     precision = _PRECISION if network.usage_limit is None else _PRECISION_WITHIN_LIMIT
     entries = sum(network.tables[table].size for _, _, table in network.edges)
     precision = max(precision, search.precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
-    solution = solve(network, method=search.method, gap=precision, time_limit=seconds, work_limit=work, serves=serves)
+    solution = solve(network, search.method, seconds, precision, None, work, serves, _ENOUGH)
     solution = replace(solution, choices=solution.choices[: len(problem.network)])
     if solution.status == "unknown" and network.usage_limit is None:
         solution = _as_it_is(problem, solution)

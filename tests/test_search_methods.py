@@ -213,3 +213,15 @@ def test_where_nothing_fits_the_least_peak_is_looked_for_as_long_as_that_helps()
     assert solution.status == "infeasible"
     assert solution.iterations < 200
     assert solution.least_peak_bound <= solution.peak_usage < 1.01 * solution.least_peak_bound
+
+
+def test_a_search_ends_soon_after_it_has_found_enough() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(u, v) for u in range(40) for v in range(u + 1, 40) if rng.random() < 0.2]
+    net = testing.random_graph(rng, pairs, 6)
+    whole = solve(net, time_limit=2000, work_limit=1.0)
+    first = solve(net, gap=2 * whole.gap + 0.1, time_limit=2000, work_limit=1.0)
+    quick = solve(net, time_limit=2000, work_limit=1.0, enough=2 * whole.gap + 0.1)
+    assert first.work <= quick.work < whole.work
+    assert quick.cost <= first.cost and quick.status == first.status == "optimal"
+    assert quick.work <= 1.6 * first.work
