@@ -77,6 +77,20 @@ def test_sums_down_few_columns_read_one_operand(rows, columns, stored):
     assert _stored(lambda x, y: jnp.sum(x * y, axis=0), *args) == stored
 
 
+@pytest.mark.parametrize(
+    ("shape", "spread", "stored"),
+    [((16, 1024, 96), True, ["mul"]), ((16, 1024, 96), False, []), ((128, 1024, 96), True, [])],
+)
+def test_sums_that_keep_few_processors_busy_read_what_is_spread_as_slowly(shape, spread, stored):
+    def step(x, y, first, second):
+        if spread:
+            x, y = x - first[:, None], y * second[:, None]
+        return jnp.sum(x * y, axis=1)
+
+    rows = _shape(shape[0], shape[2])
+    assert _stored(step, _shape(*shape), _shape(*shape), rows, rows) == stored
+
+
 def test_what_gathers_takes_no_kernel_in_that_reduces_rows():
     def picked(scores, places):
         shifted = scores - jnp.max(scores, axis=1, keepdims=True)

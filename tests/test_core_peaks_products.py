@@ -12,7 +12,7 @@ from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.lying import lying_of
 from shardplan.memory.merging import merged_lifetimes, side_by_side
 from shardplan.memory.products import merged_products
-from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.recomputing import adding_products, kernels_in, kernels_of
 from shardplan.memory.rows import row_results
 from shardplan.tracing import trace_program
 
@@ -148,6 +148,16 @@ def test_a_product_of_several_heads_is_not_added_as_float32():
     assert not accumulations(plan.schedule)
 
 
+@pytest.mark.parametrize(("shape", "taken"), [((64,), True), ((16, 64), False)])
+def test_a_bias_of_rows_in_groups_is_added_by_the_product_too(shape, taken):
+    def step(x, w, b):
+        return jnp.tanh(x @ w + b)
+
+    rows = jax.ShapeDtypeStruct((4, 16, 64), "float32")
+    schedule = shardplan.plan(step, 1, rows, _square(64), jax.ShapeDtypeStruct(shape, "float32")).schedule
+    assert bool(accumulations(schedule)) == taken  # as compiled: one number for each column alone is a bias
+
+
 def test_merged_products_run_together_behind_what_puts_their_operands_side_by_side():
     def step(w, x, y, z):
         first, second = jnp.sin(x @ y), jnp.cos(x @ z)
@@ -211,7 +221,7 @@ def test_a_sum_of_what_is_computed_from_a_reductions_result_is_no_part_of_that_r
         hot = jax.nn.one_hot(jnp.argmin(x, axis=1), 512)
         return jnp.sum(hot, axis=0), (2 * hot).T @ y
 
-    args = jax.ShapeDtypeStruct((4096, 512), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    args = jax.ShapeDtypeStruct((8192, 512), "float32"), jax.ShapeDtypeStruct((8192, 64), "float32")
     schedule = shardplan.plan(step, 1, *args).schedule
     kernels = kernels_of(schedule.problem)
     graph = Graph(schedule, kernels, [], [])
@@ -277,3 +287,16 @@ def test_keys_with_a_bias_are_copied_where_each_order_is_read(compute, together)
     assert lifetimes.place[first.index] == orders[first.index].first == orders[first.index].last
     made = first if together else second
     assert orders[second.index].first == lifetimes.place[made.index]
+
+
+def test_what_a_product_adds_itself_is_fused_into_no_kernel_and_stored_by_none():
+    def step(x, w, b):
+        biased = x @ w + b
+        return jnp.sum(biased, axis=0), jnp.sum(jnp.square(biased), axis=0)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4096, 64), (64, 256), (256,))]
+    schedule = shardplan.plan(step, 1, *shapes).schedule
+    addition = next(o for o in schedule.program.operations if o.primitive.name == "add")
+    stored = addition.results[0] in kernels_of(schedule.problem).stored
+    assert stored  # where no product is known to add it
+    assert addition.results[0] not in kernels_in(schedule).stored

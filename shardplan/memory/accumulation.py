@@ -78,6 +78,7 @@ class _Open:
     widened: bool = False
 
 
+@once
 def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     """The products that XLA:GPU adds to something, by the index of the addition that becomes part of each."""
     program = schedule.program
@@ -256,9 +257,9 @@ class _Graph:
         feature of what a convolution makes, if it does."""
         operand, values = self.operand(operation, position), self._program.values
         shape = values[operation.results[0]].shape
-        if operand < 0 or (convolution is None and len(shape) != 2):
+        if operand < 0 or len(shape) < 2:
             return None
-        column = convolution.params["dimension_numbers"].out_spec[1] if convolution is not None else 1
+        column = convolution.params["dimension_numbers"].out_spec[1] if convolution is not None else len(shape) - 1
         dims = tuple(range(len(shape)))
         if values[operand].shape == shape:
             spread, operand = self._makers[operand], self.operand(self._makers[operand], 0)

@@ -28,31 +28,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
-import jax
-import numpy as np
-
+from shardplan.memory.cycles import REDUCING_CYCLES, cycles_of
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT, copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
-from shardplan.memory.sums import adds_few, adds_many, sums_columns
+from shardplan.memory.sums import adds_few, adds_many, columns_of, waiting_for_blocks
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
-from shardplan.strategy import operand_type
-
-_CYCLES = {
-    "sin": 970, "cos": 970, "tan": 970, "pow": 510, "tanh": 400, "atan2": 431, "erf": 300, "erfc": 400, "erf_inv": 400,
-    "random_bits": 360, "log1p": 229, "expm1": 190, "cbrt": 178, "log": 166, "logistic": 105, "exp": 79, "exp2": 79,
-    "rsqrt": 75, "sqrt": 75, "div": 19, "concatenate": 6,
-}  # fmt: skip
-"""Clock cycles that an H100 takes for one element in float32, as XLA's performance model counts them. What XLA puts
-together from other operations (an error function, random bits) counts as these do together. A hyperbolic tangent,
-467 there, was compiled stored in bfloat16 and computed anew in float32: 400 is chosen between what these two say."""
-
-_OTHER_CYCLES, _REDUCING_CYCLES = 5, 3
-_COMPLEX_CYCLES = {"exp": 2020, "log": 600, "sqrt": 500, "div": 70, "mul": 30}
-"""The same for complex numbers: an exponential takes an exponential, a sine and a cosine. Others take twice as long."""
 
 _CYCLES_PER_BYTE = 20.0
 """What an H100 computes in the time in which it reads or writes one byte."""
@@ -67,10 +51,8 @@ _CACHES = ((270e3, 20.0), (50e6, 2.5))
 """What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
 ones, one in each of its processors, XLA takes 2 KiB to be free."""
 
-_WHOLE, _BUSY = 4096, 3350.0
-"""Sums down columns of up to so many rows are made by one block of threads for each 32 columns. It takes fewer of these
-to sum up more rows in parts; with fewer columns than the second, an H100 reads as much slower as these are fewer: each
-block reads 32 GB/s by XLA's count."""
+_ONE_NUMBER = 1 / _CACHES[0][1]
+"""What it takes to read one number for every element, of the time in which these elements are read from memory."""
 
 _WARP = 32
 _APART = 400
@@ -99,7 +81,9 @@ class _Kernel:
     other places, as a slice, a broadcast or a sum does; ``times`` has the sums of these. ``sums``: whether it adds up
     many numbers to one. ``rows``: where it goes through rows that it has reduced, how much it computes for each
     element, else 0. ``tiles``: whether tiles can be cut of all that it computes. ``slower``: how much longer it takes
-    to read and to compute than one that keeps the whole device busy. ``writes``: the bytes of what it makes.
+    to read and to compute than one that keeps the whole device busy; ``again``: the least time of reading from caches,
+    as a share of that from memory. ``writes``: the bytes of what it makes; ``scalars``: of elements that it computes
+    with one number each.
     """
 
     reads: dict[int, dict[int, float]]
@@ -112,6 +96,8 @@ class _Kernel:
     tiles: bool = True
     slower: float = 1.0
     writes: float = 0.0
+    again: float = 0.0
+    scalars: float = 0.0
     times: dict[int, float] = field(default_factory=dict)
 
 
@@ -119,8 +105,8 @@ class _Kernel:
 class _Computing:
     """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
     else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
-    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: it
-    sums up along other dimensions than the innermost one; ``copied``: what a kernel copies for a library."""
+    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: how
+    many numbers it leaves innermost of those that it sums up, or 0; ``copied``: what a kernel copies for a library."""
 
     read: tuple[int, ...]
     cycles: int
@@ -130,7 +116,7 @@ class _Computing:
     library: bool
     rows: float
     tiles: bool
-    columns: bool
+    columns: int
     copied: tuple[int, ...]
 
 
@@ -147,11 +133,7 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
             continue
         library = is_multiplied(program, operation)  # what reads its operand is a kernel that copies it
         renames = name in _RENAMING or is_view(program, operation)
-        cycles = 0 if library or renames or name in _MOVING else _CYCLES.get(name, _OTHER_CYCLES)
-        if cycles and _is_complex(program, operation):
-            cycles = _COMPLEX_CYCLES.get(name, 2 * cycles)
-        if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
-            cycles = _OTHER_CYCLES
+        cycles = 0 if library or renames or name in _MOVING else cycles_of(program, operation)
         branches = int(name in _BRANCHING and not adds_few(program, operation))
         row = rows.get(operation.results[0], 0.0)
         places = [place for place in range(len(operation.operands)) if (operation.index, place) not in again]
@@ -159,15 +141,10 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
         read = tuple([o for o in operands_read if isinstance(o, int) and o not in problem.generated])
         tiles = cuts_tiles(operation) and operation.index not in padded
         sums = adds_many(program, operation)
-        columns = sums and sums_columns(program, operation)
+        columns = columns_of(program, operation) if sums else 0
         copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
         found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles, columns, copied)
     return found
-
-
-def _is_complex(program: Program, operation: Operation) -> bool:
-    """Whether an operation computes with complex numbers."""
-    return any(jax.dtypes.issubdtype(operand_type(program, o).dtype, np.complexfloating) for o in operation.operands)
 
 
 def stored_values(
@@ -249,7 +226,8 @@ class _Fusion:
         elements = max([self._elements[value] for value in (*read, result)])
         if computing.renames:
             self._renamed.add(result)
-        if choices is not None and choices.pointwise:
+        pointwise = choices is not None and choices.pointwise and name != "dynamic_update_slice"
+        if pointwise:
             reads = {value: self._of_element(value, result) for value in read}
         else:
             reads = {value: {value: 0.0} for value in read}
@@ -258,12 +236,15 @@ class _Fusion:
                 reads[value][value] += 1.0 if computing.library else self._times(operation, position, computed, value)
         if name == "concatenate" and any(times.get(value, 1.0) % 1.0 for value, times in reads.items()):
             cycles = _APART
-        cycles += _REDUCING_CYCLES if computing.rows else 0
+        cycles += REDUCING_CYCLES if computing.rows else 0
         kernel = _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
         kernel.rows, kernel.tiles = computing.rows, computing.tiles
+        if pointwise:
+            kernel.scalars = self._bytes[result] * sum([isinstance(o, Constant) for o in operation.operands])
         kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
-        if computing.columns and elements <= _WHOLE * self._elements[result]:
-            kernel.slower = max(1.0, _BUSY / self._elements[result])
+        if computing.columns:
+            waiting = waiting_for_blocks(computing.columns, elements, self._elements[result])
+            kernel.again, kernel.slower = min(waiting, 1.0), max(waiting, 1.0)
             kernel.cycles *= kernel.slower
         return kernel
 
@@ -288,15 +269,15 @@ class _Fusion:
     def _moved(self, value: int) -> float:
         """The bytes that a kernel reads and writes."""
         kernel = self._kernels[value]
-        read = sum([self._reading(v, times) for v, times in kernel.times.items()])
-        return kernel.slower * (kernel.writes + read)
+        read = sum([self._reading(v, times, kernel.again) for v, times in kernel.times.items()])
+        return kernel.slower * (kernel.writes + read + kernel.scalars * max(kernel.again, _ONE_NUMBER))
 
-    def _reading(self, value: int, times: float) -> float:
+    def _reading(self, value: int, times: float, again: float) -> float:
         """The bytes that could be read in the time in which a kernel goes through a value so often."""
         size = self._bytes[value]
         if times <= 1.0:
             return times * size
-        return size + (times - 1.0) * size / self._quicker[value]
+        return size + (times - 1.0) * size * max(again, 1.0 / self._quicker[value])
 
     def _fits(self, value: int) -> bool:
         """Whether XLA can generate the code of all kernels that read a value where they compute it."""
@@ -332,18 +313,18 @@ class _Fusion:
     def _saving(self, value: int, reader: int) -> float:
         """The time that a kernel takes less where it computes a value instead of reading it."""
         own, kernel = self._kernels[value], self._kernels[reader]
-        places, times = kernel.reads[value], kernel.times[value]
-        moved = -self._reading(value, times)
+        places, times, again = kernel.reads[value], kernel.times[value], kernel.again
+        moved = times * own.scalars * max(again, _ONE_NUMBER) - self._reading(value, times, again)
         for source, share in own.times.items():
             known = kernel.reads.get(source)
             if known is None:
-                moved += self._reading(source, times * share)
+                moved += self._reading(source, times * share, again)
                 continue
             before = kernel.times[source]
             now = before + times * share
             if _OWN in own.reads[source]:  # what it reads for these elements already is not read again
                 now -= sum([share for place, share in known.items() if place in places])
-            moved += self._reading(source, now) - self._reading(source, before)
+            moved += self._reading(source, now, again) - self._reading(source, before, again)
         rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
         moved = kernel.moved + kernel.slower * moved
         return _time(kernel.cycles, kernel.moved, kernel.rows) - _time(cycles, moved, rows)
@@ -386,6 +367,7 @@ class _Fusion:
             kernel.times[source] = sum(merged.values())
             self._saved[source].setdefault(reader, 0.0)
         kernel.cycles += kernel.slower * times * own.cycles
+        kernel.scalars += times * own.scalars
         kernel.operations += len(places) * own.operations
         kernel.branches += len(places) * own.branches
         kernel.sums |= own.sums

@@ -55,7 +55,7 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
     ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
     """
     split = (float(problem.space.mesh.device_count),) * len(problem.program.values)
-    return _kernels_of(problem, frozenset(copied), split)
+    return _kernels_of(problem, frozenset(copied), split, frozenset())
 
 
 def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -64,13 +64,16 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     for value, layout in schedule.assignment.values.items():
         domain = problem.domain(value)
         found[value] = float(domain.degrees[domain.position[layout]])
-    return replace(_kernels_of(problem, frozenset(copied), tuple(found)), apart=apart_in(schedule))
+    added = frozenset(problem.program.operations[index].results[0] for index in accumulations(schedule))
+    return replace(_kernels_of(problem, frozenset(copied), tuple(found), added), apart=apart_in(schedule))
 
 
 @once
-def _kernels_of(problem: Problem, copied: frozenset[tuple[int, int]], degrees: tuple[float, ...]) -> Kernels:
+def _kernels_of(
+    problem: Problem, copied: frozenset[tuple[int, int]], degrees: tuple[float, ...], added: frozenset[int]
+) -> Kernels:
     found = _unfused(problem, copied)
-    return replace(found, stored=stored_values(problem, found.fused, found.read, degrees))
+    return replace(found, stored=stored_values(problem, found.fused, found.read | added, degrees))
 
 
 @once

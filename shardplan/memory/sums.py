@@ -26,6 +26,11 @@ _WARP = 32
 _MANY = 16
 """Numbers that are reduced to one: as many or more are many."""
 
+_WHOLE, _BUSY = 4096, 53.0
+"""Sums down columns of up to so many rows are made by one block of threads for each 32 columns, or for each 64 if there
+are as many, and an even number. With fewer blocks than the second, by XLA's count, an H100 reads slower: one reads
+63 GB/s, whether from memory or from the caches. Of more rows, more blocks sum up parts."""
+
 _SHORT = ((2, 32), (4, 8), (8, 3))
 """Reductions over fewer warps' worth than the first, with less inside of them than the second, are short."""
 
@@ -71,10 +76,24 @@ def adds_many(program: Program, operation: Operation) -> bool:
     return found is not None and prod(found[0][dim] for dim in found[1]) >= _MANY
 
 
-def sums_columns(program: Program, operation: Operation) -> bool:
-    """Whether a reduction by threads together leaves the innermost dimension."""
+def columns_of(program: Program, operation: Operation) -> int:
+    """How many numbers lie side by side that a reduction by threads together leaves; 0 where it reduces rows."""
     found = _reduced(program, operation)
     if found is None or adds_few(program, operation):
-        return False
+        return 0
     shape, dims = found
-    return any(size > 1 and dim > max(dims, default=-1) for dim, size in enumerate(shape))
+    columns = prod(shape[max(dims, default=-1) + 1 :])
+    return columns if columns > 1 else 0
+
+
+def waiting_for_blocks(columns: int, read: float, made: float) -> float:
+    """The least time in which a sum down columns reads anything, as a share of that in which an H100 that is kept busy
+    reads it from memory: above 1, it is slower than that; below, this is what reading from caches takes at least.
+
+    ``columns`` are those that lie side by side, ``read`` and ``made`` the numbers that one device sums up, and gets.
+    """
+    if read > _WHOLE * made:
+        return 0.0
+    own = max(1.0, min(columns, made))
+    of_block = 2 * _WARP if own >= 2 * _WARP and columns % 2 == 0 else _WARP
+    return _BUSY * own / (-(-own // of_block) * made)
