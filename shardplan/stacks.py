@@ -128,12 +128,24 @@ def _beside_gathered(schedule: Schedule) -> frozenset[int]:
     """The merged products, by index, of which one reads something of its own that is gathered along another dimension
     than its first: XLA puts what they read side by side, and all of it lies as that does."""
     operations, found = schedule.program.operations, set[int]()
+    makers = {result: operation for operation in operations for result in operation.results}
     for group in merged_anywhere(schedule):
-        products = [operations[index] for index in group]
+        products = [operations[index] for index in group if operations[index].region]  # bodies alone have slices
+        if not products:
+            continue
         shared = set.intersection(*[{o for o in product.operands if isinstance(o, int)} for product in products])
         own = [(o, product) for product in products for o in product.operands if isinstance(o, int) and o not in shared]
-        if any(_is_gathered_behind(schedule, operand, product) for operand, product in own):
-            found.update(group)
+        seen = set[int]()
+        while own:
+            value, reader = own.pop()
+            if _is_gathered_behind(schedule, value, reader):
+                found.update(group)
+                break
+            maker = makers.get(value)
+            if maker is not None and value not in seen:
+                seen.add(value)
+                operands = [operand for operand in maker.operands if isinstance(operand, int)]
+                own += [(o, maker) for o in operands if value in _results_in_order(schedule, o, maker)]
     return frozenset(found)
 
 

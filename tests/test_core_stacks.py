@@ -41,17 +41,22 @@ def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_o
 
 
 @pytest.mark.parametrize(("spec", "held"), [(P(None, None, "x"), 2), (P(None, "x"), 0)])
-def test_slices_that_are_put_beside_gathered_ones_are_held_to_the_order_of_their_stack(spec, held):
+@pytest.mark.parametrize("gathered_before", [False, True])
+def test_slices_that_are_put_beside_gathered_ones_are_held_to_the_order_of_their_stack(spec, held, gathered_before):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
     def step(w, v, x):
         def body(x, both):
             w, v = (one.astype(x.dtype) for one in both)  # gathered behind that, slice by slice
-            return jnp.tanh(x @ w) + jnp.sin(x @ v), None
+            if gathered_before:
+                w = jax.lax.with_sharding_constraint(w, jax.NamedSharding(mesh, P()))
+            return jnp.tanh(x @ jnp.sin(w)) + jnp.sin(x @ v), None
 
         return jax.lax.scan(body, x, (w, v))[0]
 
     stack, x = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "bfloat16")
     pins = {"0": spec, "1": P(), "2": P("x")}
-    plan = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), stack, stack, x, pins=pins)
+    plan = shardplan.plan(step, mesh, stack, stack, x, pins=pins)
     assert len(slices_gathered_behind(plan.schedule)) == held
 
 
