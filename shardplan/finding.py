@@ -83,7 +83,15 @@ def find(
     precision = _PRECISION if network.usage_limit is None else _PRECISION_WITHIN_LIMIT
     entries = sum(network.tables[table].size for _, _, table in network.edges)
     precision = max(precision, search.precision, _PRECISION_OF_LARGE if entries > _LARGE else 0.0)
-    solution = solve(network, search.method, seconds, precision, None, work, serves, _ENOUGH)
+    solution = solve(
+        network,
+        method=search.method,
+        gap=precision,
+        enough=_ENOUGH,
+        time_limit=seconds,
+        work_limit=work,
+        serves=serves,
+    )
     solution = replace(solution, choices=solution.choices[: len(problem.network)])
     if solution.status == "unknown" and network.usage_limit is None:
         solution = _as_it_is(problem, solution)
