@@ -2,7 +2,7 @@
 
 Each is written as its rows come. An interrupted run goes on where it was: what was compiled is kept in
 `build/benchmarks`. `--skip large` leaves tables out. On two cores that had other work for a quarter of the time it took
-60 minutes: planning_time 5, quality 27, fidelity 8, tofu 17, all others 3.
+65 minutes: planning_time 10, quality 27, fidelity 8, tofu 17, all others 3.
 """
 
 import argparse
