@@ -23,6 +23,7 @@ __all__ = [
     "random_grid",
     "random_memory_bound",
     "random_tree",
+    "random_twins",
 ]
 
 _LARGEST_BRUTE_FORCE = 3_000_000
@@ -50,6 +51,14 @@ def random_graph(
         if shape not in shared or rng.random() < 0.7:
             shared[shape] = _costs(rng, shape, excluded)
         net.add_edge(u, v, shared[shape])
+    return net
+
+
+def random_twins(rng: np.random.Generator, excluded: float = 0.0) -> Network:
+    """A dense network of seven variables whose choices are called twins at random: few of them are alike."""
+    pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
+    net = random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, excluded)
+    net.twins = {v: rng.integers(0, 2, len(costs)) for v, costs in enumerate(net.costs)}
     return net
 
 

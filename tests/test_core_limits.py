@@ -34,6 +34,13 @@ def _training(width=512, layers=4, batch=2048):
     )
 
 
+def _plan_within():
+    """A plan within four fifths of what the one without a limit holds."""
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    return shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+
+
 def test_what_a_schedule_holds_is_counted_once_in_its_own_order(monkeypatch):
     seen, count = [], finding._counted
 
@@ -119,9 +126,7 @@ def test_more_searches_may_overdraw_the_work_where_nothing_was_found(monkeypatch
 
     monkeypatch.setattr(Corrections, "_search_once", nothing)
     monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: True)
-    step, state, batch = _training()
-    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
-    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    _plan_within()
     assert len(searched) == searches
 
 
@@ -160,9 +165,7 @@ def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkey
 
     monkeypatch.setattr(Corrections, "_search_once", dear)
     monkeypatch.setattr("shardplan.searching.fill", lambda known: None)
-    step, state, batch = _training()
-    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
-    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    _plan_within()
     assert len(searched) == searches
 
 
@@ -225,9 +228,7 @@ def test_prices_are_evaluated_for_the_work_that_is_left(monkeypatch):
         return solver
 
     monkeypatch.setattr(Pricing, "_inner", watched)
-    step, state, batch = _training()
-    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
-    shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    _plan_within()
     assert allowed
     assert all(allowed)
 
@@ -251,9 +252,7 @@ def test_only_mixtures_that_fit_in_the_order_of_what_they_are_mixed_from_are_cou
 def test_what_is_proven_within_the_limit_is_not_mixed_with_anything(monkeypatch):
     mixed = []
     monkeypatch.setattr("shardplan.filling._mix", lambda *given: mixed.append(given))
-    step, state, batch = _training()
-    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
-    plan = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    plan = _plan_within()
     assert plan.gap < 1e-3
     assert not mixed
 

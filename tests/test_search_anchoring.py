@@ -74,9 +74,7 @@ def test_parts_are_right_whatever_the_twins(excluded: float) -> None:
     closed = 0
     for seed in range(30):
         rng = np.random.default_rng(seed)
-        pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
-        net = testing.random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, excluded)
-        net.twins = {v: rng.integers(0, 2, len(costs)) for v, costs in enumerate(net.costs)}
+        net = testing.random_twins(rng, excluded)
         drawn = [[int(rng.integers(0, len(costs))) for costs in net.costs] for _ in range(200)]
         known = min(drawn, key=net.cost)
         if not math.isfinite(net.cost(known)):

@@ -49,9 +49,7 @@ def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyP
     found = 0
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
-        net = testing.random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, excluded)
-        net.twins = {v: rng.integers(0, 2, len(costs)) for v, costs in enumerate(net.costs)}
+        net = testing.random_twins(rng, excluded)
         _, optimum = testing.brute_force(net)
         solution = solve(net)
         assert solution.cost == optimum
