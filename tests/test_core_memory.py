@@ -144,7 +144,8 @@ def _classifying(split):
         value, (gradient, scaled) = jax.value_and_grad(lambda w, s: loss(w, jnp.tanh(x) * s, labels), (0, 1))(w, scale)
         return gradient, scaled, value
 
-    rows, labels = jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((4096,), jnp.int32)
+    count = {"classes": 4096, "rows": 65536}[split]  # of few rows, the sum for `scale` is a kernel of its own
+    rows, labels = jax.ShapeDtypeStruct((count, 64), jnp.float32), jax.ShapeDtypeStruct((count,), jnp.int32)
     weights, scale = jax.ShapeDtypeStruct((64, 1024), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
     by = {"classes": (jax.P(None, "x"), jax.P()), "rows": (jax.P(), jax.P("x"))}[split]
     pins = {"0": by[0], "1": jax.P(), "2": jax.P(*by[1], None), "3": by[1]}

@@ -91,6 +91,25 @@ def test_sums_that_keep_few_processors_busy_read_what_is_spread_as_slowly(shape,
     assert _stored(step, _shape(*shape), _shape(*shape), rows, rows) == stored
 
 
+@pytest.mark.parametrize(("batch", "stored"), [(4, ["mul"]), (32, [])])
+def test_sums_over_dimensions_that_are_apart_go_down_the_columns_of_the_largest(batch, stored):
+    images = _shape(batch, 1024, 16, 12)  # 12 blocks of 64 columns keep few processors busy, 96 all of them
+    assert _stored(lambda x, y: jnp.sum(x * y, axis=(1, 3)), images, images) == stored
+
+
+def test_sums_that_are_scattered_go_down_all_columns_before():
+    mesh, rows = jax.sharding.AbstractMesh((8,), ("x",)), jax.P("x", None)
+    pins = {"0": rows, "1": rows, "2": jax.P("x")}
+
+    def step(x, y, bias):
+        return bias - jnp.sum(x * y, axis=0)
+
+    plan = shardplan.plan(step, mesh, *[_shape(2**15, 192)] * 2, _shape(192), pins=pins)
+    assert "reduce-scatter" in {collective.kind for collective in plan.collectives}
+    makers = {result: o.primitive.name for o in plan.program.operations for result in o.results}
+    assert [makers[value] for value in kernels_in(plan.schedule).stored] == ["mul"]  # of 4096 rows, not of 32768
+
+
 def test_what_gathers_takes_no_kernel_in_that_reduces_rows():
     def picked(scores, places):
         shifted = scores - jnp.max(scores, axis=1, keepdims=True)

@@ -166,6 +166,17 @@ def test_kernels_as_large_that_read_one_vector_are_one(scale, alike):
     assert (joined[first] == [second]) == alike
 
 
+def test_a_sum_is_no_part_of_the_kernel_that_stores_what_it_alone_reads():
+    def step(x, y, a, b):
+        x, y = x @ a, y @ b
+        doubled = 2 * jnp.tanh(x)
+        return jnp.sum(doubled * y, axis=0), jnp.sum(doubled), doubled @ a
+
+    joined, named = _joined(step, *[(512, 512)] * 4)
+    product, (columns, total) = named["mul"][1], named["reduce_sum"]
+    assert columns in joined and joined[product] == [total]  # which reads what the product reads
+
+
 def test_a_view_is_no_kernel():
     def step(x, w, v, u):
         h = x @ w

@@ -26,6 +26,7 @@ Below, two kernels of a layer run between one weight's gradient and the next.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
@@ -132,9 +133,7 @@ class Graph:
         self.joined: dict[int, list[int]] = {}
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
-        self.beside: dict[
-            tuple[int, int], int
-        ] = {}  # per operand of merged products, or of a convolution, what copies it
+        self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}
         self._ends: dict[object, int] = {}
@@ -200,15 +199,16 @@ class Graph:
         return done
 
     def join(self, kernels: Kernels) -> None:
-        """Lets reductions be part of a kernel before them, of as many elements, that reads or makes what is reduced,
-        and what is computed element by element of one before it that is as large and reads the same value, if only a
-        bias, but no single number: that one makes several results, and each is taken from them.
+        """Lets reductions be part of a kernel before them, of as many elements, that reads what is reduced, or makes it
+        for others too, and what is computed element by element of one before it that is as large and reads the same
+        value, if only a bias, but no single number: that one makes several results, and each is taken from them.
 
         What they need stands before that kernel, and what needs them behind, so that nothing waits for itself.
         """
         touching: dict[int, list[int]] = {}
         place = {node: number for number, node in enumerate(self.in_order())}
         owner: dict[int, int] = {}
+        read = Counter(value for reads in self.reads.values() for value in reads)
         for index in sorted(self.reads):
             sums = self.program.operations[index].primitive.name in REDUCTIONS
             if not sums and index not in kernels.fused:
@@ -219,7 +219,8 @@ class Graph:
                 self.joined.setdefault(other, []).append(index)
                 self.parts |= set() if sums else {other}
             else:
-                for value in {*self.reads[index], *self.program.operations[index].results}:
+                made = self.program.operations[index].results
+                for value in {*self.reads[index], *(v for v in made if read[v] > 1 or v in kernels.read)}:
                     touching.setdefault(value, []).append(index)
         for index, other in joining_later(self, place, touching, owner).items():
             owner[index] = other

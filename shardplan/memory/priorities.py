@@ -106,7 +106,8 @@ class _Computing:
     """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
     else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
     numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: how
-    many numbers it leaves innermost of those that it sums up, or 0; ``copied``: what a kernel copies for a library."""
+    many numbers it leaves innermost of those that it sums up, or 0, and how many of these become one then;
+    ``copied``: what a kernel copies for a library."""
 
     read: tuple[int, ...]
     cycles: int
@@ -116,7 +117,7 @@ class _Computing:
     library: bool
     rows: float
     tiles: bool
-    columns: int
+    columns: tuple[int, int]
     copied: tuple[int, ...]
 
 
@@ -141,7 +142,7 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
         read = tuple([o for o in operands_read if isinstance(o, int) and o not in problem.generated])
         tiles = cuts_tiles(operation) and operation.index not in padded
         sums = adds_many(program, operation)
-        columns = columns_of(program, operation) if sums else 0
+        columns = columns_of(program, operation) if sums else (0, 1)
         copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
         found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles, columns, copied)
     return found
@@ -242,8 +243,9 @@ class _Fusion:
         if pointwise:
             kernel.scalars = self._bytes[result] * sum([isinstance(o, Constant) for o in operation.operands])
         kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
-        if computing.columns:
-            waiting = waiting_for_blocks(computing.columns, elements, self._elements[result])
+        columns, reduced_then = computing.columns
+        if columns:
+            waiting = waiting_for_blocks(columns, elements, reduced_then * self._elements[result])
             kernel.again, kernel.slower = min(waiting, 1.0), max(waiting, 1.0)
             kernel.cycles *= kernel.slower
         return kernel

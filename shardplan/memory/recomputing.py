@@ -26,6 +26,8 @@ from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import product_operands
 from shardplan.memory.repeated import Apart, apart_in
+from shardplan.memory.sizes import left_otherwise
+from shardplan.memory.sums import adds_many
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -64,6 +66,10 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     for value, layout in schedule.assignment.values.items():
         domain = problem.domain(value)
         found[value] = float(domain.degrees[domain.position[layout]])
+    for operation, result, left in left_otherwise(schedule):
+        if adds_many(problem.program, operation):  # its kernel makes parts of sums, whatever is kept of these then
+            domain = problem.domain(result)
+            found[result] = float(domain.degrees[domain.position[left]])
     added = frozenset(problem.program.operations[index].results[0] for index in accumulations(schedule))
     return replace(_kernels_of(problem, frozenset(copied), tuple(found), added), apart=apart_in(schedule))
 

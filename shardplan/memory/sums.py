@@ -5,15 +5,21 @@ innermost a warp, or what divides a warp; along other dimensions at least a warp
 them. With less, a thread adds up what one result needs, wherever that is needed: a product of three coordinates, or a
 mean over a few neighbours. What adds up many is never part of what adds up many itself.
 
+Where neither what is reduced lies together nor what is kept (a group norm reduces space and the channels of a group),
+the largest dimension is reduced first, and the others then.
+
 >>> [reduces_together((1024, size), (1,)) for size in (3, 8, 31, 32)]
 [False, True, False, True]
 >>> [reduces_together((size, 1024), (0,)) for size in (16, 32)], reduces_together((32, 8), (0,))
 ([False, True], False)
+>>> steps_of((4, 32, 32, 16, 12), (1, 2, 4))
+[((4, 1024, 16, 12), (1,)), ((64, 12), (1,))]
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from math import prod
 
 from shardplan.memory.products import is_sum
@@ -59,15 +65,26 @@ def _reduced(program: Program, operation: Operation) -> tuple[tuple[int, ...], t
     return None
 
 
+def steps_of(shape: Sequence[int], dims: Collection[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The reductions one after another that make one: the shape of what each reduces, and the dimensions over which it
+    does, where those of size 1 are left out and those that lie together are one."""
+    numbers = [(dim in dims, size) for dim, size in enumerate(shape) if size > 1]
+    joined = [(gone, prod(size for _, size in some)) for gone, some in groupby(numbers, lambda number: number[0])]
+    sizes, reduced = [size for _, size in joined], [number for number, (gone, _) in enumerate(joined) if gone]
+    if len(reduced) < 2 or (len(sizes) < 4 and reduces_together(sizes, reduced)):
+        return [(tuple(sizes), tuple(reduced))]
+    first = max(reduced, key=sizes.__getitem__)
+    left = [number for number in range(len(sizes)) if number != first]
+    others = [place for place, number in enumerate(left) if number in reduced]
+    return [(tuple(sizes), (first,)), *steps_of([sizes[number] for number in left], others)]
+
+
 def adds_few(program: Program, operation: Operation) -> bool:
     """Whether each result of a reduction is computed by a thread of its own."""
     found = _reduced(program, operation)
     if found is None:
         return False
-    shape, dims = found
-    numbers = [dim for dim, size in enumerate(shape) if size > 1]
-    inner = {number for number, dim in enumerate(numbers) if dim in dims}
-    return not inner or not reduces_together([shape[dim] for dim in numbers], inner)
+    return not any(dims and reduces_together(shape, dims) for shape, dims in steps_of(*found))
 
 
 def adds_many(program: Program, operation: Operation) -> bool:
@@ -76,14 +93,15 @@ def adds_many(program: Program, operation: Operation) -> bool:
     return found is not None and prod(found[0][dim] for dim in found[1]) >= _MANY
 
 
-def columns_of(program: Program, operation: Operation) -> int:
-    """How many numbers lie side by side that a reduction by threads together leaves; 0 where it reduces rows."""
+def columns_of(program: Program, operation: Operation) -> tuple[int, int]:
+    """How many numbers lie side by side that a reduction by threads together leaves, and how many of these are reduced
+    to one then; no columns where it reduces rows."""
     found = _reduced(program, operation)
     if found is None or adds_few(program, operation):
-        return 0
-    shape, dims = found
+        return 0, 1
+    (shape, dims), *others = steps_of(*found)
     columns = prod(shape[max(dims, default=-1) + 1 :])
-    return columns if columns > 1 else 0
+    return (columns, prod(shape[dim] for shape, dims in others for dim in dims)) if columns > 1 else (0, 1)
 
 
 def waiting_for_blocks(columns: int, read: float, made: float) -> float:
