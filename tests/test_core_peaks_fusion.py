@@ -110,6 +110,28 @@ def test_sums_that_are_scattered_go_down_all_columns_before():
     assert [makers[value] for value in kernels_in(plan.schedule).stored] == ["mul"]  # of 4096 rows, not of 32768
 
 
+@pytest.mark.parametrize(("merged", "stored"), [(1, []), (4, ["mul"])])
+def test_parts_of_merged_products_are_never_in_the_caches(merged, stored):
+    def step(x, weights, first, second):
+        doubled, *others = [x @ weight for weight in weights]
+        doubled = 2 * doubled
+        return jnp.sum(doubled[first], axis=0), jnp.sum(doubled[second], axis=0), others
+
+    rows, weights = _shape(2**16, dtype="int32"), [_shape(256, 256)] * merged
+    plan = shardplan.plan(step, 1, _shape(2**14, 256), weights, rows, rows)
+    makers = {result: o.primitive.name for o in plan.program.operations for result in o.results}
+    assert [makers[value] for value in kernels_in(plan.schedule).stored] == stored
+
+
+def test_what_a_scatter_writes_into_goes_through_rows():
+    def loss(scores, labels):  # its gradient is a sum of three, to one of which picked scores are scattered
+        logarithms = jax.nn.log_softmax(scores)
+        picked = jnp.take_along_axis(logarithms, labels[:, None], axis=1)
+        return jnp.sum(picked) - jnp.sum(jnp.exp(logarithms) * logarithms)
+
+    assert "sub" not in _stored(jax.grad(loss), _shape(1024, 16000), _shape(1024, dtype="int32"))
+
+
 def test_what_gathers_takes_no_kernel_in_that_reduces_rows():
     def picked(scores, places):
         shifted = scores - jnp.max(scores, axis=1, keepdims=True)
@@ -208,7 +230,7 @@ def test_what_is_spread_along_dimensions_is_read_as_often():
 
     problem = shardplan.plan(step, 1, _shape(512, 512), _shape(512, 1)).schedule.problem
     [product] = [o for o in problem.program.operations if o.primitive.name == "mul"]
-    whole = dict.fromkeys(range(len(problem.program.values)), 1.0)
+    whole = dict.fromkeys(range(len(problem.program.values)), (1.0, 0.0))
     own = _Fusion(problem, whole, product.results)._kernels[product.results[0]].reads
     assert {sum(times.values()) for times in own.values()} == {1.0, 512.0}
 
@@ -254,14 +276,15 @@ def test_what_is_split_as_before_is_not_fused_again(monkeypatch):
     monkeypatch.setattr(_Fusion, "fuse", lambda fusion, able: looked_at.append(able) or fuse(fusion, able))
     problem.known.clear()
     degrees = [1.0] * len(values)
-    before = stored_values(problem, found.fused, found.read, degrees)
+    before = stored_values(problem, found.fused, found.read, degrees, {})
     parts, looked_at[:] = len(looked_at), []
     [degree] = {value.index for value in values if value.name == "0"}
     degrees[degree] = 8.0
-    after = stored_values(problem, found.fused, found.read, degrees)
+    after = stored_values(problem, found.fused, found.read, degrees, {})
     assert 0 < len(looked_at) < parts - 2
     for stored, split in ((before, [1.0] * len(values)), (after, degrees)):
-        whole = _Fusion(problem, dict(enumerate(split)), [r for o in problem.program.operations for r in o.results])
+        apart = {value: (degree, 0.0) for value, degree in enumerate(split)}
+        whole = _Fusion(problem, apart, [r for o in problem.program.operations for r in o.results])
         whole.fuse(
             [r for o in problem.program.operations for r in o.results if o.index in found.fused and r not in found.read]
         )

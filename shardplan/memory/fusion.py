@@ -89,7 +89,7 @@ def fused_operations(problem: Problem) -> frozenset[int]:
 
     A sum of a scatter into zeros and other values is a scatter into the sum of these: the sum is the kernel.
     """
-    merged = _merged_scatters(problem)
+    merged = merged_scatters(problem)
     sums = frozenset(merged.values())
     found = set(merged)
     for operation in problem.program.operations:
@@ -100,7 +100,8 @@ def fused_operations(problem: Problem) -> frozenset[int]:
     return frozenset(found)
 
 
-def _merged_scatters(problem: Problem) -> dict[int, int]:
+@once
+def merged_scatters(problem: Problem) -> dict[int, int]:
     """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads.
 
     Where two of them are added, neither scatters into the other.

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from math import inf, prod
 
 from shardplan.memory.cycles import REDUCING_CYCLES, cycles_of
-from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
+from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT, copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
@@ -128,6 +128,8 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
     rows, operands = row_results(program, pointwise), product_operands(program, pointwise)
     padded, again = {index for (index, _), read in operands.items() if read.padding > 1}, copied_again(operands)
     copies = {place for place, read in operands.items() if read.copied}
+    merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
+    passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
     for operation in program.operations:
         name = operation.primitive.name
         if operation.bodies or not operation.results:
@@ -139,7 +141,7 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
         row = rows.get(operation.results[0], 0.0)
         places = [place for place in range(len(operation.operands)) if (operation.index, place) not in again]
         operands_read = [operation.operands[place] for place in (places[:1] if row else places)]
-        read = tuple([o for o in operands_read if isinstance(o, int) and o not in problem.generated])
+        read = tuple([o for o in operands_read if isinstance(o, int) and o not in passed])
         tiles = cuts_tiles(operation) and operation.index not in padded
         sums = adds_many(program, operation)
         columns = columns_of(program, operation) if sums else (0, 1)
@@ -149,30 +151,37 @@ def _computing(problem: Problem) -> dict[int, _Computing]:
 
 
 def stored_values(
-    problem: Problem, fused: frozenset[int], needed: frozenset[int], degrees: Sequence[float]
+    problem: Problem,
+    fused: frozenset[int],
+    needed: frozenset[int],
+    degrees: Sequence[float],
+    buffers: Mapping[int, float],
 ) -> frozenset[int]:
     """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
-    memory anyway, where each value is split into so many parts (``degrees``)."""
-    parts = _parts(problem, fused, needed)
-    return frozenset[int]().union(
-        *(_stored_in(problem, part, tuple([degrees[v] for v in part.values])) for part in parts)
-    )
+    memory anyway, where each value is split into so many parts (``degrees``), and some are parts of ``buffers`` of so
+    many bytes."""
+    found = frozenset[int]()
+    for part in _parts(problem, fused, needed):
+        around = tuple([buffers.get(value, 0.0) for value in part.values])
+        found |= _stored_in(problem, part, tuple([degrees[value] for value in part.values]), around)
+    return found
 
 
 @once
 def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> list[Part]:
-    computing = _computing(problem)
+    computing, merged = _computing(problem), merged_scatters(problem)
     without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
     return parts_of(
         {result: computing[operation.index].read for operation in without_bodies for result in operation.results},
-        {r for operation in without_bodies if operation.index in fused for r in operation.results} - needed,
+        {r for operation in without_bodies if operation.index in fused - merged.keys() for r in operation.results}
+        - needed,
     )
 
 
 @once
-def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...]) -> frozenset[int]:
-    """Those of one part, whose values are split into so many parts."""
-    fusion = _Fusion(problem, dict(zip(part.values, degrees, strict=True)), part.makes)
+def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...], buffers: tuple[float, ...]) -> frozenset[int]:
+    """Those of one part, whose values are split into so many parts, and lie in buffers of so many bytes."""
+    fusion = _Fusion(problem, dict(zip(part.values, zip(degrees, buffers, strict=True), strict=True)), part.makes)
     fusion.fuse(part.fusible)
     return frozenset(fusion.apart)
 
@@ -185,15 +194,17 @@ def _makers(program: Program) -> dict[int, Operation]:
 class _Fusion:
     """The kernels that make some values, while these are fused into their readers."""
 
-    def __init__(self, problem: Problem, degrees: Mapping[int, float], makes: Iterable[int]) -> None:
-        """``degrees``: into how many parts each value is split, also of those that are read."""
+    def __init__(self, problem: Problem, split: Mapping[int, tuple[float, float]], makes: Iterable[int]) -> None:
+        """``split``: for each value, also of those that are read, into how many parts it is split, and the bytes of
+        the buffer that it is part of, if that is larger."""
         values = problem.program.values
         self._problem = problem
-        self._bytes = {value: values[value].total_bytes / degree for value, degree in degrees.items()}
-        self._elements = {value: prod(values[value].shape) / degree for value, degree in degrees.items()}
+        self._bytes = {value: values[value].total_bytes / degree for value, (degree, _) in split.items()}
+        self._elements = {value: prod(values[value].shape) / degree for value, (degree, _) in split.items()}
+        self._around = {value: max(buffer, self._bytes[value]) for value, (_, buffer) in split.items()}
         self._quicker = {
             value: next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
-            for value, size in self._bytes.items()
+            for value, size in self._around.items()
         }
         self._kernels: dict[int, _Kernel] = {}
         self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
@@ -276,10 +287,10 @@ class _Fusion:
 
     def _reading(self, value: int, times: float, again: float) -> float:
         """The bytes that could be read in the time in which a kernel goes through a value so often."""
-        size = self._bytes[value]
-        if times <= 1.0:
-            return times * size
-        return size + (times - 1.0) * size * max(again, 1.0 / self._quicker[value])
+        size = times * self._bytes[value]
+        if size <= (first := self._around[value]):  # of a part of a buffer, XLA takes as many bytes to be new
+            return size
+        return first + (size - first) * max(again, 1.0 / self._quicker[value])
 
     def _fits(self, value: int) -> bool:
         """Whether XLA can generate the code of all kernels that read a value where they compute it."""

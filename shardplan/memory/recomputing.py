@@ -16,17 +16,17 @@ the backward pass finds what the forward pass has stored.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardplan.memory.accumulation import Accumulation, accumulations
+from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_in
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import product_operands
 from shardplan.memory.repeated import Apart, apart_in
-from shardplan.memory.sizes import left_otherwise
+from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.sums import adds_many
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -57,7 +57,7 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
     ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
     """
     split = (float(problem.space.mesh.device_count),) * len(problem.program.values)
-    return _kernels_of(problem, frozenset(copied), split, frozenset())
+    return _kernels_of(problem, frozenset(copied), split, frozenset(), ())
 
 
 def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -71,15 +71,29 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
             domain = problem.domain(result)
             found[result] = float(domain.degrees[domain.position[left]])
     added = frozenset(problem.program.operations[index].results[0] for index in accumulations(schedule))
-    return replace(_kernels_of(problem, frozenset(copied), tuple(found), added), apart=apart_in(schedule))
+    buffers = tuple(_merged_buffers(schedule))
+    return replace(_kernels_of(problem, frozenset(copied), tuple(found), added, buffers), apart=apart_in(schedule))
+
+
+def _merged_buffers(schedule: Schedule) -> Iterator[tuple[int, float]]:
+    """The results of products that are merged, each with the bytes of the one result of which it is a part."""
+    for group in merged_anywhere(schedule):
+        operations = [schedule.program.operations[index] for index in group]
+        stay = [operation.results[0] for operation in operations if not schedule.result_steps(operation, 0)]
+        whole = sum([bytes_in(schedule, value, schedule.assignment.values[value]) for value in stay])
+        yield from ((value, whole) for value in stay)
 
 
 @once
 def _kernels_of(
-    problem: Problem, copied: frozenset[tuple[int, int]], degrees: tuple[float, ...], added: frozenset[int]
+    problem: Problem,
+    copied: frozenset[tuple[int, int]],
+    degrees: tuple[float, ...],
+    added: frozenset[int],
+    buffers: tuple[tuple[int, float], ...],
 ) -> Kernels:
     found = _unfused(problem, copied)
-    return replace(found, stored=stored_values(problem, found.fused, found.read | added, degrees))
+    return replace(found, stored=stored_values(problem, found.fused, found.read | added, degrees, dict(buffers)))
 
 
 @once
