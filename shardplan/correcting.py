@@ -20,6 +20,7 @@ from shardplan.search import Hint, Network, Solution, extended
 # another share again is for mixing where only leaner schedules keep within the limit. Where nothing was found, one more
 # search may overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a
 # limit, not memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow.
+# Where the cheapest of what is found just does not fit, making it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 1.65
 _SECONDS_PER_OPERATION = 1.4e-4
@@ -27,6 +28,7 @@ _SECONDS_PER_ENTRY = 3e-6
 LEAST_PATIENCE = 0.15
 _LEAST_SHARE = 0.5
 _OVERDRAWN = 1.25
+_TIMES_LONGER_FILLED = 1.9
 _SHARE_OF_MIXING = 0.2
 _SHARE_AFTERWARDS = 0.5
 _SECONDS_PER_VARIABLE = 1.3e-5
@@ -82,12 +84,14 @@ class Corrections:
         entries = sum(table.size for table in problem.network.tables)
         planning = _SECONDS_PER_OPERATION * len(problem.program.operations) + _SECONDS_PER_ENTRY * entries
         self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * (first.solution.work + planning))
+        self.until = _TIMES_LONGER_FILLED * self.patience
         self._enough = _DEAR if self.patience > LEAST_PATIENCE else 1.0
         self.spent = -counts.work
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices."""
         self.seen: dict[bytes, NDArray[np.int64]] = {first.solution.choices.tobytes(): first.solution.choices}
         """All assignments that searches have found."""
+        self._costs: dict[bytes, float] = {}
         self.places: set[int] = set()
         self.prices: dict[int, float] = {}
         self.lifetimes = first.lifetimes
@@ -113,7 +117,7 @@ class Corrections:
         for found in self.counts.counted():
             self.take(found)
         if self.best is not None:
-            self.patience = self.work + _SHARE_AFTERWARDS * self.patience
+            self.patience = self.until = self.work + _SHARE_AFTERWARDS * self.patience
             self.count_in(self.best.lifetimes)
 
     def follow(self, found: Found) -> None:
@@ -153,7 +157,7 @@ class Corrections:
     def take(self, own: Found) -> Found:
         """Takes a schedule into account that was counted in its own order."""
         self.least = min(self.least, own, key=lambda f: f.peak_bytes)
-        cost = self.problem.network.cost(own.solution.choices)
+        cost = self.cost(own.solution.choices)
         if own.peak_bytes <= self.limit_bytes and cost < self._best_cost:
             self.best = replace(own, solution=replace(own.solution, cost=cost, status="feasible"))
         return own
@@ -257,7 +261,7 @@ class Corrections:
             here = self.within(choices)
             if self.best is not None and here.peak_bytes > self.search.limit_bytes:
                 break
-            if self.problem.network.cost(here.solution.choices) < self._best_cost:
+            if self.cost(here.solution.choices) < self._best_cost:
                 self.keep(here)
             if self.least.peak_bytes <= self.enough:
                 break
@@ -266,6 +270,14 @@ class Corrections:
     def within(self, choices: NDArray[np.int64]) -> Found:
         """What a search has found on its way, in the order that is searched."""
         return self.counts.within(self._solution(choices), self.lifetimes)
+
+    def cost(self, choices: NDArray[np.int64]) -> float:
+        """What an assignment of the problem's variables costs, and perhaps of others behind."""
+        own = choices[: len(self.problem.network)]
+        key = own.tobytes()
+        if key not in self._costs:
+            self._costs[key] = self.problem.network.cost(own)
+        return self._costs[key]
 
     def count(self, choices: NDArray[np.int64]) -> Found:
         """What is found besides, taken into account as it is in its own order."""

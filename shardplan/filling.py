@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from shardplan.correcting import Corrections
 from shardplan.finding import Found
+from shardplan.relieving import relieve
 from shardplan.search import Mixtures, extended
 from shardplan.search.solution import relative_gap
 
@@ -37,7 +38,8 @@ def fill(known: Corrections) -> None:
     proven = known.lower
     if known.best is not None and relative_gap(known.best.solution.cost, proven) < _PROVEN:
         return
-    until = max(known.patience, known.work + _LEAST_SHARE * known.patience)
+    relieve(known, known.until)
+    until = max(known.until, known.work + _LEAST_SHARE * known.patience)
     for _ in range(_ROUNDS):
         before = known.best
         if before is not None:
@@ -50,7 +52,7 @@ def fill(known: Corrections) -> None:
 
 def _mix(known: Corrections, base: Found, until: float) -> None:
     """Tries limits in the order of a schedule."""
-    limit, cost_of = known.limit_bytes, known.problem.network.cost
+    limit, cost_of = known.limit_bytes, known.cost
     costs = {key: cost_of(choices) for key, choices in known.seen.items()}
     others = [known.seen[key] for key in sorted(costs, key=lambda key: costs[key]) if costs[key] < base.solution.cost]
     if not others:
@@ -75,7 +77,7 @@ def _mix(known: Corrections, base: Found, until: float) -> None:
         if mixture is None:
             tried = replace(least, target=target)
         else:
-            cost = cost_of(mixture[: len(known.problem.network)])
+            cost = cost_of(mixture)
             peak = counted.get(cost) or known.within(mixture).peak_bytes
             if peak <= limit and cost not in counted:  # what does not fit in this order hardly does in its own
                 peak = known.count(mixture).peak_bytes

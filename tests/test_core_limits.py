@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardplan
 from shardplan import InfeasibleError, correcting, finding
 from shardplan.correcting import Corrections
+from shardplan.relieving import relieve
 from shardplan.search import Mixtures
 from shardplan.search.pricing import Pricing
 
@@ -197,6 +199,7 @@ def test_mixing_ends_where_its_work_is_over(monkeypatch):
     assert tried
     tried.clear()
     monkeypatch.setattr("shardplan.filling._SECONDS_PER_VARIABLE", 1.0)
+    monkeypatch.setattr("shardplan.relieving._cheapest_above", lambda known: None)
     shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
     assert not tried
 
@@ -285,3 +288,21 @@ def test_what_is_nearly_the_best_by_the_bound_gets_little_more_work(monkeypatch)
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.7 * free.peak_bytes)
     assert any(upper < float("inf") for *_, upper in spent)
     assert all(until < seconds for until, seconds, upper in spent if upper < float("inf"))
+
+
+@pytest.mark.slow
+def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner_schedules():
+    step, state, batch = _training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
+    lean = shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.76 * free.peak_bytes)
+    problem = free.schedule.problem
+    search = finding.Search("auto", 60.0, 0.9 * free.peak_bytes, frozenset(range(len(state))))
+    counts = finding.Counts(problem, search)
+    first = counts.own(finding.find(problem, problem.network, search, 60.0))
+    corrections = Corrections(counts, search, first, math.inf)
+    corrections.count(np.array(lean.recipe.choices))
+    assert corrections.best.solution.cost == pytest.approx(lean.objective)
+    relieve(corrections, math.inf)
+    assert corrections.best.peak_bytes <= corrections.limit_bytes
+    assert first.solution.cost < corrections.best.solution.cost < lean.objective
