@@ -55,24 +55,25 @@ def joined(
 ) -> list[dict[int, NDArray[np.bool_]]]:
     """Per coarser mesh, and variable of a problem's network, the choices that it has as well: fewest first."""
     every = [(mesh.splitting,)] if len(mesh.splitting) > 1 else []
-    return [dict(_of_groups(groups, variables, domain, choices)) for groups in (*every, *pairs_of_groups(mesh))]
+    ways = (*every, *pairs_of_groups(mesh))
+    made: dict[int, list[NDArray[np.bool_]]] = {}
 
-
-def _of_groups(
-    groups: Groups, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
-) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    made: dict[int, NDArray[np.bool_]] = {}
-
-    def kept(options: tuple[Any, ...], layouts: Callable[[Any], Iterable[Any]]) -> NDArray[np.bool_]:
+    def kept(options: tuple[Any, ...], layouts: Callable[[Any], Iterable[Any]]) -> list[NDArray[np.bool_]]:
         if id(options) not in made:
-            made[id(options)] = np.array([together(layouts(option), groups) for option in options])
+            # Many choices split dimensions over the same axes, if not the same dimensions.
+            numbers: dict[frozenset[tuple[int, ...]], int] = {}
+            splits = (frozenset(axes for layout in layouts(option) for axes in layout) for option in options)
+            found = [numbers.setdefault(split, len(numbers)) for split in splits]
+            made[id(options)] = [np.array([together([split], groups) for split in numbers])[found] for groups in ways]
         return made[id(options)]
 
+    masks = {}
     for numbers in (variables.values, variables.copies):
         for value, variable in numbers.items():
-            yield variable, kept(domain(value).layouts, lambda layout: [layout])
+            masks[variable] = kept(domain(value).layouts, lambda layout: [layout])
     for operation, variable in variables.operations.items():
-        yield variable, kept(choices[operation].strategies, _layouts_of)
+        masks[variable] = kept(choices[operation].strategies, _layouts_of)
+    return [{variable: of_ways[way] for variable, of_ways in masks.items()} for way in range(len(ways))]
 
 
 def _layouts_of(strategy: Strategy) -> list[Any]:

@@ -239,8 +239,7 @@ class Problem:
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
         fixed = self._fixed.get(value.index)
         if fixed is not None:
-            allowed = [agrees(layout, fixed) for layout in domain.layouts]
-            costs = np.where(allowed, costs, np.inf)
+            costs = np.where([agrees(layout, fixed) for layout in domain.layouts], costs, np.inf)
         return costs
 
     def whole_prices(self, value: int) -> np.ndarray:
@@ -312,8 +311,7 @@ class Problem:
         for position, operand in enumerate(operation.operands):
             if not isinstance(operand, int) or operand in self.generated or len(self.domain(operand)) == 1:
                 continue
-            times = self.times(operation)
-            domain = self.domain(operand)
+            times, domain = self.times(operation), self.domain(operand)
             moving = id(self.moving(operand))
             key = (id(choices), position, domain, self.program.values[operand].total_bytes, times, moving)
             if key not in self._tables:
@@ -337,20 +335,21 @@ class Problem:
             key = (id(choices), "result", position, domain, value.total_bytes, times, moving, rounded)
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
-                self._tables[key] = over_trips(times, [row.of(value.total_bytes) for row in rows])
+                priced = Priced(*np.array([(row.per_byte, row.fixed) for row in rows]).swapaxes(0, 1))
+                self._tables[key] = over_trips(times, priced.of(value.total_bytes))
             network.add_edge(variable, self.variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
         """float [layouts of the domain]: the price until the result has each layout."""
         partial, moving = self.partial(operation, strategy, position), self.moving(operation.results[position])
-        if partial.pending and domain.whole is not None:
-            row = moving.reductions.row(domain.whole, partial)
-            waits = partial.island and operation.results[position] not in self.deferred.rounded
-            kept = [waits and layout == partial.kept for layout in domain.layouts[len(domain.whole) :]]
-            per_byte = np.concatenate([row.per_byte, np.where(kept, 0.0, np.inf)])
-            return Priced(per_byte, np.concatenate([row.fixed, np.zeros(len(kept))]))
         if partial.pending:
-            return moving.reductions.row(domain, partial)
+            row = moving.reductions.row(domain.whole or domain, partial)
+            none = np.zeros(len(domain) - len(row.fixed))
+            per_byte = np.concatenate([row.per_byte, none + np.inf])
+            waits = partial.island and operation.results[position] not in self.deferred.rounded
+            if waits and partial.kept in domain.position:
+                per_byte[domain.position[partial.kept]] = 0.0
+            return Priced(per_byte, np.concatenate([row.fixed, none]))
         priced, place = moving.priced(domain), domain.position[partial.layout]
         return Priced(priced.per_byte[place], priced.fixed[place])
 

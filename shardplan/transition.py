@@ -42,13 +42,16 @@ class Priced:
     fixed: np.ndarray
 
     def of(self, total_bytes: float) -> np.ndarray:
-        possible = np.isfinite(self.per_byte)  # of an empty tensor too
-        return np.where(possible, np.where(possible, self.per_byte, 0.0) * total_bytes + self.fixed, np.inf)
+        if total_bytes:
+            return self.per_byte * total_bytes + self.fixed
+        return np.where(np.isfinite(self.per_byte), self.fixed, np.inf)  # what cannot be costs nothing of no bytes
 
 
 def over_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Prices per execution times the executions; what is excluded stays excluded in a loop that has no trips."""
     table = np.asarray(prices)
+    if times == 1:
+        return table
     return times * table if times else np.where(np.isinf(table), table, 0.0)
 
 
@@ -101,6 +104,19 @@ class Transitions:
             node = before
         return tuple(reversed(found))
 
+    def begins_with_slice(self, domain: Domain, source: Layout) -> np.ndarray:
+        """bool [layouts of the domain]: whether the cheapest transition there from a layout begins with a slice."""
+        _, previous, steps = self._solve(domain)
+        start = domain.position[source]
+        before = previous[start]
+        first = np.arange(len(domain))
+        while (onward := before[first] != start).any():  # back along all paths at once
+            first = np.where(onward, before[first], first)
+        sliced = np.zeros(len(domain), dtype=bool)
+        for node in np.unique(first[first != start]).tolist():
+            sliced[node] = steps[start, node].kind == "slice"
+        return sliced[first]
+
     def _solve(self, domain: Domain) -> tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]:
         if domain in self._solved:
             return self._solved[domain]
@@ -123,12 +139,13 @@ class Transitions:
                     costs[source, target] = per_byte + self.longer
                     fixed[source, target] = per_collective
                     steps[source, target] = step
+        through = np.empty_like(costs)
         for middle in range(count):
-            through = costs[:, middle, None] + costs[None, middle, :]
-            better = through < costs
-            costs = np.where(better, through, costs)
-            fixed = np.where(better, fixed[:, middle, None] + fixed[None, middle, :], fixed)
-            previous = np.where(better, previous[middle][None, :], previous)
+            np.add(costs[:, middle, None], costs[middle], out=through)
+            rows, columns = divmod(np.flatnonzero(through < costs), count)  # few
+            costs[rows, columns] = through[rows, columns]
+            fixed[rows, columns] = fixed[rows, middle] + fixed[middle, columns]
+            previous[rows, columns] = previous[middle, columns]
         self._solved[domain] = Priced(costs, fixed), previous, steps
         return self._solved[domain]
 
@@ -295,6 +312,7 @@ class Reductions:
         self._transitions = transitions
         self._mesh = transitions.space.mesh
         self._rows: dict[Any, tuple[Priced, np.ndarray, tuple[_Reduced, ...]]] = {}
+        self._found: dict[Any, tuple[_Reduced, ...]] = {}
 
     def row(self, domain: Domain, partial: Partial) -> Priced:
         """float [layouts of the domain]: the price until the tensor is whole in each layout."""
@@ -311,39 +329,44 @@ class Reductions:
         if key not in self._rows:
             ways = self._ways(domain, partial.layout, partial.pending, partial.island)
             if not (partial.island or partial.scatters):
-                ways = [way for way in ways if way.steps[-1].kind == "all-reduce"]
+                ways = tuple(way for way in ways if way.steps[-1].kind == "all-reduce")
             after = self._transitions.priced(domain)
             places = [domain.position[way.layout] for way in ways]
             per_byte = after.per_byte[places] + [[way.per_byte * partial.width] for way in ways]
-            per_byte += np.array([self._impossible(domain, way, partial.island) for way in ways])
+            if not partial.island:
+                per_byte[self._unseen(domain, ways)] = np.inf
             fixed = after.fixed[places] + [[way.fixed] for way in ways]
             best = per_byte.argmin(axis=0)
             columns = np.arange(len(domain))
-            self._rows[key] = Priced(per_byte[best, columns], fixed[best, columns]), best, tuple(ways)
+            self._rows[key] = Priced(per_byte[best, columns], fixed[best, columns]), best, ways
         return self._rows[key]
 
-    def _impossible(self, domain: Domain, way: _Reduced, island: bool) -> np.ndarray:
-        """Infinite for targets where XLA fuses a slice behind a reduce-scatter with it, and then sees no scatter."""
-        if island or way.steps[-1].kind == "all-reduce":
-            return np.zeros(len(domain))
-        first = [self._transitions.path(domain, way.layout, target)[:1] for target in domain.layouts]
-        return np.array([np.inf if steps and steps[0].kind == "slice" else 0.0 for steps in first])
+    def _unseen(self, domain: Domain, ways: Sequence[_Reduced]) -> np.ndarray:
+        """bool [ways, targets]: where XLA fuses a slice behind a reduce-scatter with it, and then sees no scatter."""
+        nowhere = np.zeros(len(domain), dtype=bool)
+        begins = self._transitions.begins_with_slice
+        scatters = [way.steps[-1].kind != "all-reduce" for way in ways]
+        return np.array([begins(domain, w.layout) if s else nowhere for w, s in zip(ways, scatters, strict=True)])
 
-    def _ways(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> list[_Reduced]:
+    def _ways(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> tuple[_Reduced, ...]:
         """Ways to reduce all of ``pending``, the cheapest per layout in which they end."""
+        key = (domain, own, pending, island)
+        if key in self._found:
+            return self._found[key]
         best: dict[Layout, _Reduced] = {}
         groups = self._groups(pending) if island else [pending]
         for group in groups:
             rest = tuple(axis for axis in pending if axis not in group)
             for step in self._steps(domain, own, group):
-                done = [_Reduced(step.layout, 0.0, 0.0, ())]
+                done = (_Reduced(step.layout, 0.0, 0.0, ()),)
                 after = self._ways(domain, step.layout, rest, island) if rest else done
                 per_byte, fixed = self._transitions.price(step)
                 for way in after:
                     total = per_byte + self._transitions.longer + way.per_byte
                     if way.layout not in best or total < best[way.layout].per_byte:
                         best[way.layout] = _Reduced(way.layout, total, fixed + way.fixed, (step, *way.steps))
-        return list(best.values())
+        self._found[key] = tuple(best.values())
+        return self._found[key]
 
     def _groups(self, axes: tuple[int, ...]) -> list[tuple[int, ...]]:
         subsets = [group for size in range(len(axes), 0, -1) for group in combinations(sorted(axes), size)]

@@ -108,6 +108,16 @@ def check_transitions(case: Case, rank: int, count: int | None, at_once: int) ->
     assert not wrong
 
 
+def test_what_begins_with_a_slice_is_told_of_all_targets_at_once() -> None:
+    axes = MeshAxes(NAMES, (2, 2, 2))
+    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    domain = transitions.space.domain(SHAPES[2])
+    for source in domain.layouts:
+        begins = transitions.begins_with_slice(domain, source)
+        first = [transitions.path(domain, source, target)[:1] for target in domain.layouts]
+        assert begins.tolist() == [bool(steps) and steps[0].kind == "slice" for steps in first]
+
+
 @compiles_for_gpus
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 def test_sampled_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
