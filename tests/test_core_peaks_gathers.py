@@ -145,6 +145,19 @@ def test_a_gather_begins_as_many_kernels_before_its_reader_as_run_beside_it():
     assert len(begun) == 1 and begun[0] < reader.index
 
 
+def test_what_merged_products_do_not_share_is_held_once_until_it_is_put_side_by_side():
+    few, wide = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((64, 512), (512, 8192)))
+    pins = {"0": jax.P("x", None), "1": jax.P("x", None), "2": jax.P(None, "x")}
+    step, mesh = lambda a, b, w: (a @ w, b @ w, jnp.cumsum(b, 0)), jax.sharding.AbstractMesh((8,), ("x",))
+    schedule = shardplan.plan(step, mesh, few, few, wide, pins=pins).schedule
+    order, sending = hiding_order(schedule, kernels_of(schedule.problem))
+    lifetimes = Lifetimes(schedule.problem, order, kernels_of(schedule.problem), sending)
+    for value in schedule.program.inputs[:2]:  # the latter is kept for the sums and the product, the former for this
+        held = [held for held in memory_held(lifetimes, schedule, frozenset(), sending) if held.value == value]
+        [gathered] = [one for one in held if one.size == 4 * 64 * 512]
+        assert gathered.lifetime.end <= min(lifetimes.in_libraries)
+
+
 def test_what_is_gathered_together_waits_where_other_collectives_end_before_it_is_read():
     def step(weights, x, y):
         for _ in range(10):

@@ -152,10 +152,12 @@ def brought_for(
             if operation.bodies:
                 yield operand, layout, first, place
             continue
-        copied = layout == schedule.copy(operand) and place <= lifetimes.copied[operand][1]
+        kept = operation.index not in lifetimes.updating or place <= lifetimes.copied[operand][1]
+        copied = layout == schedule.copy(operand) and kept  # also where what a product reads was copied before
         if layout != values[operand] and not copied:
             last = ends[operand] if operand in ends else _computed_until(lifetimes, schedule, operation)
-            yield operand, layout, first, last
+            beside = lifetimes.put_beside.get((operation.index, operation.operands.index(operand)), last)
+            yield operand, layout, min(first, beside), min(last, beside)
 
 
 @once
