@@ -13,6 +13,7 @@ up before they are sent. Only values on a linear way to such a place get these f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -27,6 +28,9 @@ from shardplan.strategy import Choices
 
 _SPREADING = frozenset({"broadcast_in_dim", "convert_element_type"})
 
+_PASSING = Choices((), True, True, (frozenset({0}),), False, 0, 0, None)
+"""What a barrier may do with each of its operands."""
+
 
 class DeferredSums:
     """Which values of a program may stay partial, and by which operands each operation passes partial results on.
@@ -40,13 +44,14 @@ class DeferredSums:
         self, program: Program, choices: Mapping[int, Choices], links: Mapping[int, Links], fixed: Mapping[int, Any]
     ) -> None:
         self._program = program
-        self._choices = choices
+        self._operations = tuple(part for operation in program.operations for part in _parts(operation))
+        self._choices = {part.index: _PASSING for part in self._operations if part.index < 0} | {**choices}
         self._fixed = fixed
         self._makers = {result: o for o in program.operations for result in o.results}
         self._links = tuple(link for around in links.values() for link in (*around.enter, *around.inside))
         self._open = frozenset(filter(self._may, range(len(program.values))))
-        self._summing = frozenset(o.index for o in program.operations if self._sums(o))
-        self._passed = {o.index: passed for o in program.operations if (passed := self._passed_by(o))}
+        self._summing = frozenset(o.index for o in self._operations if self._sums(o))
+        self._passed = {o.index: passed for o in self._operations if (passed := self._passed_by(o))}
         """Per operation, the sets of positions of operands that are partial together: with the operands there, and
         those of them that are zeros."""
         self._becomes = self._stacked()
@@ -64,11 +69,12 @@ class DeferredSums:
         useful |= {value for value, other in same.items() if other in useful and other in carries}
         self.values = frozenset(self._with_other_parts(useful))
         self.operands = {
-            operation.index: sets[:1] if choices[operation.index].follows_result else sets
-            for operation in program.operations
+            operation.index: sets[:1] if self._choices[operation.index].follows_result else sets
+            for operation in self._operations
             if (sets := tuple(self._all_linear(operation, self.values))) and operation.results[0] in self.values
         }
         self.rounded = self._rounded()
+        self.operands = {index: sets for index, sets in self.operands.items() if index >= 0}
 
     def _stacked(self) -> dict[int, list[int]]:
         """What values become in loops: slices the stack of them, a stack its slices. The stack of sums is a sum of
@@ -100,7 +106,7 @@ class DeferredSums:
 
     def _with_other_parts(self, values: set[int]) -> set[int]:
         """Values, with what is cut off the same sums: the parts wait together."""
-        cuts = (o for o in self._program.operations if len(o.results) > 1 and not values.isdisjoint(o.results))
+        cuts = (o for o in self._operations if len(o.results) > 1 and not values.isdisjoint(o.results))
         return values.union(*(o.results for o in cuts if self._linear(o, values) is not None))
 
     def is_zero(self, value: int | Constant | None) -> bool:
@@ -127,7 +133,7 @@ class DeferredSums:
     def _passing(self, carries: set[int], through: bool, needed: set[int]) -> set[int]:
         """The values that can be left partial, if no operation passes only what is ``needed`` as a whole."""
         able = self._with_stacks(self._open & carries)
-        for operation in self._program.operations:
+        for operation in self._operations:
             choices = self._choices.get(operation.index)
             if choices is None or not operation.results or not self._open.issuperset(operation.results):
                 continue
@@ -191,7 +197,7 @@ class DeferredSums:
         ends = carries.keys() & able
         ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
-        for operation in reversed(self._program.operations):
+        for operation in reversed(self._operations):
             operands = next(iter(self._waiting(operation, able)), None)
             if operands is None or not able.issuperset(operation.results):
                 continue
@@ -205,7 +211,7 @@ class DeferredSums:
         made of them alone, which is no smaller, is reduced."""
         found = {output for output in self._program.outputs if isinstance(output, int)}
         values = self._program.values
-        for operation in reversed(self._program.operations):
+        for operation in reversed(self._operations):
             if operation.bodies:
                 continue
             sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
@@ -220,7 +226,7 @@ class DeferredSums:
         What is made of one sum alone, as by rotating the halves of a vector, is no smaller for being added up again.
         """
         found: dict[int, int] = {}
-        for operation in self._program.operations:
+        for operation in self._operations:
             if not operation.results or not able.issuperset(operation.results):
                 continue
             known = {found.get(o, o) for waiting in self._waiting(operation, able)[:1] for o in waiting}
@@ -238,7 +244,7 @@ class DeferredSums:
         """
         sizes, needed = self._sizes(able), self._needed(able)
         readers: dict[int, list[Operation]] = {value: [] for value in able}
-        for operation in self._program.operations:
+        for operation in self._operations:
             for value in able & {o for o in operation.operands if isinstance(o, int) and not operation.bodies}:
                 readers[value].append(operation)
         whole = {output for output in self._program.outputs if isinstance(output, int)}
@@ -254,7 +260,7 @@ class DeferredSums:
                 sent[value] = total
                 found |= {value, *stacks, *(operation.results[0] for operation in readers[value])}
         found = self._with_sources(found)
-        for operation in reversed(self._program.operations):
+        for operation in reversed(self._operations):
             open_ = found.intersection(operation.results) and self._linear(operation, found) is None
             linear = self._linear(operation, able) if open_ else None
             found |= self._with_sources({operation.operands[position] for position in linear or ()} & able)  # type: ignore[arg-type]
@@ -277,7 +283,7 @@ class DeferredSums:
     def _made_in(self, able: set[int]) -> dict[int, int]:
         """Bytes of the elements in which the sums were made that operations give or pass on."""
         made: dict[int, int] = {}
-        for operation in self._program.operations:
+        for operation in self._operations:
             for value in able.intersection(operation.results):
                 passed = [
                     made[operand] for operand in operation.operands if isinstance(operand, int) and operand in made
@@ -299,7 +305,7 @@ class DeferredSums:
         made = self._made_in(self._passing(set(), True, set()))
         ends: dict[int, int] = {}
         found = set()
-        for operation in reversed(self._program.operations):
+        for operation in reversed(self._operations):
             if operation.index not in self.operands:
                 continue
             value = operation.results[0]
@@ -322,3 +328,12 @@ class DeferredSums:
             if value in waiting and result in sent:
                 return sent[result] / max(len(waiting - needed), 1)
         return inf
+
+
+def _parts(operation: Operation) -> Iterator[Operation]:
+    """An operation, or in the place of a barrier one for each operand, with a negative index of its own."""
+    if operation.primitive is not _jax.optimization_barrier:
+        yield operation
+        return
+    for operand, result in zip(operation.operands, operation.results, strict=True):
+        yield replace(operation, index=-1 - result, operands=(operand,), results=(result,))

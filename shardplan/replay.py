@@ -309,7 +309,8 @@ class Replay:
 
     def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
-        if not operation.results or not self._schedule.is_partial(operation.results[0], strategy.results[0]):
+        partial = operation.results and self._schedule.is_partial(operation.results[0], strategy.results[0])
+        if not partial or operation.primitive is _jax.optimization_barrier:  # which lets parts pass as they are
             return ()
         places = enumerate(zip(operation.operands, strategy.operands, strict=True))
         return tuple(

@@ -107,7 +107,8 @@ class _Builder:
         def read(atom: Any) -> int | Constant:
             return Constant(atom.val, atom.aval) if isinstance(atom, _jax.Literal) else environment[atom]
 
-        for equation in map(_jax.unbatched, jaxpr.eqns):
+        again = [position for position, equation in enumerate(jaxpr.eqns) if any(_jax.barrier_mask(equation))]
+        for position, equation in enumerate(map(_jax.unbatched, jaxpr.eqns)):
             operands = [read(atom) for atom in equation.invars]
             body = _jax.call_body(equation)
             results: Sequence[int | Constant]
@@ -124,6 +125,8 @@ class _Builder:
                     captured[value] = _jax.without_typed_layout(array)
                 with self._calling(equation, stated_trip_count(_jax.module_path(equation)) or self.stated_trips):
                     results = self.inline(inner, inner_environment, captured)
+                if position in again[:-1]:
+                    results = self._released_together(results, equation)
             environment.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -165,13 +168,25 @@ class _Builder:
         self.stated_trips, self.called_from = outside
 
     def _behind_barrier(self, operands: list[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
-        mask = _jax.barrier_mask(equation)
-        pairs = enumerate(zip(mask, operands, strict=True))
-        guarded = [position for position, (held, o) in pairs if held and isinstance(o, int)]
+        return self._barrier(operands, _jax.barrier_mask(equation), equation)
+
+    def _released_together(self, results: Sequence[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
+        """What a rematerialised region gives, none of it before all of it is made.
+
+        The region's gradients of weights are needed at the end of the step alone, and XLA computes them there: what was
+        computed again for them, layer by layer so that it need not be kept, would be kept for all layers at once.
+        """
+        return self._barrier(list(results), (len(results) > 1,) * len(results), equation)
+
+    def _barrier(
+        self, values: list[int | Constant], mask: Sequence[bool], equation: _jax.Equation
+    ) -> list[int | Constant]:
+        pairs = enumerate(zip(mask, values, strict=True))
+        guarded = [position for position, (held, value) in pairs if held and isinstance(value, int)]
         if not guarded:
-            return operands
-        results = self.new_operation(_jax.optimization_barrier, {}, [operands[p] for p in guarded], equation)
-        behind = list(operands)
+            return values
+        results = self.new_operation(_jax.optimization_barrier, {}, [values[p] for p in guarded], equation)
+        behind = list(values)
         for position, result in zip(guarded, results, strict=True):
             behind[position] = result
         return behind

@@ -83,6 +83,19 @@ def test_rematerialised_regions_stand_behind_a_barrier() -> None:
     assert "sin" in recomputed and "cos" in recomputed
 
 
+def test_rematerialised_regions_release_all_that_they_give_together() -> None:
+    layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w))
+    gradients = jax.grad(lambda ws: layer(layer(layer(X, ws[0]), ws[1]), ws[2]).sum())
+    program = trace_program(gradients, ([jnp.ones((X.shape[1],) * 2)] * 3,))
+    barriers = [o for o in program.operations if o.primitive.name == "optimization_barrier"]
+    # before each of the three regions, and behind those that another one follows; the last one's result is not held
+    assert len(barriers) == 5
+    made = {result: o.index for o in program.operations for result in o.results}
+    for released in barriers[1:4:2]:
+        gradient, data = released.operands
+        assert barriers[0].index < made[gradient] < released.index > made[data]
+
+
 def test_operations_with_effects_are_kept() -> None:
     assert "debug_print" in names(trace_program(lambda x: (jax.debug.print("{}", x[0, 0]), x)[1], (X,)))
 
