@@ -10,8 +10,8 @@ from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.lying import lying_of
-from shardplan.memory.merging import merged_lifetimes, side_by_side
-from shardplan.memory.products import merged_products
+from shardplan.memory.merging import merged_lifetimes, side_by_side, taken_out
+from shardplan.memory.products import merged_products, product_operands
 from shardplan.memory.recomputing import adding_products, kernels_in, kernels_of
 from shardplan.memory.rows import row_results
 from shardplan.tracing import trace_program
@@ -46,6 +46,34 @@ def test_a_part_of_a_merged_product_that_leaves_keeps_all_of_it():
         lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
         product = next(o for o in lifetimes.order if o.primitive.name == "dot_general")
         assert (merged_lifetimes(lifetimes, schedule)[product.results[0]].end == lifetimes.end) == kept
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_part_of_a_merged_product_that_products_read_is_taken_out_of_it(taken):
+    def step(x, wide, narrow):
+        made, low = x @ wide, x @ narrow
+        low = low if taken else jnp.sin(low)
+        last = jnp.tanh(made) @ x
+        return low.T @ last, last @ (low @ low.T)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 256), (256, 256), (256, 16))]
+    schedule = shardplan.plan(step, 1, *shapes).schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+    first, second = [o for o in lifetimes.order if o.primitive.name == "dot_general"][:2]
+    merged = merged_lifetimes(lifetimes, schedule)
+    ends = [merged[product.results[0]].end for product in (first, second)]
+    assert merged[first.results[0]].start == merged[second.results[0]].start and (ends[0] < ends[1]) == taken
+    assert [size for size, *_ in taken_out(lifetimes, schedule)] == []  # nothing reads the other one behind the copy
+
+
+@pytest.mark.parametrize(("own", "other", "times"), [("bfloat16", "float32", 2), ("float32", "bfloat16", None)])
+def test_a_product_reads_a_copy_in_the_wider_type(own, other, times):
+    def step(x, w):
+        return jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    program = trace_program(step, (jax.ShapeDtypeStruct((64, 64), own), jax.ShapeDtypeStruct((64, 64), other)), {})
+    read = product_operands(program)[0, 0]
+    assert read.copied == (times is not None) and read.padding == (times or 1)
 
 
 def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is_made_first():

@@ -30,7 +30,7 @@ from shardplan.memory.convolutions import (
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import gathered_at_the_end
-from shardplan.memory.merging import merged_lifetimes, side_by_side
+from shardplan.memory.merging import beside_merged, merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import is_multiplied, product_operands
 from shardplan.memory.recomputing import Kernels, kernels_of
@@ -76,9 +76,9 @@ class Lifetimes:
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
-        operands = product_operands(program, pointwise_operations(problem))
-        self._copied = {key: operand for key, operand in operands.items() if operand.copied}
-        self.copies = product_copies(problem, self.order, self._copied, kernels)
+        read = product_operands(program, pointwise_operations(problem)).items()
+        self.from_copies = {key: operand for key, operand in read if operand.copied}
+        self.copies = product_copies(problem, self.order, self.from_copies, kernels)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         last_copy: dict[int, int] = {}
@@ -154,7 +154,7 @@ class Lifetimes:
         initial = self._becoming_carries(operation)
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int):
-                copy = self._copied.get((operation.index, position))
+                copy = self.from_copies.get((operation.index, position))
                 first = self._spread.get((operation.index, position), place)
                 if copy is not None:
                     first = self._until_copied(operand, self.copies[copy].first)
@@ -330,7 +330,7 @@ def memory_held(
     for place in sorted(lifetimes.in_libraries):
         yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
     yield from _left(lifetimes, schedule, sliced, sending)
-    for size, first, last in (*masked_rows(lifetimes.order, schedule), *side_by_side(lifetimes, schedule)):
+    for size, first, last in (*masked_rows(lifetimes.order, schedule), *beside_merged(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
     from shardplan.memory.liveness import Lifetime, Lifetimes
 
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose"})
+
 
 def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
     """The results of products that XLA merges, and what these read as long as it is put side by side alone."""
@@ -34,7 +36,7 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
     for group in _groups(schedule, lifetimes):
         results = [schedule.program.operations[index].results[0] for index in group]
         spans = [lifetimes.held[result] for result in results]
-        last = lifetimes.end if leaving.intersection(results) else max(span.end for span in spans)
+        last = lifetimes.end if leaving.intersection(results) else max(_until_taken_out(lifetimes, results).values())
         whole = replace(spans[0], start=min(span.start for span in spans), end=last)
         first, until = _run(lifetimes, group)
         if until > first:
@@ -43,8 +45,47 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
                 span = found.get(operand, lifetimes.held.get(operand))
                 if span is not None and first < span.end <= until and span.start <= first:
                     found[operand] = replace(span, end=first)
-        found |= dict.fromkeys(results, whole)
+        for result, span in zip(results, spans, strict=True):
+            found[result] = replace(whole, end=max(last, span.end))
     return found
+
+
+def taken_out(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
+    """The bytes of parts of merged products that are copied for other products, and from where to where they lie beside
+    the merged ones."""
+    for group in _groups(schedule, lifetimes):
+        results = [schedule.program.operations[index].results[0] for index in group]
+        until = _until_taken_out(lifetimes, results)
+        for result in results:
+            first = until[result]
+            if first < min(lifetimes.held[result].end, last := max(until.values())):
+                yield bytes_in(schedule, result, schedule.assignment.values[result]), first, last
+
+
+def _until_taken_out(lifetimes: Lifetimes, results: Iterable[int]) -> dict[int, int]:
+    """The last place where something reads each of these results from the merged product's: of one that only products
+    read, as it is, a kernel makes a copy for the first of them, from which all read."""
+    found = {}
+    for result in results:
+        reading, stack = list[int](), [result]
+        while stack:
+            value = stack.pop()
+            for operation in lifetimes.readers.get(value, ()):
+                if operation.primitive.name in _VIEWS:
+                    stack += operation.results
+                    continue
+                copied = (operation.index, operation.operands.index(value)) in lifetimes.from_copies
+                place = lifetimes.place[operation.index]
+                reading.append(-1 if copied or place not in lifetimes.in_libraries else place)
+        end = lifetimes.held[result].end
+        found[result] = min(reading) if reading and min(reading) >= 0 else end
+    return found
+
+
+def beside_merged(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
+    """What merged products take besides operands and results, in bytes, and from where to where."""
+    yield from side_by_side(lifetimes, schedule)
+    yield from taken_out(lifetimes, schedule)
 
 
 def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:

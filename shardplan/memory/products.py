@@ -138,7 +138,7 @@ def _product_operand(
     orders = [(*batch, *free, *contracted), (*batch, *contracted, *free)]
     sizes = [prod(value.shape[d] for d in side) for side in (free, contracted)]
     own = _jax.item_bytes(value.dtype)
-    read = min(own, 2) if operation.params["precision"] is jax.lax.DotAlgorithmPreset.BF16_BF16_F32 else own
+    read = _bytes_read(program, operation, own)
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if read == 2 and size > 1)
     middle = [(*free, *batch, *contracted), (*contracted, *batch, *free)]
     orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
@@ -146,8 +146,16 @@ def _product_operand(
         orders, middle = [orders[position]] * 2, []  # joined in this order, behind which no transposition is seen
     as_it_is = tuple(d for d in lying.get(operand, range(len(dimensions))) if value.shape[d] > 1)
     order = as_it_is if as_it_is in (*orders, *middle) else orders[position]
-    copied = padding > 1 or read < own or order != as_it_is
+    copied = padding > 1 or read != own or order != as_it_is
     return ProductOperand(operand, order, padding * read / own, copied)
+
+
+def _bytes_read(program: Program, operation: Operation, own: int) -> int:
+    """The bytes of an element in the type in which a product reads an operand, of which one has so many: both operands
+    are converted to the wider one's type, or to the type that the product asks for."""
+    if operation.params["precision"] is jax.lax.DotAlgorithmPreset.BF16_BF16_F32:
+        return min(own, 2)
+    return max(own, *(_jax.item_bytes(operand_type(program, operand).dtype) for operand in operation.operands))
 
 
 def merged_products(
