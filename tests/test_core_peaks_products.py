@@ -76,6 +76,20 @@ def test_a_product_reads_a_copy_in_the_wider_type(own, other, times):
     assert read.copied == (times is not None) and read.padding == (times or 1)
 
 
+@pytest.mark.parametrize(("words", "copies"), [(8009, 2), (8000, 0)])
+def test_products_that_sum_over_what_is_split_unevenly_read_copies_with_zeros(words, copies):
+    def step(hidden, table):
+        scores = jnp.exp(hidden @ table.T)
+        return scores @ table, jnp.tanh(scores.T @ hidden).sum(axis=0)
+
+    shapes = [jax.ShapeDtypeStruct((rows, 256), jnp.float32) for rows in (64, words)]
+    schedule = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), *shapes).schedule
+    kernels, order = kernels_in(schedule), range(len(schedule.program.operations))
+    products = [o.index for o in schedule.program.operations if o.primitive.name == "dot_general"]
+    assert kernels.masked == {(products[1], position) for position in range(copies)}  # the others keep the words
+    assert len(Lifetimes(schedule.problem, order, kernels).copies) == copies
+
+
 def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is_made_first():
     def step(x, y, w, v, u):
         return x @ w, y @ w, u @ w, x @ v

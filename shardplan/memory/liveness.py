@@ -32,7 +32,7 @@ from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.merging import beside_merged, merged_lifetimes
 from shardplan.memory.pipelining import held_twice
-from shardplan.memory.products import is_multiplied, product_operands
+from shardplan.memory.products import copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
@@ -76,8 +76,7 @@ class Lifetimes:
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
-        read = product_operands(program, pointwise_operations(problem)).items()
-        self.from_copies = {key: operand for key, operand in read if operand.copied}
+        self.from_copies = copied_operands(program, pointwise_operations(problem), kernels.masked)
         self.copies = product_copies(problem, self.order, self.from_copies, kernels)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)

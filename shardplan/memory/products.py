@@ -16,7 +16,7 @@ stored for them, if what it is computed from is. Without batch dimensions, a tra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -58,6 +58,7 @@ class ProductOperand:
     order: tuple[int, ...]
     padding: float
     copied: bool
+    masked: bool = False
 
 
 def is_sum(program: Program, operation: Operation) -> bool:
@@ -108,6 +109,17 @@ def product_operands(
             for position, operand in enumerate(operation.operands):
                 if isinstance(operand, int):
                     found[operation.index, position] = _product_operand(program, makers, lying, (operation, position))
+    return found
+
+
+def copied_operands(
+    program: Program, pointwise: Collection[int], masked: Collection[tuple[int, int]]
+) -> dict[tuple[int, int], ProductOperand]:
+    """The operands of which products read copies, where some are ``masked``, each for products that mask it alone."""
+    found = {}
+    for place, read in product_operands(program, pointwise).items():
+        if read.copied or place in masked:
+            found[place] = replace(read, copied=True, masked=place in masked)
     return found
 
 

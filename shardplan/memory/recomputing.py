@@ -24,7 +24,7 @@ from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, s
 from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_in
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
-from shardplan.memory.products import product_operands
+from shardplan.memory.products import is_multiplied, product_operands
 from shardplan.memory.repeated import Apart, apart_in
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.sums import adds_many
@@ -32,6 +32,7 @@ from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
+from shardplan.strategy import operand_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Kernels:
     that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them;
     the operands that convolutions read from ``copied`` memory of their own; the products that are ``adding`` themselves
     to something, by the addition, which is a kernel of which the product is part; what is ``apart`` from what it
-    repeats.
+    repeats; the operands of products that are ``masked``, since these sum over what is split unevenly.
     """
 
     fused: frozenset[int]
@@ -49,6 +50,7 @@ class Kernels:
     copied: frozenset[tuple[int, int]] = frozenset()
     adding: Mapping[int, Accumulation] = field(default_factory=dict)
     apart: Apart = ()
+    masked: frozenset[tuple[int, int]] = frozenset()
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -72,7 +74,22 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
             found[result] = float(domain.degrees[domain.position[left]])
     added = frozenset(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))
-    return replace(_kernels_of(problem, frozenset(copied), tuple(found), added, buffers), apart=apart_in(schedule))
+    kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers)
+    return replace(kernels, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
+
+
+def _masked(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """The operands of products that sum over a dimension which is split unevenly, by the operation's index and their
+    position: zeros are put where it is padded."""
+    mesh = schedule.problem.space.mesh
+    for operation in schedule.program.operations:
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is not None and is_multiplied(schedule.program, operation):
+            contracted, _ = operation.params["dimension_numbers"]
+            for position, operand in enumerate(operation.operands):
+                layout, shape = strategy.operands[position], operand_type(schedule.program, operand).shape
+                if layout and any(shape[dim] % mesh.degree(layout[dim]) for dim in contracted[position]):
+                    yield operation.index, position
 
 
 def _merged_buffers(schedule: Schedule) -> Iterator[tuple[int, float]]:
