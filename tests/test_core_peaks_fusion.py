@@ -54,6 +54,16 @@ def test_an_exponential_of_complex_numbers_is_dear(dtype, stored):
     assert _stored(step, _shape(4096, 4096, dtype=dtype)) == stored
 
 
+@pytest.mark.parametrize(("gated", "stored"), [(True, ["mul"]), (False, [])])
+def test_what_a_gate_multiplies_is_stored_for_the_gates_gradient_where_it_is_dear(gated, stored):
+    def loss(w, gate, out, x):
+        activations = jax.nn.gelu(x @ w)
+        return jnp.sum((activations * (x @ gate) if gated else activations) @ out)
+
+    weights = _shape(512, 2048), _shape(512, 2048), _shape(2048, 512)
+    assert _stored(jax.grad(loss, (0, 1, 2)), *weights, _shape(8192, 512)) == stored
+
+
 @pytest.mark.parametrize(
     ("length", "dtype", "stored"),
     [(256, "bfloat16", False), (257, "bfloat16", True), (200, "bfloat16", False), (513, "float32", True)],
