@@ -121,6 +121,8 @@ def coarse_start(
     relaxation, choices = solver.relaxation, narrowing.choices
     if relaxation is None:
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
+    if narrowing.gap_to(solver.lower) <= effort.enough:
+        return parts.start(solver, {}, choices)
     if above is None and not _open_by_itself(solver, graph, choices):
         parts.near = [_near(small, relaxation, places, count) for count in _NEAR]
     messages = lifted(relaxation.messages(), places)

@@ -141,7 +141,8 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
             take_answers(run, solver)
 
     limit = min(run.time_limit, run.work_limit)
-    effort = Effort(seconds=sweeping * limit, closing=closing * limit)
+    enough = 0.0 if limited else run.enough
+    effort = Effort(seconds=sweeping * limit, closing=closing * limit, enough=enough)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt, stuck))
     with run.stage("reduce"):
@@ -154,6 +155,10 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         graph.hint = begun if run.cost < math.inf else None
     with run.stage("fold"):
         bound = begin(solver)
+    if relative_gap(solver.upper, bound) <= enough:
+        run.settle_for_enough(run.work + solver.estimate)
+        _report(run, solver)
+        raise Stop
     with run.stage("price"):
         priced = _price(run, solver, begun)
     if not priced and not solver.closed:

@@ -87,7 +87,7 @@ class Narrowing:
         swept = loaded = Relaxation(opened)
         loaded.load(solver.relaxation.messages())
         opens = rises = False
-        while swept is not None and not (self.proven or further.closed) and further.may_sweep():
+        while swept is not None and not self._done(further, effort.enough) and further.may_sweep():
             further.prune(swept)
             shrink(opened, dominance=False)
             swept = None  # which is of the graph as it was
@@ -103,7 +103,7 @@ class Narrowing:
             further.ceiling = self.graph.cost(self.choices)
         solver.sweeps, solver.estimate = further.sweeps, further.estimate
         solver.raise_lower(min(further.lower, further.ceiling))
-        if not opens or not opened.live():
+        if not opens or not opened.live() or self.gap_to(solver.lower) <= effort.enough:
             return False
         most = sum(table.size for table in solver.relaxation.sweeper.model.tables)
         return (
@@ -160,10 +160,18 @@ class Narrowing:
                 full = part.expand(part.hint)
                 self.choices = {v: int(full[v]) for v in graph.live()}
 
+    def _done(self, further: GraphSolver, enough: float) -> bool:
+        """Whether a solver of the small graph, opened, need not go on."""
+        return self.proven or further.closed or self.gap_to(further.lower) <= enough
+
     @property
     def proven(self) -> bool:
         """Whether what is found is within the asked gap of the bound."""
-        return self.choices is not None and relative_gap(self.graph.cost(self.choices), self.solver.lower) <= self.gap
+        return self.gap_to(self.solver.lower) <= self.gap
+
+    def gap_to(self, lower: float) -> float:
+        """The gap of the best assignment of the whole graph that is found, to a lower bound."""
+        return math.inf if self.choices is None else relative_gap(self.graph.cost(self.choices), lower)
 
     @property
     def looked(self) -> bool:

@@ -29,6 +29,7 @@ from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph, Infeasible, Keep
 from shardplan.search.network import Network
+from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
 
 __all__ = ["Answer", "begin", "lifted", "originals", "restricted"]
@@ -77,8 +78,9 @@ def restricted(
         graph.make_consistent()
         solver = GraphSolver(graph, upper, effort, gap, watch)
         solver.reduce()
-        begin(solver)
-        solver.solve()
+        bound = begin(solver)
+        if relative_gap(solver.upper, bound) > effort.enough:
+            solver.solve()
     except Infeasible:
         return None
     return None if graph.hint is None else Answer(graph.expand(graph.hint), solver.estimate)

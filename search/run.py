@@ -172,6 +172,10 @@ class Run:
         self.gap = self.enough
         return True
 
+    def settle_for_enough(self, work: float) -> None:
+        """Lets the gap that would do be the one that is asked, after so much work."""
+        self.gap, self.work = self.enough, work
+
     def report(self) -> None:
         """Calls the progress callback."""
         if self.progress is None:

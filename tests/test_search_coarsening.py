@@ -169,3 +169,18 @@ def test_what_is_dropped_while_the_small_graph_is_swept_is_in_nothing_better(
         solver.solve()
         assert solver.upper == pytest.approx(optimum)
     assert dropped > 0
+
+
+def test_a_start_whose_gap_would_do_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(coarsening, "_WORTH_SHARE", 1.0)
+    gaps = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        net = testing.random_graph(rng, [(u, v) for u in range(7) for v in range(u + 1, 7)], 4, 0.0)
+        net.twins = {v: np.arange(len(costs)) // 2 for v, costs in enumerate(net.costs)}
+        net.add_variable([100.0])
+        optimum, solution = solve(net).cost, solve(net, gap=1e-9, enough=0.5)
+        assert solution.lower_bound <= optimum <= solution.cost
+        gaps.append(solution.gap)
+    assert 0.0 < max(gaps) <= 0.5
