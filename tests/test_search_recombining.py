@@ -64,6 +64,23 @@ def test_parts_that_no_edge_joins_are_exchanged_one_by_one() -> None:
     assert recombination.best(zeros, [zeros], work=1.0, tolerance=0.0).choices is None
 
 
+def test_many_parts_are_packed_at_once_however_little_work_is_left() -> None:
+    rng = np.random.default_rng(3)
+    network = Network(usage_limit=1e9)
+    for _ in range(400):
+        v = network.add_variable([rng.integers(50, 100) * 1e6, 0.0])
+        network.add_usage(v, [0.0, rng.integers(50, 100) * 1e5 + 0.5], 0, 1 + v % 3)
+    zeros, ones = np.zeros(400, dtype=np.int64), np.ones(400, dtype=np.int64)
+    mixed, _ = Mixtures(network, zeros, [ones]).within(1e9)
+    assert mixed is not None
+    assert network.peak(mixed)[0] <= 1e9
+    # all cost per use, least first, up to the limit: nothing costs less
+    costs, uses = np.array([c[0] for c in network.costs]), np.array([u.amounts[1] for u in network.usages])
+    order = np.argsort(-costs / uses)
+    saved = costs[order][np.cumsum(uses[order]) <= 1e9].sum()
+    assert costs.sum() - network.cost(mixed) >= 0.99 * saved
+
+
 def test_assignments_of_new_choices_close_what_prices_leave() -> None:
     network = items([97, 89, 61, 53, 31], [0.125, 0.25, 0.5, 1.0], limit=222.0)
     pricing = priced(network)
