@@ -296,6 +296,7 @@ def is_ordered_for_one_device(effect: Any) -> bool:
     return effects.ordered_effects.contains(effect) and not effects.shardable_ordered_effects.contains(effect)
 
 
+@functools.cache
 def stored_dtype(dtype: Any) -> Any:
     """The element type that a tensor is stored in: that of the words of PRNG keys, its own otherwise."""
     return np.dtype(np.uint32) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype

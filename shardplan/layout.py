@@ -68,7 +68,7 @@ class MeshAxes:
 
     def degree(self, axes: Sequence[int]) -> int:
         """The number of blocks that ``axes`` together make."""
-        return prod(self.sizes[axis] for axis in axes)
+        return prod([self.sizes[axis] for axis in axes])
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +106,7 @@ class LayoutSpace:
     def __init__(self, mesh: MeshAxes, padded: frozenset[int] = frozenset()) -> None:
         self.mesh = mesh
         self.padded = padded
+        self._in_every_order = len(mesh.splitting) <= _MOST_AXES_IN_EVERY_ORDER
         self._of_rank: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         self._domains: dict[tuple[int, bytes], Domain] = {}
         self._by_shape: dict[tuple[int, ...], Domain] = {}
@@ -168,7 +169,7 @@ class LayoutSpace:
 
     def orders(self, axes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         """The orders in which ``axes`` (ascending) may split one dimension."""
-        if len(self.mesh.splitting) <= _MOST_AXES_IN_EVERY_ORDER:
+        if self._in_every_order:
             return iter(permutations(axes))
         return iter([axes])
 

@@ -131,10 +131,25 @@ def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...])
 
 @dataclass(frozen=True, slots=True)
 class _Sized:
-    """A split, and the size of the index that it splits."""
+    """A split, and the size of the index that it splits.
+
+    places: of operands and results, counted on, each tensor that it splits and the dimension. reducers: of results it
+    leaves partial, each with how. halos: of operands, the dimension and the rows of each exchange.
+    """
 
     split: Any
     size: int
+    places: tuple[tuple[int, int], ...]
+    reducers: tuple[tuple[int, str], ...]
+    halos: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(split: Any, size: int) -> _Sized:
+        slots = (*split.operands, *split.results)
+        places = tuple((tensor, slot.dim) for tensor, slot in enumerate(slots) if slot.dim is not None)
+        reducers = tuple((i, slot.reducer) for i, slot in enumerate(split.results) if slot.reducer is not None)
+        halos = tuple((i, slot.dim, rows) for i, slot in enumerate(split.operands) for rows in slot.halo if rows)
+        return _Sized(split, size, places, reducers, halos)
 
 
 class StrategyMaker:
@@ -207,7 +222,7 @@ class StrategyMaker:
             split = {s.index for s in found}
             windows = [s for s in usable_uneven_splits(rule, n) if s.index not in split]
             found += [s for s in windows if all(self._lies_in(size, n) for size in split_sizes(s, shapes))]
-        return [_Sized(split, rule.size(split.index)) for split in found]
+        return [_Sized.of(split, rule.size(split.index)) for split in found]
 
     def _lies_in(self, size: int, n: int) -> bool:
         return size % n == 0 or self.space.pads(size, n)
@@ -235,54 +250,41 @@ class StrategyMaker:
         axes = self.space.mesh.splitting
         by_index = {n: {sized.split.index: sized for sized in found} for n, found in splits.items()}
         for places in product(range(len(indices), -1, -1), repeat=len(axes)):
-            groups = [
-                tuple(a for a, place in zip(axes, places, strict=True) if place == i) for i in range(len(indices))
-            ]
-            for ordered in product(*(self.space.orders(group) for group in groups)):
-                assigned = []
-                for index, group in zip(indices, ordered, strict=True):
-                    if group:
-                        split = by_index[self.space.mesh.degree(group)].get(index)
-                        if split is None:
-                            break
-                        assigned.append((split, group))
-                else:
-                    strategy = self._combine(assigned, ranks)
-                    if strategy is not None:
-                        yield strategy
+            groups: list[tuple[int, ...]] = [()] * len(indices)
+            for axis, place in zip(axes, places, strict=True):
+                if place < len(indices):
+                    groups[place] = (*groups[place], axis)
+            used = [(index, group) for index, group in zip(indices, groups, strict=True) if group]
+            sized = [by_index[self.space.mesh.degree(group)].get(index) for index, group in used]
+            if None in sized:
+                continue
+            for ordered in product(*(self.space.orders(group) for _, group in used)):
+                strategy = self._combine(list(zip(sized, ordered, strict=True)), ranks)  # type: ignore[arg-type]
+                if strategy is not None:
+                    yield strategy
 
     def _combine(self, sized: list[tuple[_Sized, tuple[int, ...]]], ranks: Any) -> Strategy | None:
         """The strategy that splits each given index over its axes; None where two indices meet in one dimension."""
-        assigned = [(one.split, axes) for one, axes in sized]
-        operands = [list(replicated(rank)) for rank in ranks[0]]
-        results = [list(replicated(rank)) for rank in ranks[1]]
-        pending: list[tuple[int, ...]] = [()] * len(results)
-        reducers: list[str | None] = [None] * len(results)
-        halos = [
-            Halo(position, slot.dim, axes, rows)
-            for split, axes in assigned
-            for position, slot in enumerate(split.operands)
-            for rows in slot.halo
-            if rows
-        ]
-        for split, axes in assigned:
-            for tensors, slots in ((operands, split.operands), (results, split.results)):
-                for layout, slot in zip(tensors, slots, strict=True):
-                    if slot.dim is not None:
-                        if layout[slot.dim]:
-                            return None
-                        layout[slot.dim] = axes
-            for position, slot in enumerate(split.results):
-                if slot.reducer is not None:
-                    if reducers[position] not in (None, slot.reducer):
-                        return None
-                    reducers[position] = slot.reducer
-                    pending[position] = (*pending[position], *axes)
+        layouts = [list(replicated(rank)) for rank in (*ranks[0], *ranks[1])]
+        pending: list[tuple[int, ...]] = [()] * len(ranks[1])
+        reducers: list[str | None] = [None] * len(ranks[1])
+        for one, axes in sized:
+            for tensor, dim in one.places:
+                if layouts[tensor][dim]:
+                    return None
+                layouts[tensor][dim] = axes
+            for position, reducer in one.reducers:
+                if reducers[position] not in (None, reducer):
+                    return None
+                reducers[position] = reducer
+                pending[position] = (*pending[position], *axes)
+        halos = [Halo(position, dim, axes, rows) for one, axes in sized for position, dim, rows in one.halos]
+        made = [tuple(layout) for layout in layouts]
         of_axes = [(one.size, self.space.mesh.degree(axes)) for one, axes in sized]
         padded = any(size % n for size, n in of_axes)
         return Strategy(
-            tuple(tuple(layout) for layout in operands),
-            tuple(tuple(layout) for layout in results),
+            tuple(made[: len(ranks[0])]),
+            tuple(made[len(ranks[0]) :]),
             tuple(pending),
             tuple(reducers),
             prod(size / -(-size // n) if size % n else n for size, n in of_axes),
