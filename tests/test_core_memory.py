@@ -8,7 +8,7 @@ import pytest
 
 import shardplan
 from shardplan.errors import InfeasibleError
-from shardplan.memory.combining import combined_reductions, ending_at_reductions
+from shardplan.memory.combining import _partners, combined_reductions, ending_at_reductions
 from shardplan.memory.fusion import fused_operations
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held, memory_profile
@@ -156,6 +156,18 @@ def test_what_a_loss_reads_with_the_backward_pass_is_summed_up_with_what_that_ne
     plan = _classifying("classes")
     names = [{o.primitive.name for o in group} for group in combined_reductions(plan.schedule)]
     assert {"gather", "reduce_sum"} in names  # the picked logits with the exponentials' sums
+
+
+def test_what_reads_a_part_of_a_reduction_waits_for_no_other_kernel_that_reads_it():
+    problem = _classifying("classes").schedule.problem
+    names = "reduce_max", "reduce_sum", "gather", "log"
+    largest, total, picked, log = (
+        next(o for o in problem.program.operations if o.primitive.name == name) for name in names
+    )
+    reduced = frozenset(o.index for o in (largest, total, picked))
+    assert picked.index in dict(_partners(problem, reduced, frozenset()))[total.index]
+    parts = frozenset({(log.index, log.operands[0])})  # the loss of a part of the rows
+    assert dict(_partners(problem, reduced, parts)) == {picked.index: (largest.index,)}
 
 
 @pytest.mark.parametrize("split", ["classes", "rows"])

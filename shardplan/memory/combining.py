@@ -26,6 +26,7 @@ from shardplan.memory.order import operands_first, order_of
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import Apart, apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.slicing import is_sliced
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
@@ -181,20 +182,34 @@ def with_partners(schedule: Schedule) -> list[Operation]:
     """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
     together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
     need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the
-    exponentials' sums, so waits for the picked logits, from which the loss is computed with these. Products that XLA
-    merges stand behind what any of them reads."""
+    exponentials' sums, so waits for the picked logits, from which the loss is computed with these. It does not where
+    each device computes the loss of a part of the rows alone; nor do the exponentials then, whose sums the loss needs.
+    Products that XLA merges stand behind what any of them reads."""
     reads = read_together(schedule)
     together = tuple((index, tuple(read)) for index, read in reads.items())
-    return _in_order(schedule.program, _partners(schedule.problem, reducing(schedule)), together)
+    pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
+    read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
+    parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
+    return _in_order(schedule.program, _partners(schedule.problem, reducing(schedule), parts), together)
 
 
 @once
-def _partners(problem: Problem, reduced: frozenset[int]) -> _Others:
-    """Per operation, those that a kernel reads together with it, where these are ``reduced`` over devices."""
+def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[int, int]]) -> _Others:
+    """Per operation, those that a kernel reads together with it, where these are ``reduced`` over devices. What reads
+    ``parts`` of a value, as an operation and a value, is smaller than what reads all of it."""
     program, pointwise = problem.program, pointwise_operations(problem)
     sources: dict[int, frozenset[int]] = {}  # per value, the reductions that its kernel reads, all as large
+    behind: dict[int, int] = {}  # per value, the reductions that lead to it, as bits
+    reductions: dict[int, int] = {}  # per reduction, those that lead to it
+    bits = {index: 1 << number for number, index in enumerate(sorted(reduced))}
     partners: dict[int, list[int]] = {}
     for operation in program.operations:
+        needed = 0
+        for operand in operation.operands:
+            needed |= behind.get(operand, 0) if isinstance(operand, int) else 0
+        if operation.index in reduced:
+            reductions[operation.index] = needed
+        behind |= dict.fromkeys(operation.results, needed | bits.get(operation.index, 0))
         if len(operation.results) != 1:
             continue
         result = operation.results[0]
@@ -205,14 +220,19 @@ def _partners(problem: Problem, reduced: frozenset[int]) -> _Others:
             read = [
                 o
                 for o in operation.operands
-                if isinstance(o, int) and o in sources and prod(program.values[o].shape) == size
+                if isinstance(o, int)
+                and o in sources
+                and prod(program.values[o].shape) == size
+                and (operation.index, o) not in parts
             ]
             found = frozenset[int]().union(*(sources[o] for o in read))
             if 0 < len(found) <= _MOST_PARTNERS:
                 sources[result] = found
             if len(found) > max((len(sources[o]) for o in read), default=0):
+                others = [reductions[other] for other in reductions.keys() - found if needed & bits[other]]
                 for index in found:
-                    partners.setdefault(index, []).extend(sorted(found - {index}))
+                    if not any(leading & bits[index] for leading in others):  # else what else reads it leads here
+                        partners.setdefault(index, []).extend(sorted(found - {index}))
     return tuple((index, tuple(others)) for index, others in partners.items())
 
 
