@@ -48,7 +48,7 @@ class Filling:
 
 @once
 def fillings_of(problem: Problem) -> list[Filling]:
-    """What several operations use, a scatter among them, in the order of the program."""
+    """What operations use, a scatter among them, in the order of the program."""
     numbers: dict[int, Any] = {}
     for operation in problem.program.operations:
         if operation.primitive.name == "broadcast_in_dim" and isinstance(operation.operands[0], Constant):
@@ -63,7 +63,7 @@ def fillings_of(problem: Problem) -> list[Filling]:
             tensor = values[value]
             filling = found.setdefault((str(number), tensor.shape, tensor.dtype, operation.region), Filling())
             (filling.scatters if scatters else filling.readers).append(operation)
-    return [one for one in found.values() if one.scatters and len(one.scatters) + len(one.readers) > 1]
+    return [one for one in found.values() if one.scatters]
 
 
 def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, Any]) -> Iterator[tuple[Any, int]]:
@@ -91,16 +91,16 @@ def _filled_by(problem: Problem, operation: Operation, numbers: Container[int]) 
 
 
 def fill_apart(graph: Graph, fused: Collection[int]) -> None:
-    """Adds a kernel to a graph for all scatters into equal zeros that no other kernel reads. Of its several results,
-    numbered after all values, each scatter writes into one."""
+    """Adds a kernel to a graph for the scatters into equal zeros that no other kernel reads, or for the only one. Of
+    its results, numbered after all values, each scatter writes into one."""
     schedule = graph.schedule
     for filling in fillings_of(schedule.problem):
         for (_, degree), (scatters, readers) in _alike(schedule, filling, fused).items():
             here = [index for index in scatters if index in graph.reads]
-            if len(here) > 1 and not readers:
+            if here and not readers:
                 moved = len(here) * schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
                 node = graph.add(here[0] - 0.5, set(), set(), moved / BYTES_MOVED)
-                graph.parts.add(node)
+                graph.parts |= {node} if len(here) > 1 else set()
                 for index in here:
                     graph.filling[index] = node
                     graph.needs[index].add(node)
