@@ -54,6 +54,21 @@ def test_an_exponential_of_complex_numbers_is_dear(dtype, stored):
     assert _stored(step, _shape(4096, 4096, dtype=dtype)) == stored
 
 
+@pytest.mark.parametrize(
+    ("function", "stored"),
+    [(jax.lax.erfc, ["erfc"]), (jax.lax.lgamma, ["lgamma"]), (jnp.atan, ["atan"]), (jax.lax.erf, []), (jnp.tan, [])],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_functions_that_are_made_of_many_operations_are_dear(function, stored):
+    """What XLA has no time for, it takes for as quick as an addition."""
+
+    def step(x):
+        found = function(x)
+        return jnp.sum(found, axis=0), jnp.sum(found * x, axis=1)
+
+    assert _stored(step, _shape(4096, 4096)) == stored
+
+
 @pytest.mark.parametrize(("gated", "stored"), [(True, ["mul"]), (False, [])])
 def test_what_a_gate_multiplies_is_stored_for_the_gates_gradient_where_it_is_dear(gated, stored):
     def loss(w, gate, out, x):
