@@ -171,10 +171,10 @@ def stored_values(
 def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> list[Part]:
     computing, merged = _computing(problem), merged_scatters(problem)
     without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
+    alone = fused - merged.keys()
     return parts_of(
         {result: computing[operation.index].read for operation in without_bodies for result in operation.results},
-        {r for operation in without_bodies if operation.index in fused - merged.keys() for r in operation.results}
-        - needed,
+        {r for operation in without_bodies if operation.index in alone for r in operation.results} - needed,
     )
 
 
