@@ -29,9 +29,7 @@ Index = NDArray[np.intp]
 _UNITS = 2.0**45
 """Costs and usages are counted in such shares of the largest, where they are not whole numbers."""
 _SECONDS_PER_VARIABLE = 3e-6
-"""What finding the parts of one assignment takes, about."""
-_SECONDS_PER_PART = 2e-5
-"""What packing them takes."""
+"""What finding the parts of one assignment takes, about, and packing one of them."""
 _NEARLY = 0.01
 """How far above its bound a packing is good enough, as a share of that."""
 
@@ -144,7 +142,7 @@ def _knapsack(
     """The parts that keep within the room at the least cost, empty where none are known, and the seconds of work
     that it should have taken."""
     costs, usages = np.array([part.cost for part in parts]), np.stack([part.usage for part in parts])
-    begun, time = packed(costs, usages, room, exclusions), _SECONDS_PER_PART * len(parts)
+    begun, time = packed(costs, usages, room, exclusions), _SECONDS_PER_VARIABLE * len(parts)
     chosen = None if begun is None else begun.taken
     if begun is None or costs[begun.taken].sum() - begun.bound > max(tolerance, _NEARLY * abs(begun.bound)):
         chosen, spent = _closed(costs, usages, room, exclusions, (work, tolerance, chosen))
@@ -179,7 +177,6 @@ def _closed(
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = work
     solver.parameters.num_workers = 1
-    solver.parameters.cp_model_presolve = False  # which takes a quarter of a second for thirty large numbers
     solver.parameters.absolute_gap_limit = max(tolerance / unit, 1.0)
     if known is not None or (room >= 0).all():
         for number, variable in enumerate(taken):
