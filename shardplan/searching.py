@@ -20,7 +20,11 @@ from shardplan.leanest import Leanest
 from shardplan.memory.liveness import memory_profile
 from shardplan.problem import Problem
 from shardplan.search import Solution
+from shardplan.search.solution import relative_gap
 from shardplan.tables import megabytes
+
+_FAR_TOO_DEAR = 0.35
+"""The gap, to what is needed without a limit, above which a schedule that fits is held against leaner ones."""
 
 
 def search_within(problem: Problem, search: Search) -> Found:
@@ -53,7 +57,8 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     corrections = Corrections(counts, search, first[0], deadline)
     corrections.follow(first[0])
     leanest = Leanest(counts, search, first[1], deadline)
-    if corrections.best is None:
+    found = corrections.best
+    if found is None or relative_gap(found.solution.cost, first[0].solution.lower_bound) > _FAR_TOO_DEAR:
         leanest.look()
         corrections.take_leaner()
     if corrections.best is not None:

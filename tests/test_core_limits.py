@@ -113,6 +113,22 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
     assert len(searched) == 1
 
 
+@pytest.mark.parametrize(("times", "leaner"), [(20.0, True), (1.1, False)])
+def test_what_fits_but_is_far_too_dear_is_held_against_leaner_schedules(monkeypatch, times, leaner):
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+
+    def follow(self, found):
+        dear = replace(found.solution, cost=times * found.solution.cost)
+        self.best = replace(found, solution=dear)
+
+    monkeypatch.setattr(Corrections, "follow", follow)
+    monkeypatch.setattr("shardplan.searching.fill", lambda known: None)
+    limit = 0.8 * free.peak_bytes
+    plan = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
+    assert (plan.peak_bytes <= limit) == leaner
+
+
 @pytest.mark.parametrize(("spent", "times", "searches"), [(1.1, 2.0, 2), (1.4, 2.0, 1), (1.4, 1.02, 4)])
 def test_more_searches_may_overdraw_the_work_where_nothing_was_found(monkeypatch, spent, times, searches):
     """One where leaner schedules are dear, a few where what is found is hardly dearer than without a limit."""
