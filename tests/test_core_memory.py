@@ -392,6 +392,6 @@ def test_what_fits_in_no_order_of_a_search_is_counted_in_its_own(monkeypatch):
     model = load("gpt")
     training = model.training(model.BENCHMARK)
     arguments = training.train_step, MESH, training.state, training.batch
-    limit = 0.963 * shardplan.plan(*arguments, donate_argnums=0).peak_bytes  # nothing keeps within it in the first order
+    limit = 0.963 * shardplan.plan(*arguments, donate_argnums=0).peak_bytes  # where nothing fits in the first order
     monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
     assert shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
