@@ -130,13 +130,11 @@ def coarse_start(
         parts.kept, parts.messages = kept_twins(small, places), messages
         parts.looked, parts.fitting = narrowing.looked, lambda found: _fitting(graph, relaxation, places, found, None)
         choices = parts.assignment(graph, solver.lower, choices)
-    closed = choices is not None and relative_gap(graph.cost(choices), solver.lower) <= gap
-    if choices is not None and not closed and above != math.inf:
+    if choices is not None and above != math.inf and relative_gap(graph.cost(choices), solver.lower) > gap:
         mark = len(graph.undo)
         choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         messages = restricted_messages(messages, graph.undo[mark:])
-    stalled = solver.stalled and _open_by_itself(solver, graph, choices)
-    return parts.start(solver, messages, choices, stalled)
+    return parts.start(solver, messages, choices, solver.stalled and _open_by_itself(solver, graph, choices))
 
 
 def _open_by_itself(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:

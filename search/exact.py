@@ -141,41 +141,48 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
             take_answers(run, solver)
 
     limit = min(run.time_limit, run.work_limit)
-    enough = 0.0 if limited else run.enough
-    effort = Effort(seconds=sweeping * limit, closing=closing * limit, enough=enough)
+    effort = Effort(seconds=sweeping * limit, closing=closing * limit, enough=0.0 if limited else run.enough)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt, stuck))
     with run.stage("reduce"):
         solver.reduce()
-        entries = graph.entries()
         run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * _distinct_entries(graph)
-        if not limited and entries < _ENTRIES_TO_ASK * len(run.network):
+        if not limited and graph.entries() < _ENTRIES_TO_ASK * len(run.network):
             run.serves = None
         begun = graph.hint
         graph.hint = begun if run.cost < math.inf else None
     with run.stage("fold"):
         bound = begin(solver)
-    if relative_gap(solver.upper, bound) <= enough:
-        run.settle_for_enough(run.work + solver.estimate)
-        _report(run, solver)
-        raise Stop
+    _stop_at_enough(run, solver, bound)
     with run.stage("price"):
         priced = _price(run, solver, begun)
     if not priced and not solver.closed:
-        if limited and run.cost == math.inf and graph.live() and graph.hint is None:
-            with run.stage("fit"):
-                lowest_peak(run)
-            if run.proven_infeasible:
-                raise Stop
-            if run.cost < math.inf:
-                run.work += solver.estimate
-                return _minimise(run, sweeping, closing)
+        if limited and run.cost == math.inf and graph.live() and graph.hint is None and _fits(run):
+            run.work += solver.estimate
+            return _minimise(run, sweeping, closing)
         _search(run, solver, bound)
     run.work += solver.estimate
     _report(run, solver)
     if solver.lower == math.inf:
         raise Infeasible("nothing satisfies the exclusions and the usage limit")
     return solver
+
+
+def _stop_at_enough(run: Run, solver: GraphSolver, bound: float) -> None:
+    """Ends the search where what the start found is as near its bound as would do."""
+    if relative_gap(solver.upper, bound) <= solver.effort.enough:
+        run.settle_for_enough(run.work + solver.estimate)
+        _report(run, solver)
+        raise Stop
+
+
+def _fits(run: Run) -> bool:
+    """Whether the search for the lowest peak gives something within the limit; ends the search where nothing can be."""
+    with run.stage("fit"):
+        lowest_peak(run)
+    if run.proven_infeasible:
+        raise Stop
+    return run.cost < math.inf
 
 
 def _search(run: Run, solver: GraphSolver, bound: float) -> None:

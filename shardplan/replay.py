@@ -309,13 +309,11 @@ class Replay:
 
     def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
-        partial = operation.results and self._schedule.is_partial(operation.results[0], strategy.results[0])
-        if not partial or operation.primitive is _jax.optimization_barrier:  # which lets parts pass as they are
-            return ()
+        is_partial, barrier = self._schedule.is_partial, operation.primitive is _jax.optimization_barrier
+        if barrier or not operation.results or not is_partial(operation.results[0], strategy.results[0]):
+            return ()  # a barrier lets parts pass as they are
         places = enumerate(zip(operation.operands, strategy.operands, strict=True))
-        return tuple(
-            n for n, (o, layout) in places if isinstance(o, int) and layout and self._schedule.is_partial(o, layout)
-        )
+        return tuple(n for n, (o, layout) in places if isinstance(o, int) and layout and is_partial(o, layout))
 
     def _run_partial(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], linear: tuple[int, ...]

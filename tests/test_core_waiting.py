@@ -16,7 +16,7 @@ from shardplan.early import reduced_before_added
 from shardplan.schedule import Schedule
 from shardplan.search import solve
 from shardplan.target import gpu_mesh
-from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled, with_schedule
+from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
 
 TOKENS, INNER, WIDTH, CHOICES = 64, 32, 16, 4
 
@@ -329,40 +329,6 @@ def test_what_is_reduced_in_any_case_for_another_reader_does_not_wait():
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     plan = shardplan.plan(residual, AbstractMesh((8,), ("data",)), *arguments)
     assert not plan.schedule.problem.deferred.values
-
-
-def accumulated(checkpoint: bool) -> Any:
-    """Gradients of three layers, added up over four parts of a batch."""
-
-    def layer(x: Any, w: Any) -> Any:
-        return jnp.tanh(x @ w[0]) @ w[1]
-
-    def loss(ws: Any, x: Any) -> Any:
-        for w in ws:
-            x = (jax.checkpoint(layer) if checkpoint else layer)(x, w)
-        return jnp.sum(x**2)
-
-    def step(ws: Any, x: Any) -> Any:
-        def part(total: Any, rows: Any) -> Any:
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(ws, rows)), None
-
-        total = jax.lax.scan(part, jax.tree.map(jnp.zeros_like, ws), x.reshape(4, -1, x.shape[-1]))[0]
-        return jax.tree.map(lambda w, g: w - 1e-4 * g, ws, total)
-
-    return step
-
-
-def test_gradients_of_rematerialised_layers_wait_for_the_end_of_a_loop():
-    draw = np.random.default_rng(0)
-    ws = [tuple(jnp.asarray(draw.normal(size=s), jnp.float32) / 4 for s in ((16, 32), (32, 16))) for _ in range(3)]
-    x = jnp.asarray(draw.normal(size=(256, 16)), jnp.float32)
-    mesh = mesh_of((8,))
-    plain, plan = (shardplan.plan(accumulated(again), mesh, ws, x) for again in (False, True))
-    assert plan.communication_bytes == plain.communication_bytes
-    expected = accumulated(False)(ws, x)
-    assert_equal_trees(run(plan, mesh, ws, x), expected)
-    for seed in range(3):
-        assert_equal_trees(run(scrambled(plan, seed), mesh, ws, x), expected)
 
 
 def shared(x: Any, w: Any) -> Any:
