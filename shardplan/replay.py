@@ -27,7 +27,7 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.schedule import REDUCTIONS, Schedule
-from shardplan.stacks import in_order, is_gathered_out_of_order, ordered, slices_gathered_behind
+from shardplan.stacks import in_order, is_gathered_out_of_order, ordered, slices_gathered_behind, stacked_in_order
 from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
@@ -115,7 +115,8 @@ class Replay:
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
             inputs = (*operands[:constants], *carry, *self._ordered_slices(operation, slices))
             results = self._body(operation.bodies[0], links.inside, inputs)
-            return tuple(results[:carries]), tuple(results[carries:])
+            stacked = stacked_in_order(links.inside[carries:], results[carries:], self._schedule, self._mesh)
+            return tuple(results[:carries]), tuple(stacked)
 
         carry, stacks = jax.lax.scan(
             body,

@@ -11,6 +11,9 @@ their second dimension, all that meets them lies with the second dimension outer
 which products then read transposed copies, and from which each is made where it is read. So what is gathered behind
 its first dimension and then repeated, the smaller of the two, is transposed where it is gathered.
 
+What a loop stacks lies in the stack as it was made, and the loop that reads the stack going backward may want another
+order, in which XLA copies all of it before. So what is stacked is held to the order of its stack as well.
+
 An image that is gathered along its channels is transposed for convolutions, and lies in both orders until the last
 reader that is no convolution (a sum for a bias). So it is transposed where it is gathered, and all read that.
 
@@ -37,7 +40,7 @@ reader that is no convolution (a sum for a bias). So it is transposed where it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -47,6 +50,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh
 
 from shardplan import _jax
+from shardplan.control import Link
 from shardplan.layout import Layout, to_spec
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION
@@ -117,6 +121,14 @@ def in_order(array: Any, layout: Layout, schedule: Schedule, mesh: Mesh) -> Any:
     spec = to_spec(schedule.space.mesh, layout)  # the constraint is a call that XLA would not partition
 
     return jax.shard_map(ordered, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
+
+
+def stacked_in_order(links: Sequence[Link], results: Sequence[Any], schedule: Schedule, mesh: Mesh) -> Iterator[Any]:
+    """What a scan's body gives for stacks, held to the order of these; parts of sums, and vectors, are as they are."""
+    for link, one in zip(links, results, strict=True):
+        layout, source = schedule.link_layout(link), link.source
+        whole = isinstance(source, int) and not schedule.is_partial(source, layout)
+        yield in_order(one, layout, schedule, mesh) if whole and one.ndim > 2 and schedule.problem.islands else one
 
 
 def ordered(block: Any) -> Any:

@@ -25,6 +25,19 @@ def test_what_is_gathered_behind_and_then_repeated_is_held_to_its_order(spec, he
     np.testing.assert_allclose(planned(SCALE, X), scaled(SCALE, X), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("rank", "held"), [(3, True), (2, False)])
+def test_what_a_loop_stacks_is_held_to_the_order_of_the_stack(rank, held):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def stacked(x):
+        return jax.lax.scan(lambda x, _: (jnp.sin(x), jnp.cos(x)), x, None, length=3)[1]
+
+    x = jnp.linspace(-1.0, 1.0, 8 * 16 * 4).reshape((8, 16, 4)[: rank - 1] + ((64,) if rank == 2 else (4,)))
+    planned = shardplan.auto(stacked, mesh, pins={"0": P("x")})
+    assert ("LayoutConstraint" in planned.lower(x).as_text()) == held
+    np.testing.assert_allclose(planned(x), stacked(x), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("numbers", "held"), [(("NHWC", "HWIO", "NHWC"), True), (("NCHW", "HWIO", "NCHW"), False)])
 def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_order(numbers, held):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
