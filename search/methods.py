@@ -78,7 +78,7 @@ def solve(
     work_limit: estimated seconds (`Solution.work`) after which the search ends, at the same place on every machine.
     serves: may be asked of an assignment that is near the bound, where proving it takes long, or that is the best so
         far within a usage limit; the search ends with it where it does not serve.
-    enough: a larger gap that would do: from there on, the search takes half as much work again at most.
+    enough: a larger gap that would do: from there on, the search takes a third as much work again at most.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method `{method}`; there are {', '.join(sorted(METHODS))}")
