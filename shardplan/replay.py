@@ -27,6 +27,7 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.schedule import REDUCTIONS, Schedule
+from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import in_order, is_gathered_out_of_order, ordered, slices_gathered_behind, stacked_in_order
 from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
@@ -118,14 +119,11 @@ class Replay:
             stacked = stacked_in_order(links.inside[carries:], results[carries:], self._schedule, self._mesh)
             return tuple(results[:carries]), tuple(stacked)
 
-        carry, stacks = jax.lax.scan(
-            body,
-            tuple(operands[constants : constants + carries]),
-            tuple(operands[constants + carries :]),
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
+        if operation.index in begun_apart(self._schedule):
+            return scan_begun(self._schedule, self._mesh, operation, operands, body)
+        settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+        entering, slices = tuple(operands[constants : constants + carries]), tuple(operands[constants + carries :])
+        carry, stacks = jax.lax.scan(body, entering, slices, **settings)
         return (*carry, *stacks)
 
     def _ordered_slices(self, operation: Operation, slices: Sequence[Any]) -> Iterator[Any]:

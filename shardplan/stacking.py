@@ -1,0 +1,117 @@
+"""Where the stacks of loops begin: each with its own loop, though many are as large.
+
+A scan stacks its results into zeros, and equal zeros are one value to XLA:GPU, of which it makes a copy for each loop.
+These copies read the same and are as large, so that one kernel makes all of them: before the first loop, for the last
+as well. Of layers that are computed again for their gradients, each with a scan of its own, the stacks of all lie in
+memory while the first runs. What a stack begins with is never read, so each but the first begins with one number of
+what its loop reads, the last of these that is made: it cannot be made before.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> def twice(x):
+...     for _ in range(2):
+...         x = jnp.sin(jax.lax.scan(lambda carry, one: (carry + one, carry * one), x[0], x)[1])
+...     return x
+>>> plan = shardplan.plan(twice, 1, jax.ShapeDtypeStruct((8, 64), "float32"))
+>>> {index: plan.program.operations[index].primitive.name for index in begun_apart(plan.schedule)}
+{10: 'scan'}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardplan.layout import to_spec
+from shardplan.once import once
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+
+_REAL = jax.numpy.floating, jax.numpy.integer, jax.numpy.bool_
+"""The kinds of element types whose numbers can be converted to all others."""
+
+Body = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]
+
+
+@once
+def begun_apart(schedule: Schedule) -> dict[int, int]:
+    """The scans, by index, that stack what an earlier one of the same region stacks as large, in the same type; each
+    with the place among what enters it of the value from whose numbers its stacks begin."""
+    makers = {result: operation.index for operation in schedule.program.operations for result in operation.results}
+    seen, found = set[tuple[Any, ...]](), dict[int, int]()
+    for operation in schedule.program.operations:
+        if operation.primitive.name == "scan" and operation.params["unroll"] == 1 and operation.params["length"]:
+            stacks = {(operation.region, *one) for one in _stacks_on_a_device(schedule, operation)}
+            keys = any(jax.dtypes.issubdtype(one[1], jax.dtypes.extended) for one in stacks)  # have no numbers
+            if seen & stacks and not keys and (place := _made_last(schedule, operation, makers)) is not None:
+                found[operation.index] = place
+            seen |= stacks
+    return found
+
+
+def _stacks_on_a_device(schedule: Schedule, operation: Operation) -> list[tuple[Any, ...]]:
+    """The element types and the sizes of what one device has of a scan's stacks."""
+    found = []
+    for link in schedule.problem.links[operation.index].inside[operation.params["num_carry"] :]:
+        stack, layout = schedule.program.values[link.target], schedule.link_layout(link)
+        rank = len(stack.shape) - 1
+        degrees = [schedule.space.mesh.degree(axes) for axes in layout[len(layout) - rank :]]
+        sizes = [size // degree for size, degree in zip(stack.shape[1:], degrees, strict=True)]
+        found.append((stack.dtype, stack.shape[0], *sizes))
+    return found
+
+
+def _made_last(schedule: Schedule, operation: Operation, makers: Mapping[int, int]) -> int | None:
+    """The place, among what enters a loop, of what the program makes last, if any of it can give a number."""
+    found = dict[int, int]()
+    for place, link in enumerate(schedule.problem.links[operation.index].enter):
+        value = link.source
+        if not isinstance(value, int) or value not in makers or value in schedule.assignment.generated:
+            continue
+        tensor, layout = schedule.program.values[value], schedule.link_layout(link)
+        whole = not schedule.is_partial(value, layout) and layout not in schedule.problem.domain(value).padded
+        if whole and 0 not in tensor.shape and any(jax.dtypes.issubdtype(tensor.dtype, kind) for kind in _REAL):
+            found[makers[value]] = place
+    return found[max(found)] if found else None
+
+
+def scan_begun(schedule: Schedule, mesh: Mesh, operation: Operation, operands: Sequence[Any], body: Body) -> Any:
+    """``jax.lax.scan`` of a loop that is `begun_apart`, over what enters it."""
+    params, place = operation.params, begun_apart(schedule)[operation.index]
+    constants, length, reverse = params["num_consts"], params["length"], params["reverse"]
+    stacked_from = constants + params["num_carry"]
+    stacks = _begun(schedule, mesh, operation, operands[place], place)
+
+    def step(state: Any, ones: Sequence[Any]) -> Any:
+        index, carry, stacks = state
+        carry, results = body(carry, ones)
+        place = length - 1 - index if reverse else index
+        update = jax.lax.dynamic_update_index_in_dim
+        updated = [update(*one, place, 0, allow_negative_indices=False) for one in zip(stacks, results, strict=True)]
+        return (index + 1, carry, updated), None
+
+    state = jax.numpy.int32(0), tuple(operands[constants:stacked_from]), stacks
+    (_, carry, stacks), _ = jax.lax.scan(step, state, tuple(operands[stacked_from:]), length=length, reverse=reverse)
+    return (*carry, *stacks)
+
+
+def _begun(schedule: Schedule, mesh: Mesh, operation: Operation, array: Any, place: int) -> list[Any]:
+    """A scan's stacks, full of the first number of each device's block of an array that enters the loop."""
+    links, space = schedule.problem.links[operation.index], schedule.space.mesh
+    specs, blocks = [], []
+    for link in links.inside[operation.params["num_carry"] :]:
+        stack, layout = schedule.program.values[link.target], schedule.link_layout(link)
+        parts = [1] * (len(layout) - len(stack.shape) + 1)  # of a sum, a device's part lies in front
+        degrees = map(space.degree, layout[len(parts) :])
+        sizes = (size // degree for size, degree in zip(stack.shape[1:], degrees, strict=True))
+        blocks.append(((stack.shape[0], *parts, *sizes), stack.dtype))
+        specs.append(PartitionSpec(None, *to_spec(space, layout)))
+
+    def fill(block: Any) -> list[Any]:
+        number = jax.lax.slice(block, (0,) * block.ndim, (1,) * block.ndim).reshape(())
+        return [jax.lax.broadcast(jax.lax.convert_element_type(number, dtype), shape) for shape, dtype in blocks]
+
+    spec = to_spec(space, schedule.link_layout(links.enter[place]))
+    return jax.shard_map(fill, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False)(array)
