@@ -37,9 +37,9 @@ from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
 from shardplan.memory.sizes import bytes_in, left_otherwise
-from shardplan.memory.slicing import sliced_on_the_way
+from shardplan.memory.slicing import is_sliced, sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
-from shardplan.memory.zeros import filled_before
+from shardplan.memory.zeros import filled_before, stacks_together
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -86,7 +86,7 @@ class Lifetimes:
         outputs |= leaving.keys()
         last_read |= leaving
         same = repeated_results(program, self.order, kernels.apart)
-        apart = problem.generated | same.keys()
+        apart = problem.generated | same.keys() | kernels.views
         for operation in reversed(self.order):
             for result in (result for result in operation.results if result in same):
                 last_read[same[result]] = max(last_read.get(same[result], 0), last_read.get(result, 0))
@@ -292,7 +292,7 @@ def memory_held(
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
         return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
 
-    merged = merged_lifetimes(lifetimes, schedule)
+    merged = merged_lifetimes(lifetimes, schedule) | stacks_together(lifetimes, schedule)
     sliced = sliced_on_the_way(schedule, lifetimes.fused)
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
@@ -355,7 +355,8 @@ def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout]
     """Results in the layouts that operations leave, until they are in those that are stored."""
     reduced = reduced_at(lifetimes, schedule)
     for operation, result, own in left_otherwise(schedule):
-        if result not in sliced:
+        part = operation.index in lifetimes.fused and is_sliced(own, schedule.assignment.values[result])
+        if result not in sliced and not part:  # a kernel that takes part of what it computes computes that part alone
             place = lifetimes.place[operation.index]
             ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
             last = max(ends, reduced.get(operation.index, place))

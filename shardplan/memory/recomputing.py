@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
-from shardplan.memory.fusion import fused_operations, fuses_operands, pointwise_operations, readers_in
+from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, pointwise_operations, readers_in
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import is_multiplied, product_operands
@@ -41,7 +41,8 @@ class Kernels:
     that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them;
     the operands that convolutions read from ``copied`` memory of their own; the products that are ``adding`` themselves
     to something, by the addition, which is a kernel of which the product is part; what is ``apart`` from what it
-    repeats; the operands of products that are ``masked``, since these sum over what is split unevenly.
+    repeats; the operands of products that are ``masked``, since these sum over what is split unevenly; the values that
+    are ``views`` of what is in memory.
     """
 
     fused: frozenset[int]
@@ -51,6 +52,7 @@ class Kernels:
     adding: Mapping[int, Accumulation] = field(default_factory=dict)
     apart: Apart = ()
     masked: frozenset[tuple[int, int]] = frozenset()
+    views: frozenset[int] = frozenset()
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -75,7 +77,30 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     added = frozenset(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))
     kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers)
-    return replace(kernels, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
+    kernels = replace(kernels, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
+    return replace(kernels, views=frozenset(_views(schedule, kernels)))
+
+
+def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:
+    """The values that are in memory as another shape of an argument, or of what a kernel stores, in the layout that
+    this has: XLA gives them its memory. What leaves a region is none, nor what comes out of a library, which may lie
+    otherwise."""
+    program, values = schedule.program, schedule.assignment.values
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+    stored = {*program.inputs, *program.captured}
+    for operation in program.operations:
+        operand = next(iter(operation.operands), None)
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is None or not isinstance(operand, int) or not is_view(program, operation):
+            continue
+        result, maker = operation.results[0], makers.get(operand)
+        fused = maker is not None and maker.index in kernels.fused
+        if operand not in stored and not (fused and operand in kernels.read | kernels.stored):
+            continue
+        if strategy.operands[0] == values[operand] and strategy.results[0] == values[result] and result not in leaving:
+            stored.add(result)
+            yield result
 
 
 def _masked(schedule: Schedule) -> Iterator[tuple[int, int]]:

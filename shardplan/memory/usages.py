@@ -38,7 +38,9 @@ from shardplan.memory.liveness import Lifetime, Lifetimes
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.slicing import is_sliced
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
+from shardplan.memory.zeros import stacks_together
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -64,6 +66,7 @@ class Brought:
     there: tuple[Layout, ...]
     wanted: tuple[Layout | None, ...]
     result: bool = False
+    fused: bool = False
 
     def amounts(self, problem: Problem) -> Array:
         """float [choices of the source, choices of the target]: bytes on one device."""
@@ -72,6 +75,9 @@ class Brought:
         wanted = np.array([-1 if layout is None else domain.position[layout] for layout in self.wanted])
         sizes = problem.program.values[self.value].total_bytes / domain.degrees
         held = sizes[there][:, None] if self.result else sizes[wanted][None, :]
+        if self.fused:
+            part = [[layout is not None and is_sliced(own, layout) for layout in self.wanted] for own in self.there]
+            held = np.where(part, 0.0, held)
         return np.where((there[:, None] == wanted[None, :]) | (wanted[None, :] < 0), 0.0, held)
 
 
@@ -127,7 +133,8 @@ class Usages:
         """Lets results of products that XLA merges, partial results that it reduces together and what is brought to
         other layouts live as long as with this schedule; True where that is another."""
         before = self._lifetimes, self._reduced, self._begun, {**self._twice}, {**self._turned}, self._spans, self._last
-        self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
+        later = merged_lifetimes(self.lifetimes, schedule) | stacks_together(self.lifetimes, schedule)
+        self._lifetimes = self.lifetimes.held | later
         self._reduced = reduced_at(self.lifetimes, schedule)
         together = gathered_from(self.lifetimes, schedule, Sending())
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
@@ -296,7 +303,8 @@ class Usages:
                 yield Brought(operand, source, own, self._layouts(operand), wanted)
         for position, result in enumerate(operation.results if not follows else ()):
             there = tuple([layout_left(self.problem, operation, strategy, position) for strategy in strategies])
-            yield Brought(result, own, variables.values[result], there, self._layouts(result), result=True)
+            fused = operation.index in self.lifetimes.fused
+            yield Brought(result, own, variables.values[result], there, self._layouts(result), result=True, fused=fused)
 
     def _working(self) -> Iterator[Usage]:
         """What operations need while they run, beside operands and results."""
