@@ -1,10 +1,10 @@
 """Where the stacks of loops begin: each with its own loop, though many are as large.
 
-A scan stacks its results into zeros, and equal zeros are one value to XLA:GPU, of which it makes a copy for each loop.
-These copies read the same and are as large, so that one kernel makes all of them: before the first loop, for the last
-as well. Of layers that are computed again for their gradients, each with a scan of its own, the stacks of all lie in
-memory while the first runs. What a stack begins with is never read, so each but the first begins with one number of
-what its loop reads, the last of these that is made: it cannot be made before.
+A scan stacks its results into zeros. These wait for nothing, so that XLA:GPU makes them where they fill a wait, long
+before the loop; and equal zeros are one value to it, whose copies, one for each loop, one kernel makes before the first
+loop. Of layers that are computed again for their gradients, each with a scan of its own, the stacks of all lie in
+memory while the first runs. What a stack begins with is never read, so it begins with one number of what its loop
+reads, the last of these that is made: it cannot be made before.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def twice(x):
@@ -13,7 +13,7 @@ what its loop reads, the last of these that is made: it cannot be made before.
 ...     return x
 >>> plan = shardplan.plan(twice, 1, jax.ShapeDtypeStruct((8, 64), "float32"))
 >>> {index: plan.program.operations[index].primitive.name for index in begun_apart(plan.schedule)}
-{10: 'scan'}
+{4: 'scan', 10: 'scan'}
 """
 
 from __future__ import annotations
@@ -37,29 +37,16 @@ Body = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]
 
 @once
 def begun_apart(schedule: Schedule) -> dict[int, int]:
-    """The scans, by index, that stack what an earlier one of the same region stacks as large, in the same type; each
-    with the place among what enters it of the value from whose numbers its stacks begin."""
+    """The scans that stack something, by index, each with the place among what enters it of the value from whose
+    numbers its stacks begin. Not where all that enters is there from the step's first operation on."""
     makers = {result: operation.index for operation in schedule.program.operations for result in operation.results}
-    seen, found = set[tuple[Any, ...]](), dict[int, int]()
+    values, found = schedule.program.values, dict[int, int]()
     for operation in schedule.program.operations:
         if operation.primitive.name == "scan" and operation.params["unroll"] == 1 and operation.params["length"]:
-            stacks = {(operation.region, *one) for one in _stacks_on_a_device(schedule, operation)}
-            keys = any(jax.dtypes.issubdtype(one[1], jax.dtypes.extended) for one in stacks)  # have no numbers
-            if seen & stacks and not keys and (place := _made_last(schedule, operation, makers)) is not None:
+            types = [values[result].dtype for result in operation.results[operation.params["num_carry"] :]]
+            keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in types)  # have no numbers
+            if types and not keys and (place := _made_last(schedule, operation, makers)) is not None:
                 found[operation.index] = place
-            seen |= stacks
-    return found
-
-
-def _stacks_on_a_device(schedule: Schedule, operation: Operation) -> list[tuple[Any, ...]]:
-    """The element types and the sizes of what one device has of a scan's stacks."""
-    found = []
-    for link in schedule.problem.links[operation.index].inside[operation.params["num_carry"] :]:
-        stack, layout = schedule.program.values[link.target], schedule.link_layout(link)
-        rank = len(stack.shape) - 1
-        degrees = [schedule.space.mesh.degree(axes) for axes in layout[len(layout) - rank :]]
-        sizes = [size // degree for size, degree in zip(stack.shape[1:], degrees, strict=True)]
-        found.append((stack.dtype, stack.shape[0], *sizes))
     return found
 
 

@@ -39,7 +39,7 @@ from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_elemen
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.slicing import is_sliced, sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
-from shardplan.memory.zeros import filled_before, stacks_together
+from shardplan.memory.zeros import filled_before
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -292,7 +292,7 @@ def memory_held(
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
         return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
 
-    merged = merged_lifetimes(lifetimes, schedule) | stacks_together(lifetimes, schedule)
+    merged = merged_lifetimes(lifetimes, schedule)
     sliced = sliced_on_the_way(schedule, lifetimes.fused)
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs

@@ -40,7 +40,6 @@ from shardplan.memory.pipelining import held_twice
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.slicing import is_sliced
 from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
-from shardplan.memory.zeros import stacks_together
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -133,8 +132,7 @@ class Usages:
         """Lets results of products that XLA merges, partial results that it reduces together and what is brought to
         other layouts live as long as with this schedule; True where that is another."""
         before = self._lifetimes, self._reduced, self._begun, {**self._twice}, {**self._turned}, self._spans, self._last
-        later = merged_lifetimes(self.lifetimes, schedule) | stacks_together(self.lifetimes, schedule)
-        self._lifetimes = self.lifetimes.held | later
+        self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
         self._reduced = reduced_at(self.lifetimes, schedule)
         together = gathered_from(self.lifetimes, schedule, Sending())
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}

@@ -20,7 +20,7 @@ than there are scatters, which the gradients of rectifiers read.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardplan.layout import Layout
@@ -35,7 +35,6 @@ from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
-    from shardplan.memory.liveness import Lifetime, Lifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +157,3 @@ def filled_before(
                 yield layout, whole / degree, first, place[last] - 1
             if scatters and readers:
                 yield layout, whole / degree, first, max(place[index] for index in readers)
-
-
-def stacks_together(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
-    """The stacks that loops of one region fill, from where the first of them begins that fills one as large, in the
-    same element type: they are filled over equal zeros, which one kernel makes, each a copy of its own."""
-    values = schedule.assignment.values
-    found: dict[int, Lifetime] = {}
-    first: dict[tuple[object, ...], int] = {}
-    for operation in lifetimes.order:
-        for link in schedule.problem.links[operation.index].inside if operation.bodies else ():
-            span = lifetimes.held.get(link.target)
-            if link.stacked == "target" and span is not None and link.target in operation.results:
-                stack = schedule.program.values[link.target]
-                size = bytes_in(schedule, link.target, values[link.target])
-                start = first.setdefault((operation.region, stack.shape, stack.dtype, size), span.start)
-                found[link.target] = replace(span, start=min(start, span.start))
-    return found
