@@ -42,7 +42,7 @@ def axes_of_groups(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
     if numbers.rhs_group_dimensions:
         matrices = strategy.operands[1]
         return matrices[numbers.rhs_group_dimensions[0]] if matrices is not None else ()
-    return strategy.results[0][0] if _sums_rows(operation) else ()
+    return strategy.results[0][0] if sums_rows(operation) else ()
 
 
 def splits_rows_or_groups(operation: Operation, strategy: Strategy) -> bool:
@@ -55,7 +55,8 @@ def splits_rows_or_groups(operation: Operation, strategy: Strategy) -> bool:
     return bool(axes_of_rows(operation, strategy) or axes_of_groups(operation, strategy))
 
 
-def _sums_rows(operation: Operation) -> bool:
+def sums_rows(operation: Operation) -> bool:
+    """Whether a product sums over the rows of each group: the gradient of the matrices."""
     numbers = operation.params["ragged_dot_dimension_numbers"]
     (ragged,) = numbers.lhs_ragged_dimensions
     return ragged in numbers.dot_dimension_numbers[0][0]
@@ -92,7 +93,7 @@ def on_blocks(operation: Operation, strategy: Strategy, mesh: MeshAxes, run: Cal
         local = jax.lax.dynamic_slice_in_dim(local, mine, share).astype(sizes.dtype)
         shift = begins[mine]
         rows = jnp.roll(rows, -shift, ragged)
-        if _sums_rows(operation):
+        if sums_rows(operation):
             return run(rows, jnp.roll(other, -shift, contracted_with[contracted.index(ragged)]), local)
         before = [dim for dim in range(ragged) if dim not in batch and dim not in contracted]
         return jnp.roll(run(rows, other, local), shift, len(batch) + len(before))

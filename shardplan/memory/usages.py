@@ -39,7 +39,7 @@ from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.slicing import is_sliced
-from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_bytes, window_bytes
+from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes, working_bytes
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -309,9 +309,9 @@ class Usages:
         for place, operation in enumerate(self.lifetimes.order):
             variable = self._own(operation)
             if variable is not None and operation.primitive.name in (RAGGED, POOLING_GRADIENT):
-                bytes_of, count = (masked_bytes, 2) if operation.primitive.name == RAGGED else (window_bytes, 1)
+                bytes_of = working_bytes if operation.primitive.name == RAGGED else window_bytes
                 strategies = self.problem.choices[operation.index].strategies
-                amounts = [count * bytes_of(operation, self.problem, strategy) for strategy in strategies]
+                amounts = [bytes_of(operation, self.problem, strategy) for strategy in strategies]
                 yield Usage(variable, np.array(amounts), place, place + 1)
             elif variable is not None and operation.primitive.name == CONVOLUTION:
                 strategies = self.problem.choices[operation.index].strategies
