@@ -18,11 +18,13 @@ from dataclasses import dataclass, replace
 from shardplan.search.diving import dive
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
+from shardplan.search.lifting import filled
 from shardplan.search.relaxation import Messages
 from shardplan.search.repetition import FEW_ENDS, MORE_ENDS, Folded, fold
 from shardplan.search.rings import Ring
 from shardplan.search.run import Stop
 from shardplan.search.solver import GraphSolver
+from shardplan.search.weighing import excess_of_shared, means, weighted
 
 __all__ = ["Start", "begin_folded", "folded_start"]
 
@@ -36,6 +38,9 @@ _SWEEPS_OF_ALL = 80
 """The work of sweeping the small graph is held to that of so many sweeps of the whole one, which pruning makes cheaper
 as it goes on."""
 _LAST_SWEEPS = 20
+_WORTH_AGAIN = 0.4
+"""The share of the whole graph's table entries up to which the small one is searched a second time: sweeps of the whole
+one find what its layers share as well."""
 _SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
 
@@ -62,31 +67,40 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     Where usage is limited, layers are not alike: they use memory at other times. There is no start then. Where it has
     a price instead (`shardplan.search.pricing`), layers that use as much at the priced times are alike.
     """
-    start: Start | None = None
     folded = None if any(graph.spans) else fold(graph, FEW_ENDS)
-    while folded is not None:
-        small = folded.graph
-        # The same share of the graph's constant cost, so that gaps compare.
+    if folded is None:
+        return None
+    start = _start_of(graph, folded, effort, gap, watch, settles=True)
+    more = fold(graph, MORE_ENDS) if start.choices is None or graph.cost(start.choices) == math.inf else None
+    if more is None and start.choices is not None and graph.cost(start.choices) < math.inf:
+        excess = excess_of_shared(graph, folded, start.messages, start.choices)
+        cheap = folded.graph.entries() <= _WORTH_AGAIN * graph.entries()
+        if cheap and excess > _CLOSE * abs(graph.cost(start.choices)):
+            more = weighted(graph, folded)
+    if more is not None:
+        first, folded = start, more
+        start = _start_of(graph, folded, effort, gap, watch, settles=bool(more.weight))
+        start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)
+    return _steadied(graph, folded, start, gap, watch)
+
+
+def _start_of(graph: Graph, folded: Folded, effort: Effort, gap: float, watch: Watch, settles: bool) -> Start:
+    """What a folded graph gives the whole one."""
+    small = folded.graph
+    if not folded.weight:  # the same share of the graph's constant cost, so that gaps compare
         small.constant = graph.constant * len(small.live()) / len(graph.live())
-        sweeps = min(effort.sweeps, math.ceil(_SWEEPS_OF_ALL * graph.entries() / max(small.entries(), 1)))
-        found = _search(small, replace(effort, sweeps=sweeps), gap, watch, settles=start is None)
-        first, start = start, _lifted(folded, found)
-        if first is not None:
-            start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)
-        fits = start.choices is not None and graph.cost(start.choices) < math.inf
-        more = fold(graph, MORE_ENDS) if first is None and not fits else None
-        start = start if more is not None else _steadied(graph, folded, start, gap, watch)
-        folded = more
-    return start
+    sweeps = min(effort.sweeps, math.ceil(_SWEEPS_OF_ALL * graph.entries() / max(small.entries(), 1)))
+    return _lifted(graph, folded, _search(small, replace(effort, sweeps=sweeps), gap, watch, settles))
 
 
 def _steadied(graph: Graph, folded: Folded, start: Start, gap: float, watch: Watch) -> Start:
     """The start, with messages of layers in rings for those that were left out."""
     if start.choices is None:
         return start
+    start = replace(start, choices=filled(graph, folded, start.choices))
     allowed = _SHARE_OF_TIME * watch.seconds_left()
     for found, layers in folded.repetitions:
-        ring = Ring(graph, found, start.messages, start.choices)
+        ring = Ring(graph, found, start.messages, start.choices or {})
         ring.sweep(_CLOSER * gap, lambda: watch.seconds_left() > allowed)
         start = replace(
             start,
@@ -142,9 +156,10 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch, settles: boo
     return Start(messages, {v: int(full[v]) for v in small.live()}, solver.sweeps, solver.estimate)
 
 
-def _lifted(folded: Folded, found: Start) -> Start:
+def _lifted(graph: Graph, folded: Folded, found: Start) -> Start:
     """A start for the whole graph."""
-    messages = {edge: found.messages[w] for edge, w in folded.edge.items() if w in found.messages}
+    each = {edge: into / folded.weight.get(edge, 1.0) for edge, into in found.messages.items()}
+    messages = {edge: each[w] for edge, w in folded.edge.items() if w in each} | means(graph, folded, each)
     if found.choices is None:
         return Start(messages, None, found.sweeps, found.estimate)
     choices = {v: found.choices[stand_in] for v, stand_in in folded.variable.items()}

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Container, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardplan.search.graph import Graph
 
@@ -58,13 +58,15 @@ class Folded:
 
     graph: of the same variable ids; those of the layers left out are `None`. variable: per variable of the whole
     graph, the one of this graph that stands for it. edge: per edge (both ways round), the one that stands for it.
-    repetitions: those that layers were left out of, and which.
+    repetitions: those that layers were left out of, and which. weight: per edge of the graph (both ways round) whose
+    table is multiplied: by what (`shardplan.search.weighing`).
     """
 
     graph: Graph
     variable: dict[int, int]
     edge: dict[tuple[int, int], tuple[int, int]]
     repetitions: list[tuple[Repetition, range]]
+    weight: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | None:

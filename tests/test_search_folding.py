@@ -12,6 +12,7 @@ from shardplan.search.effort import Effort, Watch
 from shardplan.search.extrapolation import Extrapolation
 from shardplan.search.folding import folded_start
 from shardplan.search.graph import Graph
+from shardplan.search.lifting import filled
 from shardplan.search.memory import Profile
 from shardplan.search.messages import Sweeper
 from shardplan.search.model import Model
@@ -21,6 +22,7 @@ from shardplan.search.reductions import shrink
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.repetition import fold
 from shardplan.search.solver import GraphSolver
+from shardplan.search.weighing import weighted
 
 WIDTH, CHOICES = 4, 3
 Table = NDArray[np.float64]
@@ -184,6 +186,41 @@ def test_several_stacks_fold_and_every_variable_is_stood_for() -> None:
         assert graph.costs[v] is folded.graph.costs[stand_in]
     for (v, w), (x, y) in folded.edge.items():
         assert graph.neighbours[v][w] is folded.graph.neighbours[x][y]
+
+
+def test_what_all_layers_share_is_best_for_all_and_not_for_the_few_that_stay() -> None:
+    """One variable is read by all layers, and costs more with the choice that is a little cheaper for each of them."""
+    net, table = Network(), np.array([[0.0, 2.0], [2.0, 0.0]])
+    shared, chain = net.add_variable([0.0, 20.0]), [net.add_variable([3.0, 3.0]) for _ in range(60)]
+    for u, v in itertools.pairwise(chain):
+        net.add_edge(u, v, table)
+    for v in chain:
+        net.add_edge(shared, v, np.array([[1.0, 2.0], [1.0, 0.0]]))
+    graph = Graph.of(net)
+    folded = fold(graph)
+    assert folded is not None
+    dear = weighted(graph, folded).graph
+    assert sum(float(dear.costs[v][0]) for v in dear.live()) == 60 * 3  # type: ignore[index]
+    start = folded_start(graph, Effort(), 1e-4, Watch(lambda: None, lambda: 60.0))
+    assert start is not None and start.choices is not None
+    assert graph.cost(start.choices) == 60 * 3 + 20  # with the first choice: one for each layer
+    relaxation = Relaxation(graph)
+    relaxation.load(start.messages)
+    relaxation.improve(math.inf)
+    assert 60 * 3 + 18 <= relaxation.bound <= 60 * 3 + 20
+
+
+def test_layers_that_were_left_out_are_chosen_by_what_they_cost_beside_their_like() -> None:
+    net, table = Network(), np.array([[5.0, 0.0], [0.0, 5.0]])  # to be like the layer before costs
+    chain = [net.add_variable([0.0, 0.0]) for _ in range(41)]
+    for u, v in itertools.pairwise(chain):
+        net.add_edge(u, v, table)
+    graph = Graph.of(net)
+    folded = fold(graph)
+    assert folded is not None
+    found = {v: place % 2 for place, v in enumerate(folded.graph.live())}
+    nearest = {v: found[stand_in] for v, stand_in in folded.variable.items()}
+    assert graph.cost(nearest) >= 30 * 5 > 10 >= graph.cost(filled(graph, folded, nearest))
 
 
 def test_networks_without_repetition_are_left_alone() -> None:
