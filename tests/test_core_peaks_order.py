@@ -9,7 +9,7 @@ import pytest
 import shardplan
 from shardplan.memory.accumulation import merged_anywhere, read_together
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import combined_reductions
+from shardplan.memory.combining import Waiting, combined_reductions, reduced_together
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.merging import join_producers, side_by_side
@@ -203,6 +203,46 @@ def test_products_that_are_merged_wait_for_what_any_of_them_reads_and_so_do_thei
     assert combined_reductions(schedule) == [
         [schedule.program.operations[index] for index in group] for group in ([first], merged)
     ]
+
+
+def test_reductions_join_no_group_that_waits_for_them_through_another_one():
+    """Preconditioners of weights, by chains of products, of which norms and partial products are reduced."""
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.sum(x)
+
+    def step(weights, x):
+        new = []
+        for weight, gradient in zip(weights, jax.grad(loss)(weights, x), strict=True):
+            change = gradient
+            for root in (gradient @ gradient.T, gradient.T @ gradient):
+                root = root / jnp.linalg.norm(root)
+                for _ in range(2):
+                    root = root @ root
+                change = root @ change if root.shape[0] == change.shape[0] else change @ root
+            new.append(weight - change / jnp.linalg.norm(change))
+        return new
+
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(1024, 4096), (4096, 1024)] * 3]
+    x = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    schedule = shardplan.plan(step, jax.sharding.AbstractMesh((2, 4), ("x", "y")), weights, x).schedule
+    graph = Graph(schedule, kernels_of(schedule.problem), reduced_together(schedule), [])
+    assert len(graph.in_order()) == len(graph.needs)
+
+
+def test_a_group_waits_for_what_its_members_depend_on_and_for_what_full_groups_among_these_wait_for():
+    waiting = Waiting()
+    first, second, third = waiting.begin(-1), waiting.begin(-1), waiting.begin(-1)
+    waiting.join(second, frozenset({first}))
+    waiting.join(third, frozenset({second}))
+    assert waiting.leads(first, frozenset({third}))
+    assert not waiting.leads(third, frozenset({first}))
+    fourth = waiting.begin(second)
+    assert waiting.still_open(frozenset({second})) == {first}
+    assert waiting.leads(first, frozenset({third}))
+    assert not waiting.leads(fourth, frozenset({third}))
 
 
 def test_products_are_apart_that_would_wait_for_themselves():

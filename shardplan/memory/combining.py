@@ -108,10 +108,12 @@ def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
 
     XLA goes from what the step gives back to what it is computed from, operands first. A reduction joins those of its
     kind before it, until one depends on another one (a gradient's norm on the gradient's sum), or they are too large.
+    It depends on all that what it is merged with does: after each group XLA looks anew at what leads to what.
     """
     program, groups = schedule.program, list[list[Reduced]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
+    waiting = Waiting()
     same, numbers, read = repeated_in(program, apart_in(schedule)), dict[Reduced, int](), read_before(schedule)
     sums = read_otherwise(schedule).keys() | reducing(schedule)
     for operation in with_partners(schedule):
@@ -123,17 +125,50 @@ def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
             if one not in numbers:
                 size = bytes_in(schedule, value, layout)
                 number, filled = filling.get(kind, (-1, COMBINED_BYTES))
-                before = found if isinstance(one, int) else behind.get(same.get(value, value), ())
-                if number in before or filled + size > COMBINED_BYTES:
-                    number, filled = len(groups), 0.0
+                before = found if isinstance(one, int) else behind.get(same.get(value, value), frozenset())
+                if filled + size > COMBINED_BYTES or waiting.leads(number, before):
+                    number, filled = waiting.begin(number), 0.0
                     groups.append([])
+                waiting.join(number, before)
                 groups[number].append(one)
                 numbers[one], filling[kind] = number, (number, filled + size)
             found |= {numbers[one]}
-        if found:
-            found &= {number for number, _ in filling.values()}
-        behind |= dict.fromkeys(operation.results, found)
+        behind |= dict.fromkeys(operation.results, waiting.still_open(found))
     return groups
+
+
+class Waiting:
+    """Which groups of collectives wait for which: each for all that any of its members depends on."""
+
+    def __init__(self) -> None:
+        self._before: list[frozenset[int]] = []  # per group
+        self._full: set[int] = set()
+
+    def begin(self, last: int) -> int:
+        """The number of a new group; the last one of its kind, or -1, takes no more members."""
+        self._before.append(frozenset())
+        self._full.add(last)
+        return len(self._before) - 1
+
+    def join(self, number: int, before: frozenset[int]) -> None:
+        """Lets a group have a member that depends on others."""
+        self._before[number] |= before - {number}
+
+    def still_open(self, found: frozenset[int]) -> frozenset[int]:
+        """Of groups, and of what the full ones among them wait for, those that may take more members."""
+        while full := found & self._full:
+            found = (found - full).union(*(self._before[number] for number in full))
+        return found
+
+    def leads(self, number: int, others: frozenset[int]) -> bool:
+        """Whether one of the others is a group that may take more members, or waits for it."""
+        seen, stack = set(others), [*others]
+        while stack and number not in seen:
+            other = stack.pop()
+            self._before[other] = self.still_open(self._before[other])
+            stack += self._before[other] - seen
+            seen |= self._before[other]
+        return number in seen
 
 
 def _reductions_of(
