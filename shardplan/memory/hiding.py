@@ -62,9 +62,9 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sendi
 def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sending) -> list[int]:
     """The order of a region, with what runs in its operations' bodies; when its collectives run is added."""
     merged, gathers = reduced_together(schedule), combined_gathers(schedule)
-    for groups in ((merged, gathers), (without_leading(schedule, merged), gathers), (merged, []), ([], [])):
+    for groups in ((merged, gathers), (merged, []), (without_leading(schedule, merged), gathers), ([], [])):
         graph = Graph(schedule, kernels, *groups, region)
-        if len(graph.in_order()) == len(graph.needs):  # else two merged reductions wait for each other
+        if len(graph.in_order()) == len(graph.needs):  # else two merged collectives wait for each other
             break
     turn_operands(graph, kernels)
     fill_apart(graph, kernels.fused)
