@@ -26,6 +26,7 @@ from shardplan.lookups import adding_block, filled, fills, starting_inside, unfi
 from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
+from shardplan.reversing import bring
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import in_order, is_gathered_out_of_order, ordered, slices_gathered_behind, stacked_in_order
@@ -361,13 +362,14 @@ class Replay:
             reduced = island.reduce_stacked(held, tuple(own))
             held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]
+        before = route.source
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
-                brought = self._constrain(held, step.layout)
+                brought = bring(self._schedule, value, held, (before, step.layout), self._constrain)
                 behind = is_gathered_out_of_order(self._schedule, value, step.layout)
                 held = in_order(brought, step.layout, self._schedule, self._mesh) if behind else brought
                 self._held[value, step.layout] = held
-            held = self._held[value, step.layout]
+            held, before = self._held[value, step.layout], step.layout
 
     def _generate(self, value: int, layout: Layout) -> Any:
         tensor = self._program.values[value]
