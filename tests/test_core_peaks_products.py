@@ -14,6 +14,7 @@ from shardplan.memory.merging import merged_lifetimes, side_by_side, taken_out
 from shardplan.memory.products import merged_products, product_operands
 from shardplan.memory.recomputing import adding_products, kernels_in, kernels_of
 from shardplan.memory.rows import row_results
+from shardplan.memory.turning import turn_operands
 from shardplan.tracing import trace_program
 
 
@@ -342,3 +343,23 @@ def test_what_a_product_adds_itself_is_fused_into_no_kernel_and_stored_by_none()
     stored = addition.results[0] in kernels_of(schedule.problem).stored
     assert stored  # where no product is known to add it
     assert addition.results[0] not in kernels_in(schedule).stored
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_what_makes_larger_operands_of_products_stands_in_the_order_by_itself(each):
+    def weigh(x, grads, weights):
+        made = jnp.swapaxes(jnp.einsum("bi,bj->bij", x, grads) if each else jnp.sin(x), 1, 2)
+        return jnp.einsum("bij,b->ij", made, jnp.cos(weights) / jnp.sum(weights))
+
+    rows, weights = jax.ShapeDtypeStruct((64, 512), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
+    x = rows if each else jax.ShapeDtypeStruct((64, 512, 512), jnp.float32)
+    schedule = shardplan.plan(weigh, 1, x, rows, weights).schedule
+    kernels = kernels_of(schedule.problem)
+    product = [o.index for o in schedule.program.operations if o.primitive.name == "dot_general"][-1]
+    graph = Graph(schedule, kernels, [], [])
+    before = graph.needs[product]
+    turn_operands(graph, kernels)
+    assert len(graph.further) == each and graph.needs[product] == before | graph.further
+    order, sending = hiding_order(schedule, kernels)
+    assert sorted(order) == list(range(len(order)))
+    assert [index for index, _ in sending.beside] == [product] * each

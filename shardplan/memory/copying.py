@@ -56,20 +56,36 @@ class Copy:
 
 
 def product_copies(
-    problem: Problem, order: Sequence[Operation], copied: Mapping[tuple[int, int], ProductOperand], kernels: Kernels
+    problem: Problem,
+    order: Sequence[Operation],
+    copied: Mapping[tuple[int, int], ProductOperand],
+    kernels: Kernels,
+    made: Mapping[tuple[int, int], int] | None = None,
 ) -> dict[ProductOperand, Copy]:
     """The copies that products read, by what is copied, where operations run in ``order``.
 
-    ``copied`` are the operands that are read as copies, by the operation's index and their position.
+    ``copied`` are the operands that are read as copies, by the operation's index and their position; ``made`` says
+    before which place the kernels run that only copy, where that is known.
     """
     copying, copies = _Copying(problem, order, kernels), dict[ProductOperand, Copy]()
     for place, operation in enumerate(order):
         for position in range(len(operation.operands)):
             copy = copied.get((operation.index, position))
             if copy is not None:
-                known = copies.get(copy) or Copy(operation, position, copying.begins(copy, place), place)
+                begins = copying.begins(copy, place)
+                begins = (made or {}).get((operation.index, position), place) if begins == place else begins
+                known = copies.get(copy) or Copy(operation, position, begins, place)
                 copies[copy] = replace(known, last=place)
     return copies
+
+
+def own_kernels(
+    problem: Problem, order: Sequence[Operation], copied: Mapping[tuple[int, int], ProductOperand], kernels: Kernels
+) -> frozenset[ProductOperand]:
+    """The copies that kernels write which make nothing else."""
+    places = {operation.index: place for place, operation in enumerate(order)}
+    found = product_copies(problem, order, copied, kernels)
+    return frozenset(read for read, copy in found.items() if copy.first == places[copy.reader.index])
 
 
 class _Copying:

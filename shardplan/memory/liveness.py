@@ -77,7 +77,7 @@ class Lifetimes:
         self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
         self.from_copies = copied_operands(program, pointwise_operations(problem), kernels.masked)
-        self.copies = product_copies(problem, self.order, self.from_copies, kernels)
+        self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
         last_copy: dict[int, int] = {}

@@ -1,7 +1,8 @@
-"""The kernels that copy what convolutions read: with zeros, or with the batch in the place of the channels.
+"""The kernels that copy what convolutions and products read: with zeros, or with dimensions in other places.
 
-They stand in the order by themselves, before the first convolution that reads the copy: what is copied need not be in
-memory when that runs.
+They stand in the order by themselves, before the first operation that reads the copy: what is copied need not be in
+memory when that runs. Where the copy is much larger (outer products, one gradient of a weight for each example, that
+products then weigh and add up), several are in memory at once: each fills a wait, such as that for a collective.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import spread_operands
+from shardplan.memory.copying import own_kernels
+from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.products import ProductOperand, copied_operands
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.times import BYTES_MOVED
@@ -21,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def turn_operands(graph: Graph, kernels: Kernels) -> None:
-    """Adds a kernel to a graph for each copy that convolutions read (`shardplan.memory.convolutions`): these need that
-    instead of what it is made from. A copy that is only transposed is written by the kernel that makes what is copied,
-    where that computes element by element."""
+    """Adds a kernel to a graph for each copy that convolutions read (`shardplan.memory.convolutions`), and products:
+    these need that instead of what it is made from. A copy for convolutions that is only transposed is written by the
+    kernel that makes what is copied, where that computes element by element."""
     spread = spread_operands(graph.program, graph.program.operations, kernels.copied)
     nodes: dict[tuple[int, float], int] = {}
     for index in sorted({index for index, _ in spread} & graph.reads.keys()):
@@ -43,21 +48,55 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
                 continue
             if (operand, times) not in nodes:
                 moved = (1 + times) * bytes_in(graph.schedule, operand, layout)
-                nodes[operand, times] = _copying(graph, operation, Gather(operand, layout), moved / BYTES_MOVED)
+                nodes[operand, times] = _copying(
+                    graph, (index, operation), Gather(operand, layout), moved / BYTES_MOVED
+                )
             copies.add(nodes[operand, times])
             graph.beside[index, position] = nodes[operand, times]
         gone = graph.reads[index] - needed
         graph.needs[index] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
         graph.needs[index] |= copies
         graph.values[index] -= gone
+    _turn_products(graph, kernels)
 
 
-def _copying(graph: Graph, operation: Operation, read: Gather, takes: float) -> int:
-    """The kernel that copies what a convolution reads, as a node."""
+def _turn_products(graph: Graph, kernels: Kernels) -> None:
+    """Adds a kernel to a graph for each copy of an operand that products read (`shardplan.memory.copying`) and that is
+    larger than what it is made from (an outer product): not where the kernel writes it that makes what is copied, nor
+    for merged products, for which one puts operands side by side."""
+    schedule, program, assignment = graph.schedule, graph.program, graph.schedule.assignment
+    operands = copied_operands(program, pointwise_operations(schedule.problem), kernels.masked)
+    merged = {index for group in merged_anywhere(schedule) for index in group}
+    alone = {place: read for place, read in operands.items() if place[0] not in merged}
+    adding = {found.product: index for index, found in kernels.adding.items()}
+    own = own_kernels(schedule.problem, program.operations, alone, kernels)
+    nodes: dict[ProductOperand, int] = {}
+    for (index, position), read in alone.items():
+        node, product, strategy = adding.get(index, index), program.operations[index], assignment.strategies.get(index)
+        operand, layout = product.operands[position], strategy.operands[position] if strategy is not None else None
+        if node not in graph.needs or read not in own or layout is None or not isinstance(operand, int):
+            continue
+        made_from = sum(bytes_in(schedule, value, assignment.values[value]) for value in graph.sources(operand))
+        size = read.padding * bytes_in(schedule, operand, layout)
+        if size <= made_from:
+            continue
+        if read not in nodes:
+            nodes[read] = _copying(graph, (node, product), Gather(operand, layout), (made_from + size) / BYTES_MOVED)
+        others = {o for n in {node, index} for o in program.operations[n].operands if isinstance(o, int)} - {operand}
+        gone = graph.sources(operand).difference(*map(graph.sources, others - {product.results[0]}))
+        graph.needs[node] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
+        graph.needs[node].add(nodes[read])
+        graph.values[node] -= gone
+        graph.beside[index, position] = nodes[read]
+
+
+def _copying(graph: Graph, reader: tuple[int, Operation], read: Gather, takes: float) -> int:
+    """The kernel that copies what an operation of a node reads, as a node."""
+    node, operation = reader
     sources = graph.sources(read.value)
     makers = {maker for value in sources if (maker := graph.maker(value)) is not None}
     ends = {graph.reduced[maker] for maker in makers & graph.reduced.keys()}
-    needs, values = graph.needs[operation.index] & (makers | ends), graph.values[operation.index] & sources
+    needs, values = graph.needs[node] & (makers | ends), graph.values[node] & sources
     brought = (read, replace(read, alone=operation.index), *graph.brought(read.value))
     needs |= {graph.gathers[gather] for gather in brought if gather in graph.gathers}
-    return graph.add(operation.index - 0.5, needs, values, takes)
+    return graph.add(node - 0.5, needs, values, takes)
