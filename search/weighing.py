@@ -36,7 +36,11 @@ def excess_of_shared(graph: Graph, folded: Folded, messages: Messages, choices: 
     """By how much the choices of what layers share are above the best, as messages of all layers have it."""
     total = 0.0
     for v in sorted({v for v, _ in _reads(graph, folded)}):
-        belief = graph.costs[v] + sum(messages[v, w] for w in graph.neighbours[v] if (v, w) in messages)  # type: ignore[operator]
+        belief = graph.costs[v]
+        assert belief is not None
+        for w in graph.neighbours[v]:
+            if (v, w) in messages:
+                belief = belief + messages[v, w]
         total += float(belief[choices[v]] - belief.min())
     return total
 

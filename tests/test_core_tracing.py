@@ -93,6 +93,7 @@ def test_rematerialised_regions_release_all_that_they_give_together() -> None:
     made = {result: o.index for o in program.operations for result in o.results}
     for released in barriers[1:4:2]:
         gradient, data = released.operands
+        assert isinstance(gradient, int) and isinstance(data, int)
         assert barriers[0].index < made[gradient] < released.index > made[data]
 
 

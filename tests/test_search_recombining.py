@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from shardplan.search import Hint, solve
 from shardplan.search.effort import Effort, Watch
@@ -121,7 +122,12 @@ def test_what_is_near_all_that_is_known_is_proven_only_where_work_is_not_limited
     monkeypatch.setattr("shardplan.search.pricing._LEAST_WORK", 0.0)
     evaluated: list[Pricing] = []
     evaluate = Pricing._evaluate
-    monkeypatch.setattr(Pricing, "_evaluate", lambda *given: (evaluated.append(given[0]), evaluate(*given))[1])
+
+    def counted(pricing: Pricing, prices: NDArray[np.float64]) -> None:
+        evaluated.append(pricing)
+        evaluate(pricing, prices)
+
+    monkeypatch.setattr(Pricing, "_evaluate", counted)
     rng = np.random.default_rng(5)
     network, tensors = Network(usage_limit=math.inf), []
     for _ in range(40):

@@ -75,10 +75,16 @@ def test_merging_ends_where_there_is_hardly_room(monkeypatch: pytest.MonkeyPatch
 
 def test_cycles_are_opened_where_messages_creep_before_they_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[bool] = []
-    monkeypatch.setattr(solver, "open_cycles", lambda *_: opened.append(one.stalled) or Opened(0, 0.0))
+
+    def none_opened(*_: object) -> Opened:
+        opened.append(one.stalled)
+        return Opened(0, 0.0)
+
+    monkeypatch.setattr(solver, "open_cycles", none_opened)
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
     watch = Watch(lambda: None, lambda: 60.0)
-    one = GraphSolver(Graph.of(_contradicting()), math.inf, Effort(entries=1, closable=0, dives=False), 1e-9, watch)
+    effort = Effort(entries=1, closable=0, dives=False)
+    one: GraphSolver = GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, watch)
     one.solve()
     assert opened == [False, True]  # and once more where they have stalled
 
@@ -88,7 +94,12 @@ def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
     swept: list[int] = []
     sweep = GraphSolver.sweep_until_prunable
-    monkeypatch.setattr(GraphSolver, "sweep_until_prunable", lambda one: swept.append(one.sweeps) or sweep(one))
+
+    def counted(one: GraphSolver) -> Relaxation:
+        swept.append(one.sweeps)
+        return sweep(one)
+
+    monkeypatch.setattr(GraphSolver, "sweep_until_prunable", counted)
     watch = Watch(lambda: None, lambda: 60.0)
     one = GraphSolver(Graph.of(_contradicting()), math.inf, Effort(entries=1, closable=0, dives=False), 1e-9, watch)
     one.solve()
@@ -127,3 +138,39 @@ def test_messages_of_a_start_that_have_stalled_are_hardly_swept(stalled: bool, m
 
 def _nothing() -> None:
     pass
+
+
+def test_messages_are_tried_at_once_where_the_assignment_with_them_is_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph.of(testing.random_grid(np.random.default_rng(0), 4, 5, 4))
+    known = GraphSolver(graph.copy(), math.inf, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    known.prunes = False
+    messages = known.sweep_until_prunable().messages()
+    monkeypatch.setattr(Relaxation, "offer", lambda *_: None)  # nothing is found by the way
+    solver = GraphSolver(graph, math.inf, Effort(), 0.05, Watch(lambda: None, lambda: 60.0))
+    solver.begin(messages, {v: int(np.argmax(np.asarray(graph.costs[v]))) for v in graph.live()})
+    solver.sweep_until_prunable()
+    assert solver.closed and solver.sweeps < 10
+
+
+def test_trials_of_what_is_promising_get_rarer_from_one_round_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph.of(testing.random_grid(np.random.default_rng(0), 4, 5, 4))
+    graph.constant += 1e5  # so that the gap is small
+    solver = GraphSolver(graph, math.inf, Effort(), -1.0, Watch(lambda: None, lambda: 60.0))
+    tried: list[int] = []
+    monkeypatch.setattr(solver, "_try_promising", lambda _: tried.append(solver.sweeps))
+    monkeypatch.setattr(Relaxation, "prunable", lambda *_: 1.0)  # every turn of sweeps ends a round
+    for _ in range(8):
+        solver.sweep_until_prunable()
+    assert [sweeps // tried[0] for sweeps in tried] == [1, 3, 7]
+
+
+def test_messages_that_stay_where_they_are_stall_soon() -> None:
+    """Momentum has brought them there: three variables in a ring, each of which differs from the next."""
+    net = Network()
+    ring = [net.add_variable(np.zeros(2)) for _ in range(3)]
+    for u, v in zip(ring, ring[1:] + ring[:1], strict=True):
+        net.add_edge(u, v, np.eye(2))
+    solver = GraphSolver(Graph.of(net), math.inf, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0))
+    solver.prunes = False
+    solver.sweep_until_prunable()
+    assert solver.stalled and not solver.closed and solver.sweeps == 80
