@@ -270,14 +270,16 @@ def runs(operation: Operation, strategy: Strategy) -> bool:
 def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...]) -> bool:
     """Whether XLA, left alone, makes a reduce-scatter of partial sums over ``axes``, in their order.
 
-    It does where they together split one dimension of every operand that they split; of a convolution in groups only
-    in the order of the mesh, and of single elements that are looked up only where none is filled in.
+    It does where they together split one dimension of every operand that they split; of a convolution in groups, or one
+    whose blocks need rows of their neighbours, only in the order of the mesh, and of single elements that are looked up
+    only where none is filled in.
     """
     if fills_elements(operation):
         return False
     if len(axes) < 2:
         return True
-    if operation.primitive.name == "conv_general_dilated" and _has_groups(operation) and tuple(sorted(axes)) != axes:
+    ordered = operation.primitive.name == "conv_general_dilated" and (_has_groups(operation) or bool(strategy.halos))
+    if ordered and tuple(sorted(axes)) != axes:
         return False
     touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]
     return all(axes in layout for layout in touching)
