@@ -71,12 +71,13 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     if folded is None:
         return None
     start = _start_of(graph, folded, effort, gap, watch, settles=True)
-    more = fold(graph, MORE_ENDS) if start.choices is None or graph.cost(start.choices) == math.inf else None
-    if more is None and start.choices is not None and graph.cost(start.choices) < math.inf:
-        excess = excess_of_shared(graph, folded, start.messages, start.choices)
-        cheap = folded.graph.entries() <= _WORTH_AGAIN * graph.entries()
-        if cheap and excess > _CLOSE * abs(graph.cost(start.choices)):
-            more = weighted(graph, folded)
+    cost, more = math.inf if start.choices is None else graph.cost(start.choices), None
+    if start.choices is None or cost == math.inf:
+        more = fold(graph, MORE_ENDS)
+    elif folded.graph.entries() <= _WORTH_AGAIN * graph.entries() and excess_of_shared(
+        graph, folded, start.messages, start.choices
+    ) > _CLOSE * abs(cost):
+        more = weighted(graph, folded)
     if more is not None:
         first, folded = start, more
         start = _start_of(graph, folded, effort, gap, watch, settles=bool(more.weight))
@@ -97,10 +98,11 @@ def _steadied(graph: Graph, folded: Folded, start: Start, gap: float, watch: Wat
     """The start, with messages of layers in rings for those that were left out."""
     if start.choices is None:
         return start
-    start = replace(start, choices=filled(graph, folded, start.choices))
+    choices = filled(graph, folded, start.choices)
+    start = replace(start, choices=choices)
     allowed = _SHARE_OF_TIME * watch.seconds_left()
     for found, layers in folded.repetitions:
-        ring = Ring(graph, found, start.messages, start.choices or {})
+        ring = Ring(graph, found, start.messages, choices)
         ring.sweep(_CLOSER * gap, lambda: watch.seconds_left() > allowed)
         start = replace(
             start,
