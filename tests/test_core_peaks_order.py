@@ -11,6 +11,7 @@ from shardplan.memory.accumulation import merged_anywhere, read_together
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Waiting, combined_reductions, reduced_together
 from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.merging import join_producers, side_by_side
 from shardplan.memory.placing import Placing
@@ -148,7 +149,7 @@ def _joined(step, *shapes):
     plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
     kernels = kernels_of(plan.schedule.problem)
     graph = Graph(plan.schedule, kernels, [], [])
-    graph.join(kernels)
+    join_kernels(graph, kernels)
     named = {}
     for operation in plan.program.operations:
         named.setdefault(operation.primitive.name, []).append(operation.index)
@@ -175,6 +176,19 @@ def test_a_sum_is_no_part_of_the_kernel_that_stores_what_it_alone_reads():
     joined, named = _joined(step, *[(512, 512)] * 4)
     product, (columns, total) = named["mul"][1], named["reduce_sum"]
     assert columns in joined and joined[product] == [total]  # which reads what the product reads
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_sum_is_part_of_the_next_kernel_that_does_not_need_it(needed):
+    def step(x, w, v):
+        h = x @ w
+        rows = jnp.sum(jnp.exp(h), axis=1, keepdims=True)
+        total = jnp.sum(jnp.sqrt(rows))  # which stands before the next kernel
+        k = x @ v  # behind the sum, so that what reads this is no part of the sum's kernel
+        return total, jnp.tanh(h * k * (total if needed else 2)) @ v
+
+    joined, named = _joined(step, *[(512, 512)] * 3)
+    assert joined[named["tanh"][0]] == ([] if needed else [named["reduce_sum"][0]])
 
 
 def test_a_view_is_no_kernel():
@@ -300,7 +314,7 @@ def test_new_moments_come_with_the_update_that_reads_them_and_bias_corrections_w
     plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
     kernels, operations = kernels_of(plan.schedule.problem), plan.program.operations
     graph = Graph(plan.schedule, kernels, [], [])
-    graph.join(kernels)
+    join_kernels(graph, kernels)
     join_producers(graph, kernels)
     makers = {result: operation.index for operation in operations for result in operation.results}
     w, bias, moment, least, scale = (makers[output] for output in plan.program.outputs)

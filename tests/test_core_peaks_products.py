@@ -8,6 +8,7 @@ import shardplan
 from shardplan.memory.accumulation import accumulations, merged_anywhere
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.lying import lying_of
 from shardplan.memory.merging import merged_lifetimes, side_by_side, taken_out
@@ -268,7 +269,7 @@ def test_a_sum_of_what_is_computed_from_a_reductions_result_is_no_part_of_that_r
     schedule = shardplan.plan(step, 1, *args).schedule
     kernels = kernels_of(schedule.problem)
     graph = Graph(schedule, kernels, [], [])
-    graph.join(kernels)
+    join_kernels(graph, kernels)
     names = {index: schedule.program.operations[index].primitive.name for index in graph.reads}
     joined = [sorted(names[part] for part in (node, *parts)) for node, parts in graph.joined.items()]
     assert joined == [["mul", "reduce_sum"]]

@@ -26,7 +26,6 @@ Below, two kernels of a layer run between one weight's gradient and the next.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
@@ -35,7 +34,8 @@ from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwi
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view
 from shardplan.memory.gathering import combined_gathers
-from shardplan.memory.merging import join_producers, joining_later, merge_nodes, wait_for_slices
+from shardplan.memory.joining import join_kernels
+from shardplan.memory.merging import join_producers, merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import LATENCY, Placing
 from shardplan.memory.products import is_multiplied
@@ -69,7 +69,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     turn_operands(graph, kernels)
     fill_apart(graph, kernels.fused)
     copy_for_poolings(graph)
-    graph.join(kernels)
+    join_kernels(graph, kernels)
     join_producers(graph, kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
@@ -198,36 +198,6 @@ class Graph:
                     heapq.heappush(ready, (self.place[reader], reader))
         return done
 
-    def join(self, kernels: Kernels) -> None:
-        """Lets reductions be part of a kernel before them, of as many elements, that reads what is reduced, or makes it
-        for others too, and what is computed element by element of one before it that is as large and reads the same
-        value, if only a bias, but no single number: that one makes several results, and each is taken from them.
-
-        What they need stands before that kernel, and what needs them behind, so that nothing waits for itself.
-        """
-        touching: dict[int, list[int]] = {}
-        place = {node: number for number, node in enumerate(self.in_order())}
-        owner: dict[int, int] = {}
-        read = Counter(value for reads in self.reads.values() for value in reads)
-        for index in sorted(self.reads):
-            sums = self.program.operations[index].primitive.name in REDUCTIONS
-            if not sums and index not in kernels.fused:
-                continue
-            other = self._joining(index, touching, place, owner)
-            if other is not None:
-                owner[index] = other
-                self.joined.setdefault(other, []).append(index)
-                self.parts |= set() if sums else {other}
-            else:
-                made = self.program.operations[index].results
-                for value in {*self.reads[index], *(v for v in made if read[v] > 1 or v in kernels.read)}:
-                    touching.setdefault(value, []).append(index)
-        for index, other in joining_later(self, place, touching, owner).items():
-            owner[index] = other
-            self.joined.setdefault(other, []).append(index)
-        self.needs = self.joining(owner)
-        self.take_in(owner)
-
     def joining(self, owner: Mapping[int, int]) -> dict[int, set[int]]:
         """What each node needs where some are part of others."""
         found = {node: {owner.get(need, need) for need in needs} for node, needs in self.needs.items()}
@@ -242,28 +212,6 @@ class Graph:
         for index, other in owner.items():
             self.takes[other] += self.takes.pop(index)
             self.values[other] |= self.values.pop(index)
-
-    def _joining(
-        self,
-        index: int,
-        touching: Mapping[int, Sequence[int]],
-        place: Mapping[int, int],
-        owner: Mapping[int, int],
-    ) -> int | None:
-        """The kernel before an operation that takes it in, if there is one."""
-        operation, values = self.program.operations[index], self.program.values
-        sums, elements = operation.primitive.name in REDUCTIONS, self.elements(operation)
-        reads = sorted(self.reads[index], key=lambda value: (-values[value].total_bytes, value))
-        shared = reads[:1] if sums else [value for value in reads if prod(values[value].shape) > 1]
-        needs = [(need, owner.get(need, need)) for need in self.needs[index]]
-        for value in shared:
-            for other in reversed(touching.get(value, [])[-_MOST_SOURCES:]):
-                before = all(need == other or place[own] < place[other] for need, own in needs)
-                alike = self.elements(self.program.operations[other]) == elements
-                reads_it = value in self.reads[other] or (sums and prod(values[value].shape) == elements)
-                if alike and before and place[other] < place[index] and reads_it:
-                    return other
-        return None
 
     def through_values(self) -> dict[int, set[int]]:
         """What each node needs, arguments and what is taken from several results included: values, by their complement,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere, merged_in
@@ -275,38 +274,3 @@ def _reaches(begin: Iterable[int], following: Callable[[int], Iterable[int]], wa
         seen |= found
         stack += found
     return False
-
-
-def joining_later(
-    graph: Graph, place: Mapping[int, int], touching: Mapping[int, Sequence[int]], owner: Mapping[int, int]
-) -> dict[int, int]:
-    """Reductions that no kernel before them takes in, with the next one that reads a value as large as what is
-    reduced that they read too, where nothing before that one needs them: a loss is summed up in the kernel in which
-    the backward pass begins."""
-    needed: dict[int, int] = {}  # where a node is first needed
-    for node, needs in graph.needs.items():
-        for need in needs:
-            needed[need] = min(place[node], needed.get(need, len(place)))
-    found, values = dict[int, int](), graph.program.values
-    for index in sorted(graph.reads.keys() - owner.keys() - graph.joined.keys()):
-        operation = graph.program.operations[index]
-        if operation.primitive.name not in REDUCTIONS or index in found.values():
-            continue
-        elements, until = graph.elements(operation), needed.get(index, len(place))
-        reads = sorted(graph.reads[index], key=lambda value: (-values[value].total_bytes, value))
-        for value in reads:
-            if value != reads[0] and prod(values[value].shape) != elements:
-                continue
-            later = (
-                other
-                for other in touching.get(value, ())
-                if place[index] < place[other] < until
-                and other not in owner
-                and other not in found
-                and graph.elements(graph.program.operations[other]) == elements
-            )
-            other = min(later, key=place.__getitem__, default=None)
-            if other is not None:
-                found[index] = other
-                break
-    return found
