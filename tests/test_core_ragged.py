@@ -161,3 +161,20 @@ def test_the_gradient_of_matrices_has_copies_of_both_operands_for_all_groups():
     assert (
         peaks == [pytest.approx(masked + 4096 * (64 + 512) * 4, rel=0.02)] * 2
     )  # compiled: 90.2 MB, of which 4.2 for cuBLAS
+
+
+def test_masked_copies_of_independent_gradients_are_made_together_and_those_of_a_chain_are_not():
+    """One kernel masks all rows of one size by the same groups; what an earlier product is read for waits for that."""
+
+    def gradients(x, y, w, sizes):
+        first = jax.lax.ragged_dot_general(x, y, sizes, OF_MATRICES)
+        later = jax.lax.ragged_dot_general(jnp.tanh(y), jnp.sin(x), sizes, OF_MATRICES)
+        return first, later
+
+    def chained(x, y, w, sizes):
+        return jax.lax.ragged_dot(jax.lax.ragged_dot(x, w, sizes), w, sizes)
+
+    rows, square = shaped(8192, 64), shaped(32, 64, 64)
+    sizes = jax.ShapeDtypeStruct((32,), jnp.int32)
+    peaks = [shardplan.plan(step, 1, rows, rows, square, sizes).peak_bytes for step in (gradients, chained)]
+    assert [round(peak / (32 * 8192 * 64 * 4)) for peak in peaks] == [4, 1]  # compiled: 4.1 and 1.1

@@ -31,13 +31,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.lying import PRODUCT, lying_of
 from shardplan.memory.products import ProductOperand
 from shardplan.memory.recomputing import Kernels
 from shardplan.problem import Problem
 from shardplan.program import Operation
+
+if TYPE_CHECKING:
+    from shardplan.memory.hiding import Graph
 
 _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "slice", "split", "dynamic_slice", "gather", "rev"}
@@ -134,3 +139,15 @@ class _Copying:
                 return False
             [value] = whole
         return maker is None or maker.primitive.name in _MOVING or maker.primitive.name == PRODUCT
+
+
+def copying_kernel(graph: Graph, reader: tuple[int, Operation], read: Gather, takes: float) -> int:
+    """The kernel that copies what an operation of a node reads, as a node."""
+    node, operation = reader
+    sources = graph.sources(read.value)
+    makers = {maker for value in sources if (maker := graph.maker(value)) is not None}
+    ends = {graph.reduced[maker] for maker in makers & graph.reduced.keys()}
+    needs, values = graph.needs[node] & (makers | ends), graph.values[node] & sources
+    brought = (read, replace(read, alone=operation.index), *graph.brought(read.value))
+    needs |= {graph.gathers[gather] for gather in brought if gather in graph.gathers}
+    return graph.add(node - 0.5, needs, values, takes)

@@ -30,6 +30,7 @@ from shardplan.memory.convolutions import (
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import gathered_at_the_end
+from shardplan.memory.masking import masked_rows
 from shardplan.memory.merging import beside_merged, merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import copied_operands, is_multiplied
@@ -38,7 +39,7 @@ from shardplan.memory.repeated import repeated_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.slicing import is_sliced, sliced_on_the_way
-from shardplan.memory.workspaces import WORKSPACE_BYTES, masked_rows, window_bytes
+from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
 from shardplan.memory.zeros import filled_before
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -326,10 +327,9 @@ def memory_held(
         yield hold(gather.value, gather.layout, min(first, together.get(gather, first)), last)
     for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():
         yield hold(gather.value, gather.layout, first, last)
-    for place in sorted(lifetimes.in_libraries):
-        yield Held(None, (), WORKSPACE_BYTES, Lifetime(place, place))
+    yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
     yield from _left(lifetimes, schedule, sliced, sending)
-    for size, first, last in (*masked_rows(lifetimes.order, schedule), *beside_merged(lifetimes, schedule)):
+    for size, first, last in (*masked_rows(lifetimes, schedule), *beside_merged(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)

@@ -206,7 +206,7 @@ def wait_for_slices(graph: Graph, kernels: Kernels) -> None:
             elements = graph.elements(operations[index])
             alike = (owner.get(node, node) for node in nodes if graph.elements(operations[node]) == elements)
             first = next(alike, None)
-            if first is not None and not _needs_any(graph.needs, first, index):
+            if first is not None and not needs_any(graph.needs, first, index):
                 graph.needs[index].add(first)
 
 
@@ -257,7 +257,7 @@ def _leads(readers: Mapping[int, set[int]], into: Mapping[int, int], made: int, 
     return _reaches(others, lambda node: (_last(into, found) for found in readers[node]), reader)
 
 
-def _needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:
+def needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:
     """Whether a node needs another one, directly or not."""
     return _reaches(needs[node], needs.__getitem__, wanted)
 

@@ -8,6 +8,7 @@ from math import prod
 import jax
 
 from shardplan import _jax
+from shardplan.groups import RAGGED, axes_of_groups, sums_rows
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.products import PRODUCT, is_sum
 from shardplan.memory.sizes import bytes_in
@@ -56,7 +57,8 @@ def kernel_microseconds(
     is part of an addition: which ``made`` that value."""
     if operation.primitive.name == CONVOLUTION:
         return _CONVOLUTION
-    if operation.primitive.name == PRODUCT and not is_sum(schedule.program, operation):
+    alone = operation.primitive.name == PRODUCT and not is_sum(schedule.program, operation)
+    if alone or operation.primitive.name == RAGGED:
         return _product_microseconds(schedule, operation, operation.results[0] if made is None else made)
     values = schedule.assignment.values
     moved = (bytes_in(schedule, value, values[value]) for value in (*reads, *operation.results) if value in values)
@@ -85,14 +87,23 @@ def _reads_narrow(schedule: Schedule, product: Operation) -> bool:
 
 
 def _product_sizes(schedule: Schedule, operation: Operation) -> tuple[float, ...]:
-    """Of a product on one device: its batches, what it adds up, and what else each side has."""
+    """Of a product on one device: its batches, what it adds up, and what else each side has. Of rows in groups, all
+    rows of a device are multiplied by all groups that it has, as `shardplan.memory.masking` says."""
     strategy, sizes = schedule.assignment.strategies[operation.index], list[tuple[float, ...]]()
-    degrees = schedule.space.mesh.sizes
-    numbers = zip(*operation.params["dimension_numbers"], strict=True)
-    for operand, layout, dims in zip(operation.operands, strategy.operands, numbers, strict=True):
+    grouped, degrees = operation.primitive.name == RAGGED, schedule.space.mesh.sizes
+    dimensions = operation.params["ragged_dot_dimension_numbers" if grouped else "dimension_numbers"]
+    numbers = zip(*(dimensions.dot_dimension_numbers if grouped else dimensions), strict=True)
+    for operand, layout, dims in zip(operation.operands, strategy.operands, numbers, strict=False):
         shape = operand_type(schedule.program, operand).shape
         axes = layout[-len(shape) :] if layout is not None else ((),) * len(shape)
         left = [size / prod(degrees[axis] for axis in split) for size, split in zip(shape, axes, strict=True)]
         contracted, batch = (prod(left[dim] for dim in some) for some in dims)
         sizes.append((batch, contracted, prod(left) / max(1e-9, batch * contracted)))
-    return *sizes[0], sizes[1][2]
+    (batch, contracted, rows), (*_, columns) = sizes
+    if not grouped:
+        return batch, contracted, rows, columns
+    split = prod(degrees[axis] for axis in axes_of_groups(operation, strategy))
+    groups = operand_type(schedule.program, operation.operands[2]).shape[-1] / split
+    if sums_rows(operation):
+        return batch * groups, contracted, rows, columns
+    return batch, contracted * groups, rows, columns / groups

@@ -7,14 +7,14 @@ products then weigh and add up), several are in memory at once: each fills a wai
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import spread_operands
-from shardplan.memory.copying import own_kernels
+from shardplan.memory.copying import copying_kernel, own_kernels
 from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.masking import mask_rows
 from shardplan.memory.products import ProductOperand, copied_operands
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def turn_operands(graph: Graph, kernels: Kernels) -> None:
-    """Adds a kernel to a graph for each copy that convolutions read (`shardplan.memory.convolutions`), and products:
-    these need that instead of what it is made from. A copy for convolutions that is only transposed is written by the
+    """Adds a kernel to a graph for each copy that convolutions read (`shardplan.memory.convolutions`), and products,
+    also those of rows in groups (`shardplan.memory.masking`): these need that instead of what it is made from. A copy for convolutions that is only transposed is written by the
     kernel that makes what is copied, where that computes element by element."""
     spread = spread_operands(graph.program, graph.program.operations, kernels.copied)
     nodes: dict[tuple[int, float], int] = {}
@@ -48,7 +48,7 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
                 continue
             if (operand, times) not in nodes:
                 moved = (1 + times) * bytes_in(graph.schedule, operand, layout)
-                nodes[operand, times] = _copying(
+                nodes[operand, times] = copying_kernel(
                     graph, (index, operation), Gather(operand, layout), moved / BYTES_MOVED
                 )
             copies.add(nodes[operand, times])
@@ -58,6 +58,7 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
         graph.needs[index] |= copies
         graph.values[index] -= gone
     _turn_products(graph, kernels)
+    mask_rows(graph)
 
 
 def _turn_products(graph: Graph, kernels: Kernels) -> None:
@@ -81,22 +82,10 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
         if size <= made_from:
             continue
         if read not in nodes:
-            nodes[read] = _copying(graph, (node, product), Gather(operand, layout), (made_from + size) / BYTES_MOVED)
+            nodes[read] = copying_kernel(graph, (node, product), Gather(operand, layout), (made_from + size) / BYTES_MOVED)
         others = {o for n in {node, index} for o in program.operations[n].operands if isinstance(o, int)} - {operand}
         gone = graph.sources(operand).difference(*map(graph.sources, others - {product.results[0]}))
         graph.needs[node] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
         graph.needs[node].add(nodes[read])
         graph.values[node] -= gone
         graph.beside[index, position] = nodes[read]
-
-
-def _copying(graph: Graph, reader: tuple[int, Operation], read: Gather, takes: float) -> int:
-    """The kernel that copies what an operation of a node reads, as a node."""
-    node, operation = reader
-    sources = graph.sources(read.value)
-    makers = {maker for value in sources if (maker := graph.maker(value)) is not None}
-    ends = {graph.reduced[maker] for maker in makers & graph.reduced.keys()}
-    needs, values = graph.needs[node] & (makers | ends), graph.values[node] & sources
-    brought = (read, replace(read, alone=operation.index), *graph.brought(read.value))
-    needs |= {graph.gathers[gather] for gather in brought if gather in graph.gathers}
-    return graph.add(node - 0.5, needs, values, takes)

@@ -35,11 +35,12 @@ from shardplan.memory.bringing import Sending, brought_spans, gathered_from, red
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.liveness import Lifetime, Lifetimes
+from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.slicing import is_sliced
-from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes, working_bytes
+from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -308,11 +309,16 @@ class Usages:
         """What operations need while they run, beside operands and results."""
         for place, operation in enumerate(self.lifetimes.order):
             variable = self._own(operation)
-            if variable is not None and operation.primitive.name in (RAGGED, POOLING_GRADIENT):
-                bytes_of = working_bytes if operation.primitive.name == RAGGED else window_bytes
+            if variable is not None and operation.primitive.name == POOLING_GRADIENT:
                 strategies = self.problem.choices[operation.index].strategies
-                amounts = [bytes_of(operation, self.problem, strategy) for strategy in strategies]
+                amounts = [window_bytes(operation, self.problem, strategy) for strategy in strategies]
                 yield Usage(variable, np.array(amounts), place, place + 1)
+            elif variable is not None and operation.primitive.name == RAGGED:
+                strategies = self.problem.choices[operation.index].strategies
+                for position in masked_positions(operation):
+                    amounts = [masked_bytes(operation, self.problem, strategy, position) for strategy in strategies]
+                    first = self.lifetimes.put_beside.get((operation.index, position), place)
+                    yield Usage(variable, np.array(amounts), first, place + 1)
             elif variable is not None and operation.primitive.name == CONVOLUTION:
                 strategies = self.problem.choices[operation.index].strategies
                 amounts = [neighbour_bytes(self.problem, operation, strategy) for strategy in strategies]
