@@ -1,5 +1,6 @@
 """Predicted peaks of loops and branches: carries updated in place, stacks, what is held while they run."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,7 @@ from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.usages import Usages
+from shardplan.schedule import Schedule
 from shardplan.tracing import trace_program
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -109,6 +111,21 @@ def test_what_a_loop_stacks_twice_is_stacked_and_read_once():
     assert same[first.results[2]] == first.results[1]
     _, one, other = program.regions[second.bodies[0]].inputs
     assert same[other] == one
+
+
+def test_equal_stacks_in_two_layouts_are_both_held():
+    def step(x):
+        stacks = jax.lax.scan(lambda carry, _: (jnp.sin(carry), (carry, carry)), x, length=4)[1]
+        return jax.lax.scan(lambda carry, slices: (carry + slices[0] @ slices[1], None), x, stacks)[0]
+
+    plan = shardplan.plan(step, MESH, _square(64))
+    assignment = plan.schedule.assignment
+    stacks = next(operation for operation in plan.program.operations if operation.bodies).results[1:]
+    for layouts, held in ((((), (0,), ()),) * 2, 1), ((((), (0,), ()), ((), (), ())), 2):
+        values = {**assignment.values, **dict(zip(stacks, layouts, strict=True))}
+        schedule = Schedule(plan.schedule.problem, dataclasses.replace(assignment, values=values))
+        lifetimes = Lifetimes(schedule.problem, range(len(plan.program.operations)), kernels_in(schedule))
+        assert len(lifetimes.held.keys() & {*stacks}) == held
 
 
 def test_what_a_loop_reads_is_stored_where_the_program_makes_it_from_nothing():

@@ -59,7 +59,7 @@ class _Copy:
     the rows; that of what is read transposed as well reads it where the transposition is made."""
 
     size: float
-    shape: tuple[int, ...]
+    shape: tuple[float, ...]
     readers: list[tuple[Operation, int]]
 
 
@@ -86,18 +86,18 @@ def _copies(schedule: Schedule) -> dict[_Masked, _Copy]:
     for operation, position in reading:
         masked = _masked(schedule, operation, position)
         kinds = (False,) if sums_rows(operation) else (False, True) if masked in as_they_are else (True,)
+        size = masked_bytes(operation, schedule.problem, strategies[operation.index], position)
         for transposed in kinds:
-            if isinstance(masked.rows, int):
-                size = masked_bytes(operation, schedule.problem, strategies[operation.index], position)
-                key = _masked(schedule, operation, position, transposed)
-                found.setdefault(key, _Copy(size, _block(schedule, masked), [])).readers.append((operation, position))
+            key = replace(masked, transposed=transposed)
+            found.setdefault(key, _Copy(size, _block(schedule, masked), [])).readers.append((operation, position))
     return found
 
 
-def _masked(schedule: Schedule, operation: Operation, position: int, transposed: bool = False) -> _Masked:
+def _masked(schedule: Schedule, operation: Operation, position: int) -> _Masked:
     strategy = schedule.assignment.strategies[operation.index]
     rows, sizes = operation.operands[position], operation.operands[_SIZES]
-    return _Masked(rows, sizes, strategy.operands[position], axes_of_groups(operation, strategy), transposed)
+    assert isinstance(rows, int)
+    return _Masked(rows, sizes, strategy.operands[position], axes_of_groups(operation, strategy), transposed=False)
 
 
 def _block(schedule: Schedule, masked: _Masked) -> tuple[float, ...]:
@@ -127,19 +127,22 @@ def mask_rows(graph: Graph) -> None:
         if masked.transposed and own in nodes:
             graph.needs[node], graph.values[node] = {nodes[own]}, set()
             graph.takes[node] *= 2
-    read_by = dict[tuple[int, int], int]()
+    products: dict[int, Operation] = {}
+    views: dict[tuple[int, int], int] = {}
     for masked, copy in copies.items():
-        view = graph.add(graph.place[nodes[masked]], {nodes[masked]}, set(), 0.0) if masked.transposed else nodes[masked]
+        view = node = nodes[masked]
+        if masked.transposed:  # products read a view of it
+            view = graph.add(graph.place[node], {node}, set(), 0.0)
         for operation, position in copy.readers:
+            products[operation.index] = operation
             if masked.transposed or sums_rows(operation):
-                graph.beside[operation.index, position], read_by[operation.index, position] = nodes[masked], view
-    for operation in {operation.index: operation for copy in copies.values() for operation, _ in copy.readers}.values():
-        index = operation.index
+                graph.beside[operation.index, position], views[operation.index, position] = node, view
+    for index, operation in products.items():
         positions = masked_positions(operation)
-        read = {o for position, o in enumerate(operation.operands) if position not in positions and isinstance(o, int)}
-        gone = graph.reads[index].difference(*map(graph.sources, read))
+        others = {o for n, o in enumerate(operation.operands) if n not in positions and isinstance(o, int)}
+        gone = graph.reads[index].difference(*map(graph.sources, others))
         graph.needs[index] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
-        graph.needs[index] |= {read_by[index, position] for position in positions}
+        graph.needs[index] |= {views[index, position] for position in positions}
         graph.values[index] -= gone
     into = _together(graph, copies, nodes)
     graph.beside |= {read: into[node] for read, node in graph.beside.items() if node in into}
@@ -150,15 +153,19 @@ def _together(graph: Graph, copies: Mapping[_Masked, _Copy], nodes: Mapping[_Mas
     part of another one now, that."""
     into, leaders = dict[int, int](), dict[object, list[int]]()
     for masked, copy in copies.items():
-        alike = leaders.setdefault((masked.sizes, masked.groups, copy.shape), [])
         node = nodes[masked]
         if masked.transposed:
             continue
-        other = next((o for o in alike if not needs_any(graph.needs, node, o) and not needs_any(graph.needs, o, node)), None)
+        alike = leaders.setdefault((masked.sizes, masked.groups, copy.shape), [])
+        apart = (o for o in alike if not needs_any(graph.needs, node, o) and not needs_any(graph.needs, o, node))
+        other = next(apart, None)
         if other is None:
             alike.append(node)
             continue
         into[node] = other
-        graph.needs = graph.joining({node: other})
+        graph.needs[other] |= graph.needs.pop(node)
+        for needs in (needs for needs in graph.needs.values() if node in needs):
+            needs.remove(node)
+            needs.add(other)
         graph.take_in({node: other})
     return into

@@ -18,7 +18,7 @@ A loop that stacks the same value twice stacks it once, and so do the loops that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ from shardplan.program import Constant, Operation, Program
 from shardplan.schedule import Schedule
 
 Apart = tuple[tuple[int, int], ...]
-"""Operations, by index, that are computed in other layouts than equal ones, each with the number of its own way."""
+"""Operations, by index, that are computed in other layouts than equal ones, each with the number of its own way; and
+stacks that lie otherwise than equal ones, by the complement of the value."""
 
 
 def repeated_results(program: Program, operations: Iterable[Operation], apart: Apart = ()) -> dict[int, int]:
@@ -53,7 +54,7 @@ def repeated_results(program: Program, operations: Iterable[Operation], apart: A
     for operation in operations:
         _enter(operation.region, (program, loops, around), entered, same)
         if operation.index in loops:
-            _equal_stacks(loops[operation.index], leaving, same)
+            _equal_stacks(loops[operation.index], leaving, same, ways)
         kind = computing.get(operation.index)
         if kind is None or not leaving.isdisjoint(operation.results):
             continue
@@ -92,6 +93,14 @@ def apart_in(schedule: Schedule) -> Apart:
             known.append(way)
         if known.index(way):
             found.append((operation.index, known.index(way)))
+    lying: dict[int, list[object]] = {}
+    stacks = [link.target for links in schedule.problem.links.values() for link in links.inside if link.stacked]
+    for stack in (stack for stack in stacks if stack in same):
+        known = lying.setdefault(same[stack], [assignment.values.get(same[stack])])
+        if (layout := assignment.values.get(stack)) not in known:
+            known.append(layout)
+        if known.index(layout):
+            found.append((~stack, known.index(layout)))
     return tuple(found)
 
 
@@ -163,11 +172,12 @@ def _enter(
                 same[link.target] = found
 
 
-def _equal_stacks(links: Links, leaving: set[int], same: dict[int, int]) -> None:
+def _equal_stacks(links: Links, leaving: set[int], same: dict[int, int], ways: Mapping[int, int]) -> None:
     """Adds the results of a loop to ``same`` that stack what another one stacks, and do not leave."""
-    first: dict[int, int] = {}
+    first: dict[tuple[int, int | None], int] = {}
     for link in links.inside:
         if isinstance(link.source, int) and link.stacked and link.target not in leaving:
-            found = first.setdefault(same.get(link.source, link.source), link.target)
+            key = same.get(link.source, link.source), ways.get(~link.target)
+            found = first.setdefault(key, link.target)
             if found != link.target:
                 same[link.target] = found

@@ -19,7 +19,6 @@ from shardplan.memory.products import ProductOperand, copied_operands
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.times import BYTES_MOVED
-from shardplan.program import Operation
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
 
 def turn_operands(graph: Graph, kernels: Kernels) -> None:
     """Adds a kernel to a graph for each copy that convolutions read (`shardplan.memory.convolutions`), and products,
-    also those of rows in groups (`shardplan.memory.masking`): these need that instead of what it is made from. A copy for convolutions that is only transposed is written by the
-    kernel that makes what is copied, where that computes element by element."""
+    also those of rows in groups (`shardplan.memory.masking`): these need that instead of what it is made from. A copy
+    for convolutions that is only transposed is written by the kernel that makes what is copied, where that computes
+    element by element."""
     spread = spread_operands(graph.program, graph.program.operations, kernels.copied)
     nodes: dict[tuple[int, float], int] = {}
     for index in sorted({index for index, _ in spread} & graph.reads.keys()):
@@ -82,7 +82,9 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
         if size <= made_from:
             continue
         if read not in nodes:
-            nodes[read] = copying_kernel(graph, (node, product), Gather(operand, layout), (made_from + size) / BYTES_MOVED)
+            nodes[read] = copying_kernel(
+                graph, (node, product), Gather(operand, layout), (made_from + size) / BYTES_MOVED
+            )
         others = {o for n in {node, index} for o in program.operations[n].operands if isinstance(o, int)} - {operand}
         gone = graph.sources(operand).difference(*map(graph.sources, others - {product.results[0]}))
         graph.needs[node] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
