@@ -19,7 +19,8 @@ of the whole graph.
 >>> a, b = net.add_variable([5.0, 0.0, 0.0]), net.add_variable([5.0, 0.0, 1.0])
 >>> net.add_edge(a, b, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 9.0], [1.0, 9.0, 0.0]]))
 >>> net.twins = {a: np.array([0, 1, 1]), b: np.array([0, 1, 1])}
->>> small, _ = coarse(Graph.of(net))
+>>> whole = Graph.of(net)
+>>> small = coarse(whole, places_of(whole))
 >>> small.costs[1].tolist(), small.neighbours[0][1].tolist()
 ([5.0, 0.0], [[0.0, 1.0], [1.0, 0.0]])
 """
@@ -43,7 +44,7 @@ from shardplan.search.run import Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
 
-__all__ = ["coarse", "coarse_start"]
+__all__ = ["coarse", "coarse_start", "places_of"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -87,9 +88,10 @@ def coarse_start(
     unfit = graph.hint is not None or graph.usage_limit is not None
     if unfit or not graph.twins or (before := graph.entries()) < _WORTH_ENTRIES:
         return None
-    small, places = coarse(graph)
-    if small.entries() > _WORTH_SHARE * before:
+    places = places_of(graph)
+    if _entries(graph, places) > _WORTH_SHARE * before:
         return None
+    small = coarse(graph, places)
     allowed = _SHARE_OF_TIME * watch.seconds_left()
 
     def tick() -> None:
@@ -168,13 +170,24 @@ def _fitting(
     return masks
 
 
-def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:
-    """The graph with twins taken together, and per variable the choice that each of its choices became."""
+def places_of(graph: Graph) -> dict[int, Index]:
+    """Per variable, the choice that each of its choices becomes where twins are taken together."""
     places = {}
     for v in graph.live():
         labels = graph.twins.get(v)
         every = np.arange(graph.size(v), dtype=np.intp)
         places[v] = every if labels is None else np.unique(labels, return_inverse=True)[1].astype(np.intp)
+    return places
+
+
+def _entries(graph: Graph, places: dict[int, Index]) -> int:
+    """Table entries of the graph with twins taken together."""
+    sizes = {v: int(place.max(initial=-1)) + 1 for v, place in places.items()}
+    return sum(size * sizes[w] for v, size in sizes.items() for w in graph.neighbours[v] if v < w)
+
+
+def coarse(graph: Graph, places: dict[int, Index]) -> Graph:
+    """The graph with twins taken together, where each choice of each variable becomes the one that ``places`` says."""
     small = graph.copy()
     small.twins, small.hint = {}, None
     keys = {v: place.tobytes() for v, place in places.items()}
@@ -193,7 +206,7 @@ def coarse(graph: Graph) -> tuple[Graph, dict[int, Index]]:
                 if key not in made:
                     made[key] = np.ascontiguousarray(_least(_least(table, place).T, places[w]).T)
                 small.set_edge(v, w, made[key])
-    return small, places
+    return small
 
 
 def _taken_together(messages: Messages, places: dict[int, Index]) -> Messages:

@@ -8,7 +8,7 @@ import pytest
 
 from shardplan.search import Network, coarsening, solve, testing
 from shardplan.search.among import Parts
-from shardplan.search.coarsening import coarse, coarse_start
+from shardplan.search.coarsening import coarse, coarse_start, places_of
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
 from shardplan.search.relaxation import Relaxation
@@ -31,7 +31,7 @@ def renamed_axes(count: int) -> Network:
 
 def test_true_twins_lose_nothing_of_the_bound() -> None:
     graph = Graph.of(renamed_axes(7))
-    small, _ = coarse(graph)
+    small = coarse(graph, places_of(graph))
     bounds = []
     for each in (graph, small):
         relaxation = Relaxation(each)

@@ -27,7 +27,9 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
+from typing import NamedTuple
 
+from shardplan.memory.alike import first_alike
 from shardplan.memory.cycles import REDUCING_CYCLES, cycles_of
 from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
 from shardplan.memory.parts import Part, parts_of
@@ -101,8 +103,7 @@ class _Kernel:
     times: dict[int, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Computing:
+class _Computing(NamedTuple):
     """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
     else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
     numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: how
@@ -160,30 +161,34 @@ def stored_values(
     """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
     memory anyway, where each value is split into so many parts (``degrees``), and some are parts of ``buffers`` of so
     many bytes."""
-    found = frozenset[int]()
-    for part in _parts(problem, fused, needed):
+    found = set[int]()
+    for part, alike in _parts(problem, fused, needed):
         around = tuple([buffers.get(value, 0.0) for value in part.values])
-        found |= _stored_in(problem, part, tuple([degrees[value] for value in part.values]), around)
-    return found
+        places = _stored_in(problem, alike, tuple([degrees[value] for value in part.values]), around)
+        found.update([part.values[place] for place in places])
+    return frozenset(found)
 
 
 @once
-def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> list[Part]:
+def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> list[tuple[Part, Part]]:
+    """The parts, each with the first one that is alike."""
     computing, merged = _computing(problem), merged_scatters(problem)
     without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
     alone = fused - merged.keys()
-    return parts_of(
+    parts = parts_of(
         {result: computing[operation.index].read for operation in without_bodies for result in operation.results},
         {r for operation in without_bodies if operation.index in alone for r in operation.results} - needed,
     )
+    reading = {index: ((done.read, done.copied), done[1:-1]) for index, done in computing.items()}
+    return list(zip(parts, first_alike(problem, parts, reading), strict=True))
 
 
 @once
-def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...], buffers: tuple[float, ...]) -> frozenset[int]:
-    """Those of one part, whose values are split into so many parts, and lie in buffers of so many bytes."""
+def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...], buffers: tuple[float, ...]) -> list[int]:
+    """Those of one part, by place, whose values are split into so many parts, and lie in buffers of so many bytes."""
     fusion = _Fusion(problem, dict(zip(part.values, zip(degrees, buffers, strict=True), strict=True)), part.makes)
     fusion.fuse(part.fusible)
-    return frozenset(fusion.apart)
+    return [place for place, value in enumerate(part.values) if value in fusion.apart]
 
 
 @once
