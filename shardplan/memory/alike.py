@@ -35,8 +35,8 @@ def first_alike(problem: Problem, parts: Sequence[Part], asked: Asked) -> list[P
         for made in part.makes:
             index = makers[made]
             key += (place(made), same[index])
-            for read in asked[index][0]:
-                key += map(place, read)
+            for some in asked[index][0]:
+                key += map(place, some)
         found.append(known.setdefault(tuple(key), part))
     return found
 

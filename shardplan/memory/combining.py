@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -156,9 +156,21 @@ class Waiting:
 
     def still_open(self, found: frozenset[int]) -> frozenset[int]:
         """Of groups, and of what the full ones among them wait for, those that may take more members."""
-        while full := found & self._full:
-            found = (found - full).union(*(self._before[number] for number in full))
-        return found
+        full = found & self._full
+        for number in full:
+            self._look_through(number)
+        return (found - full).union(*[self._before[number] for number in full]) if full else found
+
+    def _look_through(self, number: int) -> None:
+        """Lets a group wait for what full ones wait for instead of for these."""
+        stack = [number]
+        while stack:
+            before = self._before[stack[-1]]
+            full = before & self._full
+            if deeper := [other for other in full if self._before[other] & self._full]:
+                stack += deeper
+                continue
+            self._before[stack.pop()] = (before - full).union(*[self._before[other] for other in full])
 
     def leads(self, number: int, others: frozenset[int]) -> bool:
         """Whether one of the others is a group that may take more members, or waits for it."""
@@ -235,15 +247,13 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
     program, pointwise = problem.program, pointwise_operations(problem)
     sources: dict[int, frozenset[int]] = {}  # per value, the reductions that its kernel reads, all as large
     behind: dict[int, int] = {}  # per value, the reductions that lead to it, as bits
-    reductions: dict[int, int] = {}  # per reduction, those that lead to it
     bits = {index: 1 << number for number, index in enumerate(sorted(reduced))}
+    leading = _leading_to(program, bits)
     partners: dict[int, list[int]] = {}
     for operation in program.operations:
         needed = 0
         for operand in operation.operands:
             needed |= behind.get(operand, 0) if isinstance(operand, int) else 0
-        if operation.index in reduced:
-            reductions[operation.index] = needed
         behind |= dict.fromkeys(operation.results, needed | bits.get(operation.index, 0))
         if len(operation.results) != 1:
             continue
@@ -264,11 +274,28 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
             if 0 < len(found) <= _MOST_PARTNERS:
                 sources[result] = found
             if len(found) > max((len(sources[o]) for o in read), default=0):
-                others = [reductions[other] for other in reductions.keys() - found if needed & bits[other]]
+                others = needed & ~sum([bits[index] for index in found])
                 for index in found:
-                    if not any(leading & bits[index] for leading in others):  # else what else reads it leads here
+                    if not leading[index] & others:  # else what else reads it leads here
                         partners.setdefault(index, []).extend(sorted(found - {index}))
     return tuple((index, tuple(others)) for index, others in partners.items())
+
+
+def _leading_to(program: Program, bits: Mapping[int, int]) -> dict[int, int]:
+    """Per operation that has a bit, the bits of those that its results lead to."""
+    found: dict[int, int] = {}
+    ahead: dict[int, int] = {}  # per value, those that it leads to
+    for operation in reversed(program.operations):
+        leading = 0
+        for result in operation.results:
+            leading |= ahead.pop(result, 0)
+        if operation.index in bits:
+            found[operation.index] = leading
+            leading |= bits[operation.index]
+        for operand in operation.operands if leading else ():
+            if isinstance(operand, int):
+                ahead[operand] = ahead.get(operand, 0) | leading
+    return found
 
 
 @once

@@ -6,7 +6,7 @@ product runs. Its result is one buffer, which lives until nothing reads any of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -223,8 +223,9 @@ def join_producers(graph: Graph, kernels: Kernels) -> None:
     }
     owner = {part: node for node, parts in graph.joined.items() for part in parts}
     readers: dict[int, set[int]] = {node: set() for node in graph.needs}
-    for node, needs in graph.needs.items():
-        for need in needs:
+    needs = dict(graph.needs)
+    for node, needed in needs.items():
+        for need in needed:
             readers[need].add(node)
     into: dict[int, int] = {}
     for index, size in elements.items():
@@ -233,9 +234,10 @@ def join_producers(graph: Graph, kernels: Kernels) -> None:
             if maker is None or elements.get(maker) != size or (size > 1 and value not in leaving):
                 continue
             made, reader = (_last(into, owner.get(node, node)) for node in (maker, index))
-            if made != reader and not _leads(readers, into, made, reader):
+            if made != reader and not _leads(readers, needs, into, made, reader):
                 into[made] = reader
                 readers[reader] |= readers[made] - {reader}
+                needs[reader] = needs[reader] | needs[made]
     into = {made: _last(into, made) for made in into}
     graph.needs = graph.joining(into)
     graph.take_in(into)
@@ -244,33 +246,45 @@ def join_producers(graph: Graph, kernels: Kernels) -> None:
         graph.parts.add(reader)
 
 
-def _last(into: Mapping[int, int], node: int) -> int:
-    """The node of which another one is part by now."""
+def _last(into: dict[int, int], node: int) -> int:
+    """The node of which another one is part by now; ``into`` leads there more directly then."""
     while node in into:
+        into[node] = into.get(into[node], into[node])
         node = into[node]
     return node
 
 
-def _leads(readers: Mapping[int, set[int]], into: Mapping[int, int], made: int, reader: int) -> bool:
-    """Whether a node needs what another one makes by way of a third."""
-    others = (node for found in readers[made] if (node := _last(into, found)) != reader)
-    return _reaches(others, lambda node: (_last(into, found) for found in readers[node]), reader)
+def _leads(
+    readers: Mapping[int, set[int]], needs: Mapping[int, set[int]], into: dict[int, int], made: int, reader: int
+) -> bool:
+    """Whether a node needs what another one makes by way of a third: looked for from both ends, so that a node with
+    very many readers is seldom gone through."""
+    sides, spent, ends = (readers, needs), [0, 0], {made, reader}
+    stacks = [[*({_last(into, node) for node in near} - ends)] for near in (readers[made], needs[reader])]
+    seen = [{made, *stacks[0]}, {reader, *stacks[1]}]
+    if not seen[0].isdisjoint(seen[1]):
+        return True
+    while stacks[0] and stacks[1]:
+        costs = [done + len(side[stack[-1]]) for done, side, stack in zip(spent, sides, stacks, strict=True)]
+        at = int(costs[1] < costs[0])
+        spent[at] = costs[at]
+        found = {_last(into, node) for node in sides[at][stacks[at].pop()]} - seen[at]
+        if not found.isdisjoint(seen[1 - at]):
+            return True
+        seen[at] |= found
+        stacks[at] += found
+    return False
 
 
 def needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:
     """Whether a node needs another one, directly or not."""
-    return _reaches(needs[node], needs.__getitem__, wanted)
-
-
-def _reaches(begin: Iterable[int], following: Callable[[int], Iterable[int]], wanted: int) -> bool:
-    """Whether a way leads from some of the nodes to another one."""
-    seen = {*begin}
+    seen = {*needs[node]}
     stack = [*seen]
     while stack:
-        node = stack.pop()
-        if node == wanted:
+        other = stack.pop()
+        if other == wanted:
             return True
-        found = {*following(node)} - seen
+        found = needs[other] - seen
         seen |= found
         stack += found
     return False

@@ -88,7 +88,7 @@ def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:
     program, values = schedule.program, schedule.assignment.values
     makers = {result: operation for operation in program.operations for result in operation.results}
     leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
-    stored = {*program.inputs, *program.captured}
+    stored, in_memory = {*program.inputs, *program.captured}, kernels.read | kernels.stored
     for operation in program.operations:
         operand = next(iter(operation.operands), None)
         strategy = schedule.assignment.strategies.get(operation.index)
@@ -96,7 +96,7 @@ def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:
             continue
         result, maker = operation.results[0], makers.get(operand)
         fused = maker is not None and maker.index in kernels.fused
-        if operand not in stored and not (fused and operand in kernels.read | kernels.stored):
+        if operand not in stored and not (fused and operand in in_memory):
             continue
         if strategy.operands[0] == values[operand] and strategy.results[0] == values[result] and result not in leaving:
             stored.add(result)
