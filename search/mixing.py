@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ class Mixtures:
         """Others that the network excludes have no part in this."""
         self.graph = graph = Graph.of(network)
         self._live = live = graph.live()
-        self._numbers = originals(graph)
+        self._starts, self._places = _places(network, originals(graph), live)
         offsets = np.cumsum([0, *(graph.size(v) for v in live)]).astype(np.intp)
         profile = Profile(graph, live, offsets[:-1])
         self._limit = profile.limit
@@ -54,5 +54,17 @@ class Mixtures:
         return self.graph.expand(dict(zip(self._live, mixture.choices.tolist(), strict=True))), mixture.work
 
     def _reduced(self, choices: NDArray[np.int64]) -> NDArray[np.intp]:
-        numbers = [int(np.searchsorted(self._numbers[v], choices[v])) for v in self._live]
-        return np.array(numbers, dtype=np.intp)
+        return self._places[self._starts + choices[self._live]]
+
+
+def _places(
+    network: Network, left: Mapping[int, NDArray[np.intp]], live: Sequence[int]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Where among all choices those of each variable start, and for each choice its place among those that are left
+    of its variable: of those that are not, the next one's."""
+    starts = np.cumsum([0, *(network.costs[v].size for v in live)]).astype(np.intp)
+    kept = np.zeros(starts[-1], dtype=np.intp)
+    for start, v in zip(starts.tolist(), live, strict=False):
+        kept[start + left[v]] = 1
+    before = np.cumsum(kept) - kept
+    return starts[:-1], before - np.repeat(before[starts[:-1]], np.diff(starts))

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -110,6 +111,8 @@ class Network:
         self.restrictions: list[dict[int, NDArray[np.bool_]]] = []
         """Networks within this one, whose best assignments are good ones of the whole: per variable, which of its
         choices they have (see `shardplan.search.restricting`)."""
+        self.derived: dict[object, Any] = {}
+        """What others derive of the tables, for when they need it again."""
         self._known: dict[int, tuple[object, int]] = {}
 
     def __len__(self) -> int:
@@ -120,6 +123,14 @@ class Network:
             f"Network({len(self.costs)} variables, {len(self.edges)} edges, {len(self.tables)} tables, "
             f"{len(self.ties)} ties, {len(self.usages)} usages, usage_limit={self.usage_limit})"
         )
+
+    def copy(self) -> Network:
+        """The same variables, edges, ties, usages and twins, to which others can be added."""
+        other = Network(self.usage_limit)
+        other.costs, other.names, other.multiplicities = list(self.costs), list(self.names), list(self.multiplicities)
+        other.edges, other.tables, other.ties = list(self.edges), list(self.tables), list(self.ties)
+        other.usages, other.twins, other._known = list(self.usages), dict(self.twins), dict(self._known)
+        return other
 
     def add_variable(self, costs: ArrayLike, name: str = "", multiplicity: int = 1) -> int:
         """Adds a variable and returns its id.

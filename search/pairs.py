@@ -4,7 +4,11 @@ The copy of a tensor takes memory only where its layout differs from the tensor'
 `with_pairs` says it by one more variable per pair. Its choices stand for a choice of the second variable, together with
 what the pair then uses, so that its usage is its own; the pair's costs move onto it.
 
->>> import numpy as np
+>>> from hashlib import blake2b
+
+from hashlib import blake2b
+
+import numpy as np
 >>> net = Network(usage_limit=5)
 >>> tensor, copy = net.add_variable([0.0, 0.0]), net.add_variable([3.0, 0.0])
 >>> net.add_edge(tensor, copy, np.array([[0.0, 1.0], [1.0, 0.0]]))
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,28 +64,22 @@ def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
         if usage.start < usage.end:
             by_pair.setdefault((usage.u, usage.v), []).append(usage)
     tables: dict[tuple[int, int], list[int]] = {pair: [] for pair in by_pair}
-    other = Network(network.usage_limit)
-    for costs, name, times in zip(network.costs, network.names, network.multiplicities, strict=True):
-        other.add_variable(costs, name, times)
+    other = network.copy()
+    other.edges = [edge for edge in network.edges if edge[:2] not in tables]
     for u, v, table in network.edges:
         if (u, v) in tables:
             tables[u, v].append(table)
-        else:
-            other.add_edge(u, v, network.tables[table])
-    other.ties, other.usages, other.twins = list(network.ties), list(network.usages), dict(network.twins)
-    known: dict[object, _States] = {}
     for (u, v), together in by_pair.items():
-        amounts = np.stack([usage.amounts for usage in together]).astype(np.float64)
-        key = (amounts.shape, amounts.tobytes(), *tables[u, v])
-        if key not in known:
-            shape = network.costs[u].size, network.costs[v].size
-            known[key] = _states(sum((network.tables[t] for t in tables[u, v]), np.zeros(shape)), amounts)
-        states = known[key]
+        states = _known_states(network, (u, v), tables[u, v], [usage.amounts for usage in together])
         pair = other.add_variable(np.zeros(states.left.shape[1]), f"{network.names[u]} with {network.names[v]}")
         other.add_edge(u, pair, states.left)
         other.add_edge(pair, v, states.right)
         if v in network.twins:
-            other.twins[pair] = _twins(states, network.twins[v])
+            labels = network.twins[v]
+            key = id(states), labels.tobytes()
+            if key not in network.derived:
+                network.derived[key] = _twins(states, labels)
+            other.twins[pair] = network.derived[key]
         for usage, used in zip(together, states.amounts, strict=True):
             other.add_usage(pair, used, usage.start, usage.end)
     return other
@@ -105,6 +104,16 @@ def extended(network: Network, choices: NDArray[np.int64]) -> NDArray[np.int64]:
         least = np.flatnonzero(rows == rows.min())
         later[v - first] = least[np.argmin(used[v][least])]
     return np.concatenate([choices, later])
+
+
+def _known_states(network: Network, pair: tuple[int, int], tables: Sequence[int], usages: Sequence[Array]) -> _States:
+    """The states of a pair, which are derived once of equal tables and amounts."""
+    amounts = np.stack(usages).astype(np.float64)
+    key = amounts.shape, blake2b(amounts.tobytes(), digest_size=16).digest(), *tables
+    if key not in network.derived:
+        shape = network.costs[pair[0]].size, network.costs[pair[1]].size
+        network.derived[key] = _states(sum((network.tables[t] for t in tables), np.zeros(shape)), amounts)
+    return network.derived[key]
 
 
 def _states(costs: Array, amounts: Array) -> _States:

@@ -79,6 +79,8 @@ _TIMES_LONGER = 2.0
 """What an evaluation may take however little work is left, in times of the longest before."""
 _WORTH_PRUNING = 0.9
 _RECOMBINATIONS, _BASES = 4, 2
+_ROUGH = 0.05
+"""The gap from which on pruning takes longer than it saves."""
 _RECOMBINING = 0.01
 """Likewise, per assignment that takes over parts of others."""
 
@@ -281,7 +283,7 @@ class Pricing:
         self.most = max(self.most, float(prices.max()))
         inner = self._inner(prices)
         priced = inner.graph
-        if not inner.messages and priced.live() and solver.upper < math.inf:
+        if not inner.messages and priced.live() and solver.upper < math.inf and solver.gap < 0.05:
             self._narrow(inner)
         narrowed = len(priced.undo)
         self._settle(inner)

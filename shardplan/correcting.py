@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.5
 _OVERDRAWN = 1.25
 _TIMES_LONGER_FILLED = 1.9
 _SHARE_OF_MIXING = 0.2
-_SHARE_AFTERWARDS = 0.5
+_SHARE_AFTERWARDS = 0.3
 _SECONDS_PER_VARIABLE = 1.3e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 LEAST_SECONDS = 2.5
@@ -79,6 +79,8 @@ class Corrections:
         """The cheapest schedule within the limit, in its own order."""
         self.unlimited = first.solution.lower_bound
         self.orders = 0
+        self.unreached = 0.0
+        """Limits below this are not worth a search."""
         self.searched = np.inf
         """The limit of the last search."""
         entries = sum(table.size for table in problem.network.tables)
@@ -100,8 +102,7 @@ class Corrections:
     def count_in(self, lifetimes: Lifetimes) -> None:
         """Searches in this order from here on: memory is short while the same operations run, but nothing that is
         proven holds any more."""
-        moved = {place: lifetimes.place[o.index] for place, o in enumerate(self.lifetimes.order)}
-        moved[self.lifetimes.end] = lifetimes.end
+        moved = self.places_in(lifetimes)
         self.places = {moved[place] for place in self.places}
         self.prices = {moved[place]: price for place, price in self.prices.items()}
         self.lifetimes = lifetimes
@@ -111,23 +112,35 @@ class Corrections:
         self.beyond: dict[int, float] = {}
         """Per place, bytes that a schedule needs which the network does not count."""
 
+    def places_in(self, lifetimes: Lifetimes) -> dict[int, int]:
+        """Per place of the order that is searched, where the same operation runs in another one."""
+        places = {place: lifetimes.place[o.index] for place, o in enumerate(self.lifetimes.order)}
+        return places | {self.lifetimes.end: lifetimes.end}
+
+    def take_counted(self) -> None:
+        """Takes all into account that was counted meanwhile."""
+        for found in self.counts.counted():
+            self.take(found)
+
     def take_leaner(self) -> None:
         """Takes all into account that was counted meanwhile, and goes on in the order of the best, for a share of the
         work."""
-        for found in self.counts.counted():
-            self.take(found)
+        self.take_counted()
         if self.best is not None:
-            self.patience = self.until = self.work + _SHARE_AFTERWARDS * self.patience
+            self.until = self.work + _SHARE_AFTERWARDS * self.patience
             self.count_in(self.best.lifetimes)
 
-    def follow(self, found: Found) -> None:
-        """Searches on from a schedule, until what is found is within the limit."""
+    def follow(self, found: Found, otherwise: Callable[[], None]) -> None:
+        """Searches on from a schedule, until what is found is within the limit; what is to be done besides where a
+        search has found nothing is given."""
         cheap = True
         for number in range(_MOST_CORRECTIONS):
             over = self.work > _OVERDRAWN * self.patience and not (cheap and number < _MANY)
             if not self._exclude(found) or over:
                 return
             found, own = self._search_once(found)
+            if self.best is None:
+                otherwise()
             cheap = cheap and (number > 0 or found.solution.cost <= CLEARLY * self.unlimited)
             dear = self._best_cost > self._enough * found.solution.cost and self.work < self.patience
             if self.best is not None and not dear:  # what is better is soon found from it
@@ -143,7 +156,8 @@ class Corrections:
                 lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes
                 lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / FAR)
                 self.search = replace(self.search, limit_bytes=lower)
-            elif time.perf_counter() > self.deadline or self.least_bound > self.search.limit_bytes:
+            lowest = max(self.unreached, 0.0 if fits else self.least_bound)
+            if time.perf_counter() > self.deadline or lowest > self.search.limit_bytes:
                 return
 
     def keep(self, found: Found) -> Found:
@@ -194,8 +208,8 @@ class Corrections:
         return changed
 
     def places_above(self, found: Found, limit: float) -> Iterator[int]:
-        """The places of the order at which a schedule exceeds a limit most, each at some distance from the others."""
-        profile = self.counts.profile(found.solution.choices, self.lifetimes).copy()
+        """The places of its order at which a schedule exceeds a limit most, each at some distance from the others."""
+        profile = self.counts.profile(found.solution.choices, found.lifetimes).copy()
         for _ in range(_PLACES_AT_ONCE):
             place = int(profile.argmax())
             if profile[place] <= limit:
@@ -267,9 +281,9 @@ class Corrections:
                 break
         self.least, self.aside = least, min(self.aside, self.least, key=lambda one: one.peak_bytes)
 
-    def within(self, choices: NDArray[np.int64]) -> Found:
-        """What a search has found on its way, in the order that is searched."""
-        return self.counts.within(self._solution(choices), self.lifetimes)
+    def within(self, choices: NDArray[np.int64], lifetimes: Lifetimes | None = None) -> Found:
+        """What a search has found on its way, in an order: that which is searched, unless another one is given."""
+        return self.counts.within(self._solution(choices), lifetimes or self.lifetimes)
 
     def cost(self, choices: NDArray[np.int64]) -> float:
         """What an assignment of the problem's variables costs, and perhaps of others behind."""

@@ -38,8 +38,8 @@ def fill(known: Corrections) -> None:
     proven = known.lower
     if known.best is not None and relative_gap(known.best.solution.cost, proven) < _PROVEN:
         return
-    relieve(known, known.until)
     until = max(known.until, known.work + _LEAST_SHARE * known.patience)
+    relieve(known, until)
     for _ in range(_ROUNDS):
         before = known.best
         if before is not None:

@@ -20,9 +20,10 @@ from shardplan.correcting import (
 )
 from shardplan.finding import Counts, Found, Search, find
 
-# The least peak is looked for half-way between the least that is found and what is proven, until they are this near,
-# and then in the order of the least, from such a share of it on. Any schedule that is not far too dear will do.
-_MOST_TRIALS = 8
+# The least peak is looked for half-way between the least that is found and what is proven, until they are this near or
+# as many trials one after the other have found nothing lower, and then in the order of the least, from such a share of
+# it on. Any schedule that is not far too dear will do.
+_MOST_TRIALS, _MOST_IN_VAIN = 8, 2
 _NEAR_LEAST = 0.01
 _BELOW_OWN = 0.9
 _PRECISION_OF_TRIALS = 0.2
@@ -39,47 +40,73 @@ class Leanest:
         self._counts, self._search, self._deadline = counts, search, deadline
         self.bound = 0.0
         """What no peak is below, in the orders that were searched."""
+        self._trials = self._in_vain = self._orders = 0
+        self._unreached, self._again = 0.0, False
+        self._places: set[int] = set()
+        self._least = self._latest = counts.within(first.solution, first.lifetimes)
 
     @property
     def found(self) -> Found:
         """The schedule of the least peak so far, in its own order."""
         return min(self._known.least, self._known.aside, key=lambda one: one.peak_bytes)
 
+    def begin(self) -> None:
+        """Makes the first trial, of a target that is hardly ever kept: it soon says so, and finds what holds little."""
+        if not self._trials:
+            self._try()
+
     def look(self) -> None:
         """Looks for schedules of lower peaks, until one is within the limit."""
-        known, search = self._known, self._search
-        operations = len(known.problem.program.operations)
-        work = max(_LEAST_SECONDS, _SECONDS_PER_OPERATION * operations)
-        unreached, orders, again, places = 0.0, 0, False, set[int]()
-        least = latest = self._counts.within(known.first.solution, known.lifetimes)
-        for _ in range(_MOST_TRIALS):
-            if self.found.peak_bytes <= search.limit_bytes or time.perf_counter() > self._deadline:
+        limit = self._search.limit_bytes
+        while self._trials < _MOST_TRIALS and self.found.peak_bytes > limit and time.perf_counter() <= self._deadline:
+            if self._in_vain == _MOST_IN_VAIN or (self._nearest_reached() and not self._go_over()):
                 return
-            if least.peak_bytes - unreached <= _NEAR_LEAST * least.peak_bytes:  # what is found may take more in its own
-                if orders == MOST_ORDERS or known.least.peak_bytes <= (1 + _NEAR_LEAST) * least.peak_bytes:
-                    return
-                known.count_in(known.least.lifetimes)
-                least = latest = known.least
-                orders, places, unreached = orders + 1, set(), _BELOW_OWN * least.peak_bytes
-            target, usages = 0.5 * (unreached + least.peak_bytes), known.usages
-            places |= {*known.places_above(least, target)}
-            usages.follow(latest.schedule)
-            network = usages.network(target, places)
-            network.hint = hint_of(network, least, {}, places)
-            trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
-            left = max(LEAST_SECONDS, self._deadline - time.perf_counter())
-            found = self._counts.within(find(known.problem, network, trial, left, work), known.lifetimes)
-            own = known.keep(found)
-            known.keep_leanest(network, found)
-            self.bound = max(self.bound, known.least_bound)
-            above, latest = {*known.places_above(found, target)} - places, found
-            again = bool(above or (usages.follow(found.schedule) and not again)) and found.solution.cost < math.inf
-            if found.peak_bytes > MISSED * target and not again:
-                unreached = target
-            unreached = min(max(unreached, known.least_bound), found.peak_bytes, least.peak_bytes)
-            places |= above
-            least = min(least, found, key=lambda one: one.peak_bytes)
-            if found.peak_bytes <= target and target < own.peak_bytes <= FAR * target and orders < MOST_ORDERS:
-                known.count_in(own.lifetimes)
-                least = latest = own
-                orders, places = orders + 1, set()
+            before = self.found
+            self._try()
+            self._in_vain = 0 if self.found is not before else self._in_vain + 1
+
+    def _nearest_reached(self) -> bool:
+        return self._least.peak_bytes - self._unreached <= _NEAR_LEAST * self._least.peak_bytes
+
+    def _go_over(self) -> bool:
+        """Goes over to the order of the least; False where that holds hardly more in its own, or this was often."""
+        known = self._known
+        if self._orders == MOST_ORDERS or known.least.peak_bytes <= (1 + _NEAR_LEAST) * self._least.peak_bytes:
+            return False
+        self._go_on_in(known.least)
+        self._unreached = _BELOW_OWN * self._least.peak_bytes
+        return True
+
+    def _go_on_in(self, own: Found) -> None:
+        """Looks on in the order of a schedule."""
+        self._known.count_in(own.lifetimes)
+        self._least = self._latest = own
+        self._orders, self._places = self._orders + 1, set()
+
+    def _try(self) -> None:
+        """Searches half-way between the least that is found and what is proven."""
+        known, search = self._known, self._search
+        self._trials += 1
+        work = max(_LEAST_SECONDS, _SECONDS_PER_OPERATION * len(known.problem.program.operations))
+        target, usages = 0.5 * (self._unreached + self._least.peak_bytes), known.usages
+        self._places |= {*known.places_above(self._least, target)}
+        usages.follow(self._latest.schedule)
+        network = usages.network(target, self._places)
+        network.hint = hint_of(network, self._least, {}, self._places)
+        trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
+        left = max(LEAST_SECONDS, self._deadline - time.perf_counter())
+        found = self._counts.within(find(known.problem, network, trial, left, work), known.lifetimes)
+        own = known.keep(found)
+        known.keep_leanest(network, found)
+        self.bound = max(self.bound, known.least_bound)
+        above, self._latest = {*known.places_above(found, target)} - self._places, found
+        more = bool(above or (usages.follow(found.schedule) and not self._again))
+        self._again = more and found.solution.cost < math.inf
+        if found.peak_bytes > MISSED * target and not self._again:
+            self._unreached = target
+        reached = min(found.peak_bytes, self._least.peak_bytes)
+        self._unreached = min(max(self._unreached, known.least_bound), reached)
+        self._places |= above
+        self._least = min(self._least, found, key=lambda one: one.peak_bytes)
+        if found.peak_bytes <= target and target < own.peak_bytes <= FAR * target and self._orders < MOST_ORDERS:
+            self._go_on_in(own)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from shardplan.correcting import Corrections
 from shardplan.finding import Found
+from shardplan.memory.usages import Usages
 from shardplan.search import Mixtures, extended
 
 # So many mixtures are counted in their own orders, each of a limit that is lower than the last one's by a share of what
@@ -57,16 +58,18 @@ def _leaner(known: Corrections, base: Found, target: float) -> NDArray[np.int64]
     cost = known.cost(base.solution.choices)
     counted = {choices.tobytes(): choices for choices in (found.solution.choices for found in known.counts.counted())}
     others = [choices for choices in (known.seen | counted).values() if cost < known.cost(choices) < np.inf]
-    known.count_in(base.lifetimes)
-    known.usages.follow(base.schedule)
-    places = known.places | {*known.places_above(base, _NEARLY_FULL * target)}
+    usages, moved = Usages(base.lifetimes, known.problem, known.search.donated), known.places_in(base.lifetimes)
+    usages.follow(base.schedule)
+    places = {moved[place] for place in known.places} | {*known.places_above(base, _NEARLY_FULL * target)}
     mixture = None
     for _ in range(_MOST_MIXED):
-        network = known.network(target, places)
+        network = usages.network(target, places)
         mixtures = Mixtures(network, extended(network, base.solution.choices), [extended(network, o) for o in others])
         mixture, work = mixtures.within(target)
         known.spent += work + _SECONDS_PER_VARIABLE * len(network)
-        above = set() if mixture is None else {*known.places_above(known.within(mixture), target)} - places
+        if mixture is None:
+            return None
+        above = {*known.places_above(known.within(mixture, base.lifetimes), target)} - places
         if not above:
             break
         places |= above

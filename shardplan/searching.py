@@ -19,6 +19,7 @@ from shardplan.finding import CLEARLY, Counts, Found, Search, find
 from shardplan.leanest import Leanest
 from shardplan.memory.liveness import memory_profile
 from shardplan.problem import Problem
+from shardplan.relieving import relieve
 from shardplan.search import Solution
 from shardplan.search.solution import relative_gap
 from shardplan.tables import megabytes
@@ -55,8 +56,15 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     """The best schedule within the limit, where none of the ``first`` is: the best one without a limit, and one that
     does not depend on this limit."""
     corrections = Corrections(counts, search, first[0], deadline)
-    corrections.follow(first[0])
     leanest = Leanest(counts, search, first[1], deadline)
+
+    def otherwise() -> None:
+        leanest.begin()
+        corrections.unreached = leanest.bound
+        corrections.take_counted()
+        relieve(corrections, corrections.until)
+
+    corrections.follow(first[0], otherwise)
     found = corrections.best
     if found is None or relative_gap(found.solution.cost, first[0].solution.lower_bound) > _FAR_TOO_DEAR:
         leanest.look()

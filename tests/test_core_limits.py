@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan import InfeasibleError, correcting, finding
+from shardplan import InfeasibleError, correcting, finding, searching
 from shardplan.correcting import Corrections
+from shardplan.leanest import Leanest
 from shardplan.relieving import relieve
 from shardplan.search import Mixtures
 from shardplan.search.pricing import Pricing
@@ -118,7 +119,7 @@ def test_what_fits_but_is_far_too_dear_is_held_against_leaner_schedules(monkeypa
     step, state, batch = _training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
 
-    def follow(self, found):
+    def follow(self, found, otherwise):
         dear = replace(found.solution, cost=times * found.solution.cost)
         self.best = replace(found, solution=dear)
 
@@ -164,7 +165,7 @@ def test_what_fits_only_in_the_order_of_the_search_is_searched_in_its_own_howeve
     problem = free.schedule.problem
     counts = finding.Counts(problem, search)
     first = counts.own(finding.find(problem, problem.network, search, 60.0))
-    Corrections(counts, search, first, math.inf).follow(first)
+    Corrections(counts, search, first, math.inf).follow(first, lambda: None)
     assert len(orders) == 2  # the one to begin with, and its own
 
 
@@ -193,7 +194,7 @@ def test_what_is_found_among_leaner_schedules_is_filled_up_in_its_own_order_for_
     def fill(known):
         left.append((known.lifetimes is known.best.lifetimes, known.work, known.patience))
 
-    monkeypatch.setattr(Corrections, "follow", lambda corrections, found: None)
+    monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
     monkeypatch.setattr("shardplan.searching.fill", fill)
     step, state, batch = _training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
@@ -304,6 +305,66 @@ def test_what_is_nearly_the_best_by_the_bound_gets_little_more_work(monkeypatch)
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.7 * free.peak_bytes)
     assert any(upper < float("inf") for *_, upper in spent)
     assert all(until < seconds for until, seconds, upper in spent if upper < float("inf"))
+
+
+def test_what_a_first_search_finds_above_the_limit_takes_over_parts_of_leaner_schedules_before_another(monkeypatch):
+    done = []
+    once, leaner = Corrections._search_once, searching.relieve
+    monkeypatch.setattr(Corrections, "_search_once", lambda *given: (done.append("search"), once(*given))[1])
+    monkeypatch.setattr(Leanest, "begin", lambda leanest: done.append("lean"))
+
+    def relieved(known, until):
+        done.append("relieve")
+        leaner(known, until)
+
+    monkeypatch.setattr(searching, "relieve", relieved)
+    monkeypatch.setattr(Corrections, "take", lambda known, own: own)  # nothing is ever within the limit
+    monkeypatch.setattr(Leanest, "look", lambda leanest: None)
+    with pytest.raises(InfeasibleError):
+        _plan_within()
+    assert done[:3] == ["search", "lean", "relieve"]
+    assert done[3:] == ["search", "lean", "relieve"] * (len(done) // 3 - 1)
+
+
+@pytest.mark.parametrize(("excluded", "searches"), [(0.0, 3), (1.001, 1)])
+def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monkeypatch, excluded, searches):
+    searched = []
+
+    def far(corrections, found):
+        searched.append(1)
+        corrections.unreached = corrections.limit_bytes * excluded
+        return found, replace(found, peak_bytes=1.04 * corrections.limit_bytes)
+
+    monkeypatch.setattr(Corrections, "_search_once", far)
+    monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: len(searched) < 3)
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
+    counts = finding.Counts(free.schedule.problem, search)
+    first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
+    Corrections(counts, search, first, math.inf).follow(first, lambda: None)
+    assert len(searched) == searches
+
+
+def test_trials_end_where_two_of_them_find_nothing_lower(monkeypatch):
+    step, state, batch = _training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    search = finding.Search("auto", 60.0, 1.0, frozenset(range(len(state))))
+    counts = finding.Counts(free.schedule.problem, search)
+    first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
+    leanest, tried = Leanest(counts, search, first, math.inf), []
+    lower = replace(first, peak_bytes=0.9 * first.peak_bytes)
+
+    def trial():
+        tried.append(1)
+        if len(tried) == 2:
+            leanest._known.least = lower
+
+    monkeypatch.setattr(leanest, "_try", trial)
+    monkeypatch.setattr(leanest, "_nearest_reached", lambda: False)
+    leanest.look()
+    assert leanest.found is lower
+    assert len(tried) == 4  # one in vain, one that finds something, two in vain
 
 
 @pytest.mark.slow

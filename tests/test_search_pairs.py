@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardplan.search import Hint, Network, PairUsage, extended, solve, testing, with_pairs
+from shardplan.search import Hint, Network, PairUsage, extended, pairs, solve, testing, with_pairs
 from shardplan.search.branching import Branching
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
@@ -176,3 +176,24 @@ def test_a_search_within_a_limit_tells_what_it_found():
     assert refused.priced_bound <= best.cost <= refused.cost
     net.hint = Hint(refused.choices, refused.prices, refused.priced_bound, refused.known)
     assert solve(net).cost == best.cost
+
+
+def test_what_pairs_may_use_is_derived_once(monkeypatch):
+    net = Network(usage_limit=5)
+    u, v = net.add_variable([1.0, 0.0]), net.add_variable([0.0, 2.0])
+    net.twins[v] = np.array([0, 0])
+    net.add_edge(u, v, np.array([[0.0, 1.0], [1.0, 0.0]]))
+    derived, states = [], pairs._states
+    monkeypatch.setattr(pairs, "_states", lambda *given: (derived.append(1), states(*given))[1])
+    amounts = np.array([[0.0, 4.0], [4.0, 0.0]])
+    wide = [with_pairs(net, [PairUsage(u, v, amounts.copy(), 0, end)]) for end in (2, 3)]
+    assert len(derived) == 1
+    assert wide[0].costs[2].tolist() == wide[1].costs[2].tolist()
+    assert wide[0].twins[2].tolist() == wide[1].twins[2].tolist()
+    assert [usage.end for other in wide for usage in other.usages] == [2] * len(wide[0].usages) + [3] * len(
+        wide[1].usages
+    )
+    with_pairs(net, [PairUsage(u, v, 2 * amounts, 0, 2)])
+    assert len(derived) == 2
+    assert len(net) == 2
+    assert not net.usages

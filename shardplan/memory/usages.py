@@ -41,6 +41,7 @@ from shardplan.memory.pipelining import held_twice
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.slicing import is_sliced
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -271,14 +272,19 @@ class Usages:
             generates = not operation.results or operation.results[0] in problem.generated
             last = self._reduced.get(operation.index, place)
             counts = place in running or last > place or operation.index in longer
-            for brought in self._brought_by(operation) if counts and choices is not None and not generates else ():
+            alike = operation.index in lifetimes.updating, operation.index in lifetimes.fused
+            moves = counts and choices is not None and not generates
+            for brought, amounts in _brought_by(problem, operation.index, *alike) if moves else ():
                 own = self._spans.get((brought.value, operation.index))
                 if brought.result:
-                    yield self._pair(brought, Lifetime(place, last))
+                    during = Lifetime(place, last)
                 elif own is not None:
-                    yield self._pair(brought, own)
-                elif not any(s.start <= place <= s.end for s in spans.get(brought.value, ())):  # else it is there
-                    yield self._pair(brought, Lifetime(place, place))
+                    during = own
+                elif not any(s.start <= place <= s.end for s in spans.get(brought.value, ())):
+                    during = Lifetime(place, place)
+                else:  # it is there
+                    continue
+                yield PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
@@ -289,21 +295,6 @@ class Usages:
         behind = [[_splits_behind(own, layout) for layout in wanted] for own in brought.there]
         amounts = np.where(behind, brought.amounts(self.problem), 0.0)
         return PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
-
-    def _brought_by(self, operation: Operation) -> Iterator[Brought]:
-        variables, choices, own = self.problem.variables, self.problem.choices[operation.index], self._own(operation)
-        follows, strategies = choices.follows_result, choices.strategies
-        assert own is not None
-        for position, operand in enumerate(operation.operands):
-            if isinstance(operand, int) and operand in variables.values:
-                wanted = tuple([strategy.operands[position] for strategy in strategies])
-                updating = operation.index in self.lifetimes.updating  # the copy may be gone by then
-                source = variables.values[operand] if updating else self.problem.source_of(operation, operand)
-                yield Brought(operand, source, own, self._layouts(operand), wanted)
-        for position, result in enumerate(operation.results if not follows else ()):
-            there = tuple([layout_left(self.problem, operation, strategy, position) for strategy in strategies])
-            fused = operation.index in self.lifetimes.fused
-            yield Brought(result, own, variables.values[result], there, self._layouts(result), result=True, fused=fused)
 
     def _working(self) -> Iterator[Usage]:
         """What operations need while they run, beside operands and results."""
@@ -343,11 +334,7 @@ class Usages:
             yield Usage(variable, np.array(amounts), span[0], span[1] + 1)
 
     def _own(self, operation: Operation) -> int | None:
-        """The variable of an operation, which may be its result's."""
-        choices, variables = self.problem.choices.get(operation.index), self.problem.variables
-        if choices is None or not choices.follows_result:
-            return variables.operations.get(operation.index)
-        return variables.values.get(operation.results[0])
+        return _own(self.problem, operation)
 
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""
@@ -355,6 +342,36 @@ class Usages:
 
     def _layouts(self, value: int) -> tuple[Layout, ...]:
         return self.problem.domain(value).layouts
+
+
+def _own(problem: Problem, operation: Operation) -> int | None:
+    """The variable of an operation, which may be its result's."""
+    choices, variables = problem.choices.get(operation.index), problem.variables
+    if choices is None or not choices.follows_result:
+        return variables.operations.get(operation.index)
+    return variables.values.get(operation.results[0])
+
+
+@once
+def _brought_by(problem: Problem, index: int, updating: bool, fused: bool) -> list[tuple[Brought, Array]]:
+    """The operands and results that an operation brings to other layouts, and what that takes.
+
+    updating: whether it updates what it reads, of which a copy may be gone by then. fused: whether it is in a kernel
+    with what reads its result.
+    """
+    operation, choices, variables = problem.program.operations[index], problem.choices[index], problem.variables
+    own, strategies, found = _own(problem, operation), choices.strategies, list[Brought]()
+    assert own is not None
+    for position, operand in enumerate(operation.operands):
+        if isinstance(operand, int) and operand in variables.values:
+            wanted = tuple([strategy.operands[position] for strategy in strategies])
+            source = variables.values[operand] if updating else problem.source_of(operation, operand)
+            found.append(Brought(operand, source, own, problem.domain(operand).layouts, wanted))
+    for position, result in enumerate(operation.results if not choices.follows_result else ()):
+        there = tuple([layout_left(problem, operation, strategy, position) for strategy in strategies])
+        ends, layouts = (own, variables.values[result]), problem.domain(result).layouts
+        found.append(Brought(result, *ends, there, layouts, result=True, fused=fused))
+    return [(brought, brought.amounts(problem)) for brought in found]
 
 
 def _splits_behind(own: Layout, layout: Layout) -> bool:
