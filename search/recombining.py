@@ -177,6 +177,9 @@ def _closed(
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = work
     solver.parameters.num_workers = 1
+    # presolving a knapsack of large numbers takes a quarter of a second, uncounted; relaxed it was by `packed`
+    solver.parameters.cp_model_presolve = False
+    solver.parameters.linearization_level = 0
     solver.parameters.absolute_gap_limit = max(tolerance / unit, 1.0)
     if known is not None or (room >= 0).all():
         for number, variable in enumerate(taken):
