@@ -264,7 +264,7 @@ def test_only_mixtures_that_fit_in_the_order_of_what_they_are_mixed_from_are_cou
     step, state, batch = _training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
-    shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.98 * free.peak_bytes)
+    shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
     assert fitted
     assert all(fitted)
 

@@ -13,6 +13,7 @@ from shardplan.memory.combining import Waiting, combined_reductions, reduced_tog
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.measured import product_microseconds
 from shardplan.memory.merging import join_producers, side_by_side
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
@@ -57,6 +58,21 @@ def test_what_fits_a_wait_is_placed_into_it():
 def test_what_can_run_is_placed_before_what_an_all_to_all_reads_a_view_of(view, order):
     needs = {0: [], 1: [], 2: [4], 3: [1], 4: [3]}
     assert _placed(needs, {0: 200.0, 1: 9.0, 2: 5.0, 3: view, 4: 1.0}, starts={4: 3}) == order
+
+
+@pytest.mark.parametrize(
+    ("sizes", "width", "microseconds"),  # as XLA says of a compiled product
+    [
+        ((1, 768, 768, 768), 2, 7.40225),  # between eight that were measured
+        ((1, 1024, 1504, 1024), 2, 10.5265),
+        ((32, 200, 304, 400), 2, 35.333),  # outside of them
+        ((16, 128, 32768, 8192), 2, 1664.51),
+        ((16, 8192, 32768, 128), 2, 1798.66),
+        ((1, 4096, 4096, 4096), 4, 340.913),
+    ],
+)
+def test_a_product_takes_as_long_as_xla_says(sizes, width, microseconds):
+    assert product_microseconds(sizes, width) == pytest.approx(microseconds, rel=1e-4)
 
 
 def test_an_all_to_all_reads_a_view_and_a_gather_does_not():
@@ -199,6 +215,14 @@ def test_a_view_is_no_kernel():
     joined, named = _joined(step, *[(512, 512)] * 4)
     [view] = named["stop_gradient"]
     assert view not in joined and all(view not in parts for parts in joined.values())
+
+
+def test_a_kernel_ends_with_another_shape_of_what_it_computes():
+    def step(x, w, v):
+        return jnp.tanh(x @ w).reshape(256, 1024) @ v
+
+    joined, named = _joined(step, *[(512, 512)] * 2, (1024, 512))
+    assert named["reshape"][0] in joined and named["tanh"][0] not in joined
 
 
 def test_products_that_are_merged_wait_for_what_any_of_them_reads_and_so_do_their_reductions():

@@ -157,7 +157,7 @@ class Graph:
             reads = frozenset[int]().union(
                 *(self._sources.get(o, frozenset((o,))) for o in operation.operands if isinstance(o, int))
             )
-            stored = not in_memory.isdisjoint(operation.results) and not is_view(self.program, operation)
+            stored = not in_memory.isdisjoint(operation.results) and not self._shows(operation, same)
             brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
             brought += tuple(self._read_otherwise(operation))
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
@@ -170,6 +170,17 @@ class Graph:
         self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
         self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self._connect({one: number for one, number in together.items() if isinstance(one, int)})
+
+    def _shows(self, operation: Operation, same: Mapping[int, int]) -> bool:
+        """Whether an operation gives another shape of what is in memory: of what is computed on the way, it ends the
+        kernel that stores that."""
+        seen: Operation | None = operation
+        while seen is not None and is_view(self.program, seen):
+            [shown, *_] = seen.operands
+            if not isinstance(shown, int) or same.get(shown, shown) not in self._sources:
+                return True
+            seen = self.makers.get(same.get(shown, shown))
+        return False
 
     def _is_part(self, operation: Operation) -> bool:
         """Whether a library makes a result: together with the workspace, from which it is taken."""

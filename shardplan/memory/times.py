@@ -10,6 +10,7 @@ import jax
 from shardplan import _jax
 from shardplan.groups import RAGGED, axes_of_groups, sums_rows
 from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.measured import SIZES, product_microseconds
 from shardplan.memory.products import PRODUCT, is_sum
 from shardplan.memory.sizes import bytes_in
 from shardplan.program import Operation
@@ -22,19 +23,9 @@ _CONVOLUTION = 10.0
 BYTES_MOVED = 3.35e6
 """Bytes that an H100 reads or writes per microsecond."""
 
-_FLOPS = {2: 630e6, 4: 315e6}
-"""Operations of a product per microsecond, by the bytes of an element, behind `_PRODUCT`."""
-
-_PRODUCT = 6.5
-"""Microseconds that a product takes besides, which it counts in proportion outside of `_MEASURED`."""
-
 _WIDE = 40.0, 22e-6, 72e-9
 """Microseconds of a product of 16-bit numbers into float32, of which XLA has measured none: at least, and for each
 element and each operation. That is some 25 times as long as a product into 16-bit numbers."""
-
-_MEASURED = (256, 4096)
-"""Dimensions of the products that XLA's times were measured with; others take as much per operation as the next one."""
-
 
 _COLLECTIVES = {"all-gather": (20.0, 3.2e-6), "reduce-scatter": (12.0, 5e-6), "all-reduce": (30.0, 13e-6)}
 """Microseconds that XLA counts for a collective of eight H100s, about, and for each byte of the larger of operand and
@@ -67,17 +58,14 @@ def kernel_microseconds(
 
 def _product_microseconds(schedule: Schedule, operation: Operation, made: int) -> float:
     width = _jax.item_bytes(schedule.program.values[made].dtype)
-    sizes = _product_sizes(schedule, operation)
-    measured = [
-        min(max(size, _MEASURED[0]), _MEASURED[1]) if n else min(max(size, 1), 4) for n, size in enumerate(sizes)
-    ]
+    batches, added, rows, columns = _product_sizes(schedule, operation)
+    if width != 4 or not _reads_narrow(schedule, operation):
+        return product_microseconds((batches, rows, added, columns), width)
+    sizes = max(batches, 1), added, rows, columns
+    measured = min(sizes[0], 4), *(min(max(size, SIZES[0]), SIZES[-1]) for size in sizes[1:])
+    least, element, each = _WIDE
     flops = 2 * prod(measured)
-    if width == 4 and _reads_narrow(schedule, operation):
-        least, element, each = _WIDE
-        time = least + element * flops / (2 * measured[1]) + each * flops
-    else:
-        time = _PRODUCT + flops / _FLOPS.get(width, _FLOPS[4])
-    return prod(sizes) / prod(measured) * time
+    return prod(sizes) / prod(measured) * (least + element * flops / (2 * measured[1]) + each * flops)
 
 
 def _reads_narrow(schedule: Schedule, product: Operation) -> bool:
