@@ -85,7 +85,7 @@ def test_a_higher_limit_never_sends_more():
     limits = [share * free.peak_bytes for share in (0.85, 0.9, 0.95, 0.98)]
     plans = [shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit) for limit in limits]
     assert all(plan.peak_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
-    sent = [plan.objective for plan in plans]
+    sent = [plan.communication_bytes for plan in plans]
     assert sent == sorted(sent, reverse=True)
     assert sent[1] < sent[0]  # what is left of the higher limit is used
 
