@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shardplan.search.diving import dive
@@ -41,6 +42,9 @@ _LAST_SWEEPS = 20
 _WORTH_AGAIN = 0.4
 """The share of the whole graph's table entries up to which the small one is searched a second time: sweeps of the whole
 one find what its layers share as well."""
+_SWEEPS_TO_ASK, _MISLED = 20, 0.1
+"""After so many sweeps of the small graph, what layers share may have choices that cost all of them more by this share
+of all costs: it is not searched to its end then."""
 _SHARE_OF_TIME = 0.2
 """Of the time that is left, what is kept for the whole graph."""
 
@@ -74,9 +78,7 @@ def folded_start(graph: Graph, effort: Effort, gap: float, watch: Watch) -> Star
     cost, more = math.inf if start.choices is None else graph.cost(start.choices), None
     if start.choices is None or cost == math.inf:
         more = fold(graph, MORE_ENDS)
-    elif folded.graph.entries() <= _WORTH_AGAIN * graph.entries() and excess_of_shared(
-        graph, folded, start.messages, start.choices
-    ) > _CLOSE * abs(cost):
+    elif _excess(graph, folded, start) > _CLOSE * abs(cost):
         more = weighted(graph, folded)
     if more is not None:
         first, folded = start, more
@@ -91,7 +93,20 @@ def _start_of(graph: Graph, folded: Folded, effort: Effort, gap: float, watch: W
     if not folded.weight:  # the same share of the graph's constant cost, so that gaps compare
         small.constant = graph.constant * len(small.live()) / len(graph.live())
     sweeps = min(effort.sweeps, math.ceil(_SWEEPS_OF_ALL * graph.entries() / max(small.entries(), 1)))
-    return _lifted(graph, folded, _search(small, replace(effort, sweeps=sweeps), gap, watch, settles))
+
+    def misled(found: Start) -> bool:
+        start = _lifted(graph, folded, found)
+        known = start.choices is not None and not folded.weight
+        return known and _excess(graph, folded, start) > _MISLED * abs(graph.cost(start.choices or {}))
+
+    return _lifted(graph, folded, _search(small, replace(effort, sweeps=sweeps), gap, watch, settles, misled))
+
+
+def _excess(graph: Graph, folded: Folded, start: Start) -> float:
+    """What choices of what layers share cost too much, where the folded graph is worth searching a second time."""
+    if start.choices is None or folded.graph.entries() > _WORTH_AGAIN * graph.entries():
+        return 0.0
+    return excess_of_shared(graph, folded, start.messages, start.choices)
 
 
 def _steadied(graph: Graph, folded: Folded, start: Start, gap: float, watch: Watch) -> Start:
@@ -122,10 +137,13 @@ def begin_folded(solver: GraphSolver, effort: Effort) -> None:
         solver.sweeps, solver.estimate = start.sweeps, start.estimate
 
 
-def _search(small: Graph, effort: Effort, gap: float, watch: Watch, settles: bool) -> Start:
+def _search(
+    small: Graph, effort: Effort, gap: float, watch: Watch, settles: bool, misled: Callable[[Start], bool]
+) -> Start:
     """Messages and an assignment of a small graph, as good as they get.
 
-    settles: whether it is searched on for the assignment where messages leave it open.
+    settles: whether it is searched on for the assignment where messages leave it open. misled: asked after some sweeps
+    whether what is found then is of no use.
     """
     allowed = _SHARE_OF_TIME * watch.seconds_left()
 
@@ -133,14 +151,20 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch, settles: boo
         if watch.seconds_left() < allowed:
             raise Stop
 
+    def report() -> None:
+        nonlocal settles
+        tick()
+        if solver.sweeps == _SWEEPS_TO_ASK and solver.relaxation is not None and misled(_found(small, solver)):
+            settles = False
+            raise Stop
+
     small.tick = tick
-    quiet = Watch(tick, watch.seconds_left)
-    solver = GraphSolver(small.copy(), math.inf, effort, max(_CLOSER * gap, _CLOSE), quiet)
+    solver = GraphSolver(small.copy(), math.inf, effort, max(_CLOSER * gap, _CLOSE), Watch(report, watch.seconds_left))
     solver.prunes, solver.patience = False, 1
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
         solver.sweep_until_prunable()
-    messages = {} if solver.relaxation is None else solver.relaxation.messages()
+    found = _found(small, solver)
     if settles and solver.relaxation is not None and not solver.closed:
         # What stays open is mostly at the ends, and little beside the cost of all layers.
         solver.effort = replace(effort, sweeps=solver.sweeps + _LAST_SWEEPS, closing=0.1 * effort.closing)
@@ -151,11 +175,17 @@ def _search(small: Graph, effort: Effort, gap: float, watch: Watch, settles: boo
                 dive(solver, solver.relax_again())
             solver.prunes = True
             solver.solve()
+        found = replace(_found(small, solver), messages=found.messages)
+    return found
+
+
+def _found(small: Graph, solver: GraphSolver) -> Start:
+    """What a solver of the small graph has found."""
+    messages = {} if solver.relaxation is None else solver.relaxation.messages()
     hint = solver.graph.hint
-    if hint is None:
-        return Start(messages, None, solver.sweeps, solver.estimate)
-    full = solver.graph.expand(hint)
-    return Start(messages, {v: int(full[v]) for v in small.live()}, solver.sweeps, solver.estimate)
+    full = None if hint is None else solver.graph.expand(hint)
+    choices = None if full is None else {v: int(full[v]) for v in small.live()}
+    return Start(messages, choices, solver.sweeps, solver.estimate)
 
 
 def _lifted(graph: Graph, folded: Folded, found: Start) -> Start:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shardplan.search import Network, solve, testing
+from shardplan.search import Network, folding, solve, testing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.extrapolation import Extrapolation
 from shardplan.search.folding import folded_start
@@ -208,6 +208,20 @@ def test_what_all_layers_share_is_best_for_all_and_not_for_the_few_that_stay() -
     relaxation.load(start.messages)
     relaxation.improve(math.inf)
     assert 60 * 3 + 18 <= relaxation.bound <= 60 * 3 + 20
+
+
+def test_where_few_layers_are_clearly_misled_about_what_all_share_they_are_not_searched_to_the_end(monkeypatch) -> None:
+    net, layers = stacked((Layers(3), 60))
+    shared = net.add_variable([0.0, 300.0])
+    for layer in layers:
+        net.add_edge(shared, layer[0], np.repeat([[20.0], [0.0]], CHOICES, axis=1))
+    graph, found = Graph.of(net), []
+    for misled in (math.inf, folding._MISLED):
+        monkeypatch.setattr(folding, "_MISLED", misled)
+        found.append(folded_start(graph, Effort(), 1e-6, Watch(lambda: None, lambda: 60.0)))
+    [(whole, first), (asked, second)] = [(start.sweeps, graph.cost(start.choices or {})) for start in found if start]
+    assert asked < whole
+    assert second <= first + 1e-9
 
 
 def test_layers_that_were_left_out_are_chosen_by_what_they_cost_beside_their_like() -> None:
