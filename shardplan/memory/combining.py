@@ -231,7 +231,8 @@ def with_partners(schedule: Schedule) -> list[Operation]:
     need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the
     exponentials' sums, so waits for the picked logits, from which the loss is computed with these. It does not where
     each device computes the loss of a part of the rows alone; nor do the exponentials then, whose sums the loss needs.
-    Products that XLA merges stand behind what any of them reads."""
+    Nor where the backward pass alone reads a part of the rows. Products that XLA merges stand behind what any of them
+    reads."""
     reads = read_together(schedule)
     together = tuple((index, tuple(read)) for index, read in reads.items())
     pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
@@ -278,7 +279,27 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
                 for index in found:
                     if not leading[index] & others:  # else what else reads it leads here
                         partners.setdefault(index, []).extend(sorted(found - {index}))
-    return tuple((index, tuple(others)) for index, others in partners.items())
+    several = _read_by_several(program, sources, parts)
+    return tuple((index, tuple(others)) for index, others in partners.items() if index in several)
+
+
+def _read_by_several(
+    program: Program, sources: Mapping[int, frozenset[int]], parts: frozenset[tuple[int, int]]
+) -> frozenset[int]:
+    """The reductions that several kernels read element by element, all of it, where ``sources`` has those that each
+    value's kernel reads: what one alone reads waits for no other."""
+    inside, ends = set[int](), dict[int, set[int]]()  # per reduction, what others read that is computed from it
+    for operation in program.operations:
+        made = sources.get(operation.results[0], frozenset()) if len(operation.results) == 1 else frozenset[int]()
+        for operand in operation.operands:
+            read = sources.get(operand, frozenset()) if isinstance(operand, int) else frozenset[int]()
+            if not isinstance(operand, int) or not read or (operation.index, operand) in parts:
+                continue
+            if read <= made:
+                inside.add(operand)
+            for index in read:
+                ends.setdefault(index, set()).add(operand)
+    return frozenset(index for index, values in ends.items() if len(values - inside) > 1)
 
 
 def _leading_to(program: Program, bits: Mapping[int, int]) -> dict[int, int]:
