@@ -42,6 +42,7 @@ _MOST_CORRECTIONS = 8
 _PLACES_AT_ONCE = 6
 _DISTANCE = 20
 _MOST_PROLONGATIONS = 3
+_NEARLY_FULL = 0.95
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
 # before may exceed it in its own: the searches go over to that, so often, and ask for less by what collectives under
@@ -56,7 +57,7 @@ _LEANEST = 3
 
 # What fits so, but costs so many times what fits in the order of the search, is not all that is looked for; nor, where
 # all takes no more than the least patience, what costs any more.
-_DEAR = 1.5
+_DEAR = 1.3
 
 MISSED = 1.001
 
@@ -159,6 +160,14 @@ class Corrections:
             lowest = max(self.unreached, 0.0 if fits else self.least_bound)
             if time.perf_counter() > self.deadline or lowest > self.search.limit_bytes:
                 return
+
+    def search_from_best(self) -> None:
+        """One more search within the limit itself, in the order of the best schedule."""
+        assert self.best is not None
+        self.search = replace(self.search, limit_bytes=self.limit_bytes)
+        self.usages.follow(self.best.schedule)
+        self.places |= {*self.places_above(self.best, _NEARLY_FULL * self.limit_bytes)}
+        self._search_once(self.best)
 
     def keep(self, found: Found) -> Found:
         """Takes a schedule into account as it is in its own order, which it gives, unless it is far above the limit."""

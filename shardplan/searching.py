@@ -25,7 +25,8 @@ from shardplan.search.solution import relative_gap
 from shardplan.tables import megabytes
 
 _FAR_TOO_DEAR = 0.35
-"""The gap, to what is needed without a limit, above which a schedule that fits is held against leaner ones."""
+"""The gap, to what is needed without a limit, above which a schedule that fits is held against leaner ones, and the
+best of these is searched on from."""
 
 
 def search_within(problem: Problem, search: Search) -> Found:
@@ -64,11 +65,15 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         corrections.take_counted()
         relieve(corrections, corrections.until)
 
+    def far_too_dear(found: Found) -> bool:
+        return relative_gap(found.solution.cost, first[0].solution.lower_bound) > _FAR_TOO_DEAR
+
     corrections.follow(first[0], otherwise)
-    found = corrections.best
-    if found is None or relative_gap(found.solution.cost, first[0].solution.lower_bound) > _FAR_TOO_DEAR:
+    if corrections.best is None or far_too_dear(corrections.best):
         leanest.look()
         corrections.take_leaner()
+        if corrections.best is not None and far_too_dear(corrections.best):
+            corrections.search_from_best()
     if corrections.best is not None:
         fill(corrections)
         return corrections.best_proven()

@@ -12,7 +12,7 @@ squares of their distances; smaller and larger products than all have the rate o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from itertools import product
 from math import prod
 
@@ -22,7 +22,8 @@ _MEASURED = [_BATCHES, SIZES, SIZES, SIZES]
 """Numbers of batches, of rows of the first operand, of what is added up, and of columns of the second operand."""
 
 
-def product_microseconds(sizes: Sequence[float], width: int) -> float:
+@functools.cache
+def product_microseconds(sizes: tuple[float, ...], width: int) -> float:
     """Microseconds of a product: ``sizes`` are its batches, rows, what it adds up and columns, of elements of so many
     bytes."""
     times = _NARROW if width == 2 else _WIDE
