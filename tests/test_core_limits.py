@@ -346,6 +346,30 @@ def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monk
     assert len(searched) == searches
 
 
+@pytest.mark.parametrize(("times", "searches"), [(20.0, 1), (1.1, 0)])
+def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeypatch, times, searches):
+    searched = []
+
+    def look(leanest):
+        counts, lean = leanest._counts, leanest._known.first
+        fits = replace(lean, peak_bytes=0.0)
+        monkeypatch.setattr(counts, "counted", lambda: [fits])
+        monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
+
+    def once(corrections, found):
+        searched.append(found)
+        assert corrections.lifetimes is corrections.best.lifetimes
+        assert corrections.search.limit_bytes == corrections.limit_bytes
+        return found, found
+
+    monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
+    monkeypatch.setattr(Corrections, "_search_once", once)
+    monkeypatch.setattr(Leanest, "look", look)
+    monkeypatch.setattr(searching, "fill", lambda known: None)
+    _plan_within()
+    assert len(searched) == searches
+
+
 def test_trials_end_where_two_of_them_find_nothing_lower(monkeypatch):
     step, state, batch = _training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
