@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.5
 _OVERDRAWN = 1.25
 _TIMES_LONGER_FILLED = 1.9
 _SHARE_OF_MIXING = 0.2
-_SHARE_AFTERWARDS = 0.3
+_SHARE_AFTERWARDS = 0.5
 _SECONDS_PER_VARIABLE = 1.3e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 LEAST_SECONDS = 2.5
@@ -164,10 +164,12 @@ class Corrections:
     def search_from_best(self) -> None:
         """One more search within the limit itself, in the order of the best schedule."""
         assert self.best is not None
+        left = self.until - self.work
         self.search = replace(self.search, limit_bytes=self.limit_bytes)
         self.usages.follow(self.best.schedule)
         self.places |= {*self.places_above(self.best, _NEARLY_FULL * self.limit_bytes)}
         self._search_once(self.best)
+        self.until = self.work + left
 
     def keep(self, found: Found) -> Found:
         """Takes a schedule into account as it is in its own order, which it gives, unless it is far above the limit."""
