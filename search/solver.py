@@ -40,6 +40,8 @@ _MANY_VARIABLES = 3000
 _SWEEPS_AFTER_MERGING = 4
 _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
+_FULL, _WORTH_FULL = 0.6, 0.01
+"""From this share of the entries up to which neighbours are merged, what each time is to close of the gap."""
 _ROOM_TO_OPEN = 2
 """Times the table entries up to which neighbours are merged: opening a cycle always raises the bound."""
 _QUICKLY_OPENED = 1_000_000
@@ -166,7 +168,7 @@ class GraphSolver:
             self._unmerged.hint = graph.hint
         if self.open_cycles():
             return
-        while graph.live() and self.may_sweep() and not self.closed:
+        while self._merges and graph.live() and self.may_sweep() and not self.closed:
             relaxation = Relaxation(graph)
             entries = relaxation.sweeper.entries
             room = min(effort.merging - entries, max(int(_ROOM * entries), _LEAST_ROOM))
@@ -185,6 +187,7 @@ class GraphSolver:
             shrink(graph, dominance=False)
             if self.lower > before + _WORTH_SWEEPING * (self.upper - before):
                 return
+            self._merges = entries < _FULL * effort.merging or self.lower > before + _WORTH_FULL * (self.upper - before)
 
     def open_cycles(self) -> bool:
         """Opens cycles that contradict themselves; False where there are none, or too large ones."""
@@ -278,9 +281,9 @@ class GraphSolver:
 
     def _hardly_risen(self, bounds: list[float]) -> bool:
         # Messages of a start have been swept before: where they are far from closed, they have stalled or nearly so.
-        far = bool(self.messages) and relative_gap(self.upper, self.lower) > _FAR
-        if far and self.stalled:  # where the start knows that they have
+        if self.messages and self.stalled:  # where the start knows that they have
             return True
+        far = bool(self.messages) and relative_gap(self.upper, self.lower) > _FAR
         turns = 1 if far else self.patience
         return len(bounds) > turns + 1 and bounds[-1] - bounds[-1 - turns] < 0.05 * (self.upper - self.lower)
 

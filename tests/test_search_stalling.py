@@ -107,6 +107,26 @@ def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyP
     assert len(swept) == 2  # after messages crept, and until they stalled
 
 
+@pytest.mark.parametrize("merging", [200, 10_000])
+def test_a_full_graph_is_merged_on_only_while_that_closes_some_of_the_gap(
+    merging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged: list[int] = []
+
+    def merge(graph: Graph, relaxation: Relaxation, *_: object) -> int:
+        merged.append(relaxation.sweeper.entries)
+        return len(merged) < 5
+
+    monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
+    monkeypatch.setattr(solver, "merge_neighbours", merge)
+    monkeypatch.setattr(solver, "_LEAST_ROOM", 1)
+    effort = Effort(entries=1, closable=0, dives=False, merging=merging)
+    one = GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, Watch(_nothing, lambda: 60.0))
+    one.solve()
+    assert not one._merges and merged[0] > solver._FULL * 200
+    assert len(merged) == (1 if merging == 200 else 5)
+
+
 def test_the_time_of_a_stage_within_another_counts_once() -> None:
     run = Run(Network(), 60.0)
     with run.stage("outer"), run.stage("inner"):
@@ -120,8 +140,13 @@ def test_the_time_of_a_stage_within_another_counts_once() -> None:
         assert run.seconds["outer"] == before["outer"] - spent
 
 
+@pytest.mark.parametrize("far", [0.0, 1.0])
 @pytest.mark.parametrize("stalled", [False, True])
-def test_messages_of_a_start_that_have_stalled_are_hardly_swept(stalled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_start_that_have_stalled_are_hardly_swept(
+    stalled: bool, far: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far from closed they are."""
+    monkeypatch.setattr(solver, "_FAR", far)
     monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
     graph = Graph.of(_contradicting())
