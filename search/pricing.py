@@ -43,8 +43,8 @@ _EFFORT = Effort(sweeps=120, table=1e5, entries=1e6, closing=0.1, closable=3000,
 _ROUGH_EFFORT = replace(_EFFORT, sweeps=40, closing=0.0, closable=0, merging=0)
 _SWEEPS_WHERE_LOOSE = 300
 _LOOSE = 0.3
-"""Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, which
-stall, so that neighbours are merged: messages alone are not tight where mesh axes are alike."""
+"""Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, up to
+where neighbours are merged: messages alone are not tight where mesh axes are alike."""
 _SWEEPS_WHERE_LOW = 40
 """After these, prices are left that cannot raise the bound: an assignment that is nearly the best there is found."""
 _FIRST_TIMES = 4.0
@@ -77,10 +77,8 @@ _TIMES_TO_IMPROVE, _LEAST_WORK = 1.3, 0.1
 which small graphs are proven."""
 _TIMES_LONGER = 2.0
 """What an evaluation may take however little work is left, in times of the longest before."""
-_WORTH_PRUNING = 0.9
+_WORTH_PRUNING, _ROUGH = 0.9, 0.05  # where a gap like this is asked for, pruning takes longer than it saves
 _RECOMBINATIONS, _BASES = 4, 2
-_ROUGH = 0.05
-"""The gap from which on pruning takes longer than it saves."""
 _RECOMBINING = 0.01
 """Likewise, per assignment that takes over parts of others."""
 
@@ -203,8 +201,8 @@ class Pricing:
         return np.full(len(known), _FIRST_TIMES * abs(self.begun.cost) / room)
 
     def _between(self) -> Array | None:
-        """The prices, in proportion to a known excess, at which that costs as much as the last assignment; None where
-        this one is cheaper at all."""
+        """The prices, in proportion to a known excess, at which that costs as much as the last assignment, unless it is
+        cheaper."""
         begun, last = self.begun, self.planes[-1]
         if begun is None or last.cost <= begun.cost:
             return None

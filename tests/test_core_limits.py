@@ -6,42 +6,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import shardplan
-from shardplan import InfeasibleError, correcting, finding, searching
+from shardplan import InfeasibleError, correcting, finding
 from shardplan.correcting import Corrections
-from shardplan.leanest import Leanest
-from shardplan.relieving import relieve
 from shardplan.search import Mixtures
 from shardplan.search.pricing import Pricing
-
-MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def _training(width=512, layers=4, batch=2048):
-    def step(params, x):
-        def loss(params):
-            y = x
-            for w in params:
-                y = jax.nn.relu(y @ w)
-            return (y**2).mean()
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
-
-    return (
-        step,
-        [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers,
-        jax.ShapeDtypeStruct((batch, width), "f4"),
-    )
-
-
-def _plan_within():
-    """A plan within four fifths of what the one without a limit holds."""
-    step, state, batch = _training()
-    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
-    return shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+from tests.core_limited import MESH, plan_within, training
 
 
 def test_what_a_schedule_holds_is_counted_once_in_its_own_order(monkeypatch):
@@ -52,7 +24,7 @@ def test_what_a_schedule_holds_is_counted_once_in_its_own_order(monkeypatch):
         return count(problem, best, search)
 
     monkeypatch.setattr(finding, "_counted", watched)
-    step, state, batch = _training()
+    step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     seen.clear()
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
@@ -61,7 +33,7 @@ def test_what_a_schedule_holds_is_counted_once_in_its_own_order(monkeypatch):
 
 
 def test_a_lowered_limit_is_searched_though_memory_is_short_at_no_other_place():
-    step, state, batch = _training()
+    step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     problem, search = free.schedule.problem, finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset())
     counts = finding.Counts(problem, search)
@@ -79,7 +51,7 @@ def test_a_lowered_limit_is_searched_though_memory_is_short_at_no_other_place():
 @pytest.mark.slow
 def test_a_higher_limit_never_sends_more():
     """What the orders of the schedules found first leave of a limit would decide otherwise."""
-    step, state, batch = _training()
+    step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
     limits = [share * free.peak_bytes for share in (0.85, 0.9, 0.95, 0.98)]
@@ -92,7 +64,7 @@ def test_a_higher_limit_never_sends_more():
 
 @pytest.mark.parametrize(("sizes", "times"), [((4,), 1.0), pytest.param((2, 4), 1.003, marks=pytest.mark.slow)])
 def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
-    step, state, batch = _training()
+    step, state, batch = training()
     mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
     with pytest.raises(InfeasibleError) as caught:
         shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e4)
@@ -107,7 +79,7 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
     monkeypatch.setattr(correcting, "LEAST_PATIENCE", 1e-3)
     monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 1e-6)
     monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
-    step, state, batch = _training()
+    step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     with pytest.raises(InfeasibleError):
         shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1.12e7)
@@ -116,7 +88,7 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
 
 @pytest.mark.parametrize(("times", "leaner"), [(20.0, True), (1.1, False)])
 def test_what_fits_but_is_far_too_dear_is_held_against_leaner_schedules(monkeypatch, times, leaner):
-    step, state, batch = _training()
+    step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
 
     def follow(self, found, otherwise):
@@ -145,7 +117,7 @@ def test_more_searches_may_overdraw_the_work_where_nothing_was_found(monkeypatch
 
     monkeypatch.setattr(Corrections, "_search_once", nothing)
     monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: True)
-    _plan_within()
+    plan_within()
     assert len(searched) == searches
 
 
@@ -159,7 +131,7 @@ def test_what_fits_only_in_the_order_of_the_search_is_searched_in_its_own_howeve
     monkeypatch.setattr(Corrections, "_search_once", far)
     monkeypatch.setattr(Corrections, "count_in", lambda corrections, order: orders.append(order))
     monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: len(orders) < 2)
-    step, state, batch = _training()
+    step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
     problem = free.schedule.problem
@@ -184,7 +156,7 @@ def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkey
 
     monkeypatch.setattr(Corrections, "_search_once", dear)
     monkeypatch.setattr("shardplan.searching.fill", lambda known: None)
-    _plan_within()
+    plan_within()
     assert len(searched) == searches
 
 
@@ -196,7 +168,7 @@ def test_what_is_found_among_leaner_schedules_is_filled_up_in_its_own_order_for_
 
     monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
     monkeypatch.setattr("shardplan.searching.fill", fill)
-    step, state, batch = _training()
+    step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     limit = 0.8 * free.peak_bytes
     assert shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
@@ -209,7 +181,7 @@ def test_mixing_ends_where_its_work_is_over(monkeypatch):
     tried = []
     within = Mixtures.within
     monkeypatch.setattr(Mixtures, "within", lambda mixtures, limit: (tried.append(limit), within(mixtures, limit))[1])
-    step, state, batch = _training()
+    step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
     shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
@@ -222,7 +194,7 @@ def test_mixing_ends_where_its_work_is_over(monkeypatch):
 
 
 def test_what_is_derived_of_a_schedule_once_is_work_once():
-    step, state, batch = _training()
+    step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     problem, search = free.schedule.problem, finding.Search("auto", 60.0, free.peak_bytes, frozenset())
     counts = finding.Counts(problem, search)
@@ -248,7 +220,7 @@ def test_prices_are_evaluated_for_the_work_that_is_left(monkeypatch):
         return solver
 
     monkeypatch.setattr(Pricing, "_inner", watched)
-    _plan_within()
+    plan_within()
     assert allowed
     assert all(allowed)
 
@@ -261,7 +233,7 @@ def test_only_mixtures_that_fit_in_the_order_of_what_they_are_mixed_from_are_cou
         return count(corrections, choices)
 
     monkeypatch.setattr(Corrections, "count", watched)
-    step, state, batch = _training()
+    step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
     shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
@@ -272,7 +244,7 @@ def test_only_mixtures_that_fit_in_the_order_of_what_they_are_mixed_from_are_cou
 def test_what_is_proven_within_the_limit_is_not_mixed_with_anything(monkeypatch):
     mixed = []
     monkeypatch.setattr("shardplan.filling._mix", lambda *given: mixed.append(given))
-    plan = _plan_within()
+    plan = plan_within()
     assert plan.gap < 1e-3
     assert not mixed
 
@@ -300,110 +272,8 @@ def test_what_is_nearly_the_best_by_the_bound_gets_little_more_work(monkeypatch)
 
     monkeypatch.setattr(Pricing, "raise_bound", watched)
     monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 10.0)
-    step, state, batch = _training(1024, 6, 1024)
+    step, state, batch = training(1024, 6, 1024)
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.7 * free.peak_bytes)
     assert any(upper < float("inf") for *_, upper in spent)
     assert all(until < seconds for until, seconds, upper in spent if upper < float("inf"))
-
-
-def test_what_a_first_search_finds_above_the_limit_takes_over_parts_of_leaner_schedules_before_another(monkeypatch):
-    done = []
-    once, leaner = Corrections._search_once, searching.relieve
-    monkeypatch.setattr(Corrections, "_search_once", lambda *given: (done.append("search"), once(*given))[1])
-    monkeypatch.setattr(Leanest, "begin", lambda leanest: done.append("lean"))
-
-    def relieved(known, until):
-        done.append("relieve")
-        leaner(known, until)
-
-    monkeypatch.setattr(searching, "relieve", relieved)
-    monkeypatch.setattr(Corrections, "take", lambda known, own: own)  # nothing is ever within the limit
-    monkeypatch.setattr(Leanest, "look", lambda leanest: None)
-    with pytest.raises(InfeasibleError):
-        _plan_within()
-    assert done[:3] == ["search", "lean", "relieve"]
-    assert done[3:] == ["search", "lean", "relieve"] * (len(done) // 3 - 1)
-
-
-@pytest.mark.parametrize(("excluded", "searches"), [(0.0, 3), (1.001, 1)])
-def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monkeypatch, excluded, searches):
-    searched = []
-
-    def far(corrections, found):
-        searched.append(1)
-        corrections.unreached = corrections.limit_bytes * excluded
-        return found, replace(found, peak_bytes=1.04 * corrections.limit_bytes)
-
-    monkeypatch.setattr(Corrections, "_search_once", far)
-    monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: len(searched) < 3)
-    step, state, batch = _training()
-    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
-    search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
-    counts = finding.Counts(free.schedule.problem, search)
-    first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
-    Corrections(counts, search, first, math.inf).follow(first, lambda: None)
-    assert len(searched) == searches
-
-
-@pytest.mark.parametrize(("times", "searches"), [(20.0, 1), (1.1, 0)])
-def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeypatch, times, searches):
-    searched = []
-
-    def look(leanest):
-        counts, lean = leanest._counts, leanest._known.first
-        fits = replace(lean, peak_bytes=0.0)
-        monkeypatch.setattr(counts, "counted", lambda: [fits])
-        monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
-
-    def once(corrections, found):
-        searched.append(found)
-        assert corrections.lifetimes is corrections.best.lifetimes
-        assert corrections.search.limit_bytes == corrections.limit_bytes
-        return found, found
-
-    monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
-    monkeypatch.setattr(Corrections, "_search_once", once)
-    monkeypatch.setattr(Leanest, "look", look)
-    monkeypatch.setattr(searching, "fill", lambda known: None)
-    _plan_within()
-    assert len(searched) == searches
-
-
-def test_trials_end_where_two_of_them_find_nothing_lower(monkeypatch):
-    step, state, batch = _training()
-    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
-    search = finding.Search("auto", 60.0, 1.0, frozenset(range(len(state))))
-    counts = finding.Counts(free.schedule.problem, search)
-    first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
-    leanest, tried = Leanest(counts, search, first, math.inf), []
-    lower = replace(first, peak_bytes=0.9 * first.peak_bytes)
-
-    def trial():
-        tried.append(1)
-        if len(tried) == 2:
-            leanest._known.least = lower
-
-    monkeypatch.setattr(leanest, "_try", trial)
-    monkeypatch.setattr(leanest, "_nearest_reached", lambda: False)
-    leanest.look()
-    assert leanest.found is lower
-    assert len(tried) == 4  # one in vain, one that finds something, two in vain
-
-
-@pytest.mark.slow
-def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner_schedules():
-    step, state, batch = _training()
-    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
-    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
-    lean = shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.76 * free.peak_bytes)
-    problem = free.schedule.problem
-    search = finding.Search("auto", 60.0, 0.9 * free.peak_bytes, frozenset(range(len(state))))
-    counts = finding.Counts(problem, search)
-    first = counts.own(finding.find(problem, problem.network, search, 60.0))
-    corrections = Corrections(counts, search, first, math.inf)
-    corrections.count(np.array(lean.recipe.choices))
-    assert corrections.best.solution.cost == pytest.approx(lean.objective)
-    relieve(corrections, math.inf)
-    assert corrections.best.peak_bytes <= corrections.limit_bytes
-    assert first.solution.cost < corrections.best.solution.cost < lean.objective

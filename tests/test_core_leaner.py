@@ -1,0 +1,117 @@
+"""Leaner schedules: what they give to others that exceed a memory limit, and where the search for them ends."""
+
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan import InfeasibleError, finding, searching
+from shardplan.correcting import Corrections
+from shardplan.leanest import Leanest
+from shardplan.relieving import relieve
+from tests.core_limited import MESH, plan_within, training
+
+
+def test_what_a_first_search_finds_above_the_limit_takes_over_parts_of_leaner_schedules_before_another(monkeypatch):
+    done = []
+    once, leaner = Corrections._search_once, searching.relieve
+    monkeypatch.setattr(Corrections, "_search_once", lambda *given: (done.append("search"), once(*given))[1])
+    monkeypatch.setattr(Leanest, "begin", lambda leanest: done.append("lean"))
+
+    def relieved(known, until):
+        done.append("relieve")
+        leaner(known, until)
+
+    monkeypatch.setattr(searching, "relieve", relieved)
+    monkeypatch.setattr(Corrections, "take", lambda known, own: own)  # nothing is ever within the limit
+    monkeypatch.setattr(Leanest, "look", lambda leanest: None)
+    with pytest.raises(InfeasibleError):
+        plan_within()
+    assert done[:3] == ["search", "lean", "relieve"]
+    assert done[3:] == ["search", "lean", "relieve"] * (len(done) // 3 - 1)
+
+
+@pytest.mark.parametrize(("excluded", "searches"), [(0.0, 3), (1.001, 1)])
+def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monkeypatch, excluded, searches):
+    searched = []
+
+    def far(corrections, found):
+        searched.append(1)
+        corrections.unreached = corrections.limit_bytes * excluded
+        return found, replace(found, peak_bytes=1.04 * corrections.limit_bytes)
+
+    monkeypatch.setattr(Corrections, "_search_once", far)
+    monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: len(searched) < 3)
+    step, state, batch = training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
+    counts = finding.Counts(free.schedule.problem, search)
+    first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
+    Corrections(counts, search, first, math.inf).follow(first, lambda: None)
+    assert len(searched) == searches
+
+
+@pytest.mark.parametrize(("times", "searches"), [(20.0, 1), (1.1, 0)])
+def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeypatch, times, searches):
+    searched = []
+
+    def look(leanest):
+        counts, lean = leanest._counts, leanest._known.first
+        fits = replace(lean, peak_bytes=0.0)
+        monkeypatch.setattr(counts, "counted", lambda: [fits])
+        monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
+
+    def once(corrections, found):
+        searched.append(found)
+        assert corrections.lifetimes is corrections.best.lifetimes
+        assert corrections.search.limit_bytes == corrections.limit_bytes
+        return found, found
+
+    monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
+    monkeypatch.setattr(Corrections, "_search_once", once)
+    monkeypatch.setattr(Leanest, "look", look)
+    monkeypatch.setattr(searching, "fill", lambda known: None)
+    plan_within()
+    assert len(searched) == searches
+
+
+def test_trials_end_where_two_of_them_find_nothing_lower(monkeypatch):
+    step, state, batch = training()
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    search = finding.Search("auto", 60.0, 1.0, frozenset(range(len(state))))
+    counts = finding.Counts(free.schedule.problem, search)
+    first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
+    leanest, tried = Leanest(counts, search, first, math.inf), []
+    lower = replace(first, peak_bytes=0.9 * first.peak_bytes)
+
+    def trial():
+        tried.append(1)
+        if len(tried) == 2:
+            leanest._known.least = lower
+
+    monkeypatch.setattr(leanest, "_try", trial)
+    monkeypatch.setattr(leanest, "_nearest_reached", lambda: False)
+    leanest.look()
+    assert leanest.found is lower
+    assert len(tried) == 4  # one in vain, one that finds something, two in vain
+
+
+@pytest.mark.slow
+def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner_schedules():
+    step, state, batch = training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
+    lean = shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.76 * free.peak_bytes)
+    problem = free.schedule.problem
+    search = finding.Search("auto", 60.0, 0.9 * free.peak_bytes, frozenset(range(len(state))))
+    counts = finding.Counts(problem, search)
+    first = counts.own(finding.find(problem, problem.network, search, 60.0))
+    corrections = Corrections(counts, search, first, math.inf)
+    corrections.count(np.array(lean.recipe.choices))
+    assert corrections.best.solution.cost == pytest.approx(lean.objective)
+    relieve(corrections, math.inf)
+    assert corrections.best.peak_bytes <= corrections.limit_bytes
+    assert first.solution.cost < corrections.best.solution.cost < lean.objective
