@@ -12,6 +12,7 @@ from shardplan import InfeasibleError, finding, searching
 from shardplan.correcting import Corrections
 from shardplan.leanest import Leanest
 from shardplan.relieving import relieve
+from shardplan.search.pricing import Pricing
 from tests.core_limited import MESH, plan_within, training
 
 
@@ -115,3 +116,16 @@ def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner
     relieve(corrections, math.inf)
     assert corrections.best.peak_bytes <= corrections.limit_bytes
     assert first.solution.cost < corrections.best.solution.cost < lean.objective
+
+
+def test_trials_take_any_schedule_that_is_not_far_too_dear_and_prune_nothing(monkeypatch):
+    gaps, pruned = [], []
+    raised, narrowed = Pricing.raise_bound, Pricing._narrow
+    monkeypatch.setattr(Pricing, "raise_bound", lambda given, *a: (gaps.append(given.solver.gap), raised(given, *a))[1])
+    monkeypatch.setattr(Pricing, "_narrow", lambda given, *a: (pruned.append(given.solver.gap), narrowed(given, *a))[1])
+    step, state, batch = training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    with pytest.raises(InfeasibleError):
+        shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e4)
+    assert 0.2 in gaps
+    assert 0.2 not in pruned
