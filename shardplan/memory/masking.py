@@ -6,6 +6,10 @@ transposition of the copy, which is made from the rows in one kernel where nothi
 equal copies: those of the forward pass live until the gradient of the matrices. Kernels that mask others by the same
 groups, as large, are one where none needs what another is read for: then all these copies are there at once.
 
+The gradient of the rows reads the matrices transposed. The kernel that transposes them is one with another one that
+goes through them, such as their update, for which the product then waits: so the copies of one layer are gone before
+those of the next are made.
+
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def of_matrices(x, y, z, sizes):
 ...     numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
@@ -26,6 +30,7 @@ from shardplan.groups import RAGGED, axes_of_groups, sums_rows
 from shardplan.layout import Layout
 from shardplan.memory.combining import Gather
 from shardplan.memory.copying import copying_kernel
+from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.merging import needs_any
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.once import once
@@ -38,8 +43,8 @@ if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
     from shardplan.memory.liveness import Lifetimes
 
-_SIZES = 2
-"""The position of the sizes of groups among a product's operands."""
+_MATRICES, _SIZES = 1, 2
+"""The positions of the matrices and of the sizes of groups among a product's operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +149,38 @@ def mask_rows(graph: Graph) -> None:
         graph.needs[index] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
         graph.needs[index] |= {views[index, position] for position in positions}
         graph.values[index] -= gone
+    for index, operation in products.items():
+        if _turns_matrices(operation):
+            graph.needs[index].update(_turned_by(graph, index, operation.operands[_MATRICES]))
     into = _together(graph, copies, nodes)
     graph.beside |= {read: into[node] for read, node in graph.beside.items() if node in into}
+
+
+def _turns_matrices(operation: Operation) -> bool:
+    """Whether a product reads a transposition of its matrices: it does not add over the dimension behind the groups."""
+    numbers = operation.params["ragged_dot_dimension_numbers"]
+    if not numbers.rhs_group_dimensions:
+        return False
+    (group,), (_, added) = numbers.rhs_group_dimensions, numbers.dot_dimension_numbers[0]
+    return group + 1 not in added
+
+
+def _turned_by(graph: Graph, index: int, matrices: int | Constant) -> Iterator[int]:
+    """The kernel that writes the transposition of a product's matrices with what it computes of them: one that goes
+    through the same values element by element, and neither needs the product nor is needed for it."""
+    if not isinstance(matrices, int):
+        return
+    values, read = graph.program.values, graph.sources(matrices)
+    pointwise = pointwise_operations(graph.schedule.problem)
+    for node, reads in graph.reads.items():
+        whole = [value for value in read & reads if values[value].shape == values[matrices].shape]
+        made = graph.program.operations[node].results
+        alike = bool(made) and values[made[0]].shape == values[matrices].shape
+        if node == index or node not in pointwise or not whole or not alike:
+            continue
+        if not needs_any(graph.needs, node, index) and not needs_any(graph.needs, index, node):
+            yield node
+            return
 
 
 def _together(graph: Graph, copies: Mapping[_Masked, _Copy], nodes: Mapping[_Masked, int]) -> dict[int, int]:
