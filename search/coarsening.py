@@ -88,8 +88,7 @@ def coarse_start(
     unfit = graph.hint is not None or graph.usage_limit is not None
     if unfit or not graph.twins or (before := graph.entries()) < _WORTH_ENTRIES:
         return None
-    places = places_of(graph)
-    if _entries(graph, places) > _WORTH_SHARE * before:
+    if _entries(graph, places := places_of(graph)) > _WORTH_SHARE * before:
         return None
     small = coarse(graph, places)
     allowed = _SHARE_OF_TIME * watch.seconds_left()

@@ -11,6 +11,7 @@ import shardplan
 from shardplan import InfeasibleError, finding, searching
 from shardplan.correcting import Corrections
 from shardplan.leanest import Leanest
+from shardplan.models import load
 from shardplan.relieving import relieve
 from shardplan.search.pricing import Pricing
 from tests.core_limited import MESH, plan_within, training
@@ -129,3 +130,13 @@ def test_trials_take_any_schedule_that_is_not_far_too_dear_and_prune_nothing(mon
         shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e4)
     assert 0.2 in gaps
     assert 0.2 not in pruned
+
+
+@pytest.mark.slow
+def test_what_fits_in_no_order_of_a_search_is_counted_in_its_own(monkeypatch):
+    model = load("gpt")
+    training = model.training(model.BENCHMARK)
+    arguments = training.train_step, MESH, training.state, training.batch
+    limit = 0.963 * shardplan.plan(*arguments, donate_argnums=0).peak_bytes  # where nothing fits in the first order
+    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
+    assert shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit).peak_bytes <= limit

@@ -15,7 +15,6 @@ from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held, m
 from shardplan.memory.order import execution_order
 from shardplan.memory.recomputing import adding_products, kernels_of
 from shardplan.memory.usages import Usages
-from shardplan.models import load
 from shardplan.search import extended
 from shardplan.tracing import trace_program
 
@@ -391,13 +390,3 @@ def test_reductions_that_would_wait_for_each_other_are_apart():
     plan = shardplan.plan(step, MESH, jax.ShapeDtypeStruct((4096, 64), "float32"), pins={"0": jax.P("x", None)})
     order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))[0]
     assert sorted(order) == list(range(len(plan.program.operations)))
-
-
-@pytest.mark.slow
-def test_what_fits_in_no_order_of_a_search_is_counted_in_its_own(monkeypatch):
-    model = load("gpt")
-    training = model.training(model.BENCHMARK)
-    arguments = training.train_step, MESH, training.state, training.batch
-    limit = 0.963 * shardplan.plan(*arguments, donate_argnums=0).peak_bytes  # where nothing fits in the first order
-    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
-    assert shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit).peak_bytes <= limit

@@ -11,8 +11,11 @@ from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, plan
 from shardplan.search.exact import lowest_peak
+from shardplan.search.extrapolation import Extrapolation
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.merging import merge_neighbours
+from shardplan.search.messages import Sweeper
+from shardplan.search.model import Model
 from shardplan.search.programs import gpt
 from shardplan.search.relaxation import Relaxation
 from shardplan.search.run import Run
@@ -233,3 +236,26 @@ def test_the_least_peak_is_looked_for_in_a_share_of_the_work() -> None:
         lowest_peak(run)
         sweeps.append(run.iterations)
     assert sweeps[1] < sweeps[0]
+
+
+def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
+    sooner = 0
+    for seed in range(20):
+        net = testing.random_grid(np.random.default_rng(seed), 3, 4, 3)
+        _, best = testing.brute_force(net)
+        graph = Graph.of(net)
+        index = {v: i for i, v in enumerate(graph.live())}
+        pairs = [(v, w) for v in index for w in graph.neighbours[v] if v < w]
+        model = Model(
+            [np.asarray(graph.costs[v]) for v in index],
+            [(index[v], index[w]) for v, w in pairs],
+            [graph.neighbours[v][w] for v, w in pairs],
+        )
+        fast, plain = Extrapolation(Sweeper(model)), Sweeper(model)
+        bounds = [graph.constant + fast.sweep() for _ in range(16)]
+        for _ in range(16):
+            plain.up()
+            slow = graph.constant + plain.down()
+        assert max(bounds) <= best + 1e-9
+        sooner += max(bounds) >= slow - 1e-9
+    assert sooner >= 15
