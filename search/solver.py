@@ -35,8 +35,6 @@ _WORTH_PRUNING = 0.2
 _FEW_CHOICES = 4000
 _AT_ONCE = 1e6
 """Table entries of dynamic programming that take no longer than the first sweeps would."""
-_MANY_VARIABLES = 3000
-"""Graphs of more may take as many more table entries of dynamic programming in all: so do their sweeps."""
 _SWEEPS_AFTER_MERGING = 4
 _WORTH_SWEEPING = 0.1
 _ROOM, _LEAST_ROOM = 0.5, 200_000
@@ -104,7 +102,7 @@ class GraphSolver:
         # What a start leaves open is mostly twins that contradict each other.
         self.opens = self._may_merge() and not self.messages
         while self.may_sweep():
-            if self.settle(self._entries() if self.sweeps else _AT_ONCE, effort.entries):
+            if self.settle(effort.entries if self.sweeps else _AT_ONCE, effort.entries):
                 return
             before = self._choices()
             relaxation = self.sweep_until_prunable()
@@ -122,7 +120,7 @@ class GraphSolver:
             shrink(graph, dominance=before < _FEW_CHOICES)
             self.watch.report()
             # What messages left is often few enough for dynamic programming, which merging would hide.
-            if (merges or self.creeping) and self.settle(self._entries(), effort.entries):
+            if (merges or self.creeping) and self.settle(effort.entries, effort.entries):
                 return
             if merges:
                 if self.closed_by_parts():
@@ -239,10 +237,6 @@ class GraphSolver:
         """Takes a lower bound into account."""
         self.lower = max(self.lower, bound)
 
-    def _entries(self) -> float:
-        """Of all tables of dynamic programming."""
-        return self.effort.entries * max(1.0, len(self.graph.live()) / _MANY_VARIABLES)
-
     def _choices(self) -> int:
         return sum(self.graph.size(v) for v in self.graph.live())
 
@@ -322,7 +316,7 @@ class GraphSolver:
             for v, k in hint.items():
                 if not (keep[v] == k).any():
                     keep[v] = np.sort(np.append(keep[v], k))
-            order = plan({v: len(k) for v, k in keep.items()}, adjacency(graph), effort.table, self._entries())
+            order = plan({v: len(k) for v, k in keep.items()}, adjacency(graph), effort.table, effort.entries)
             if order is not None and (not order.fixed or count == 2):
                 break
         else:
