@@ -4,11 +4,7 @@ The copy of a tensor takes memory only where its layout differs from the tensor'
 `with_pairs` says it by one more variable per pair. Its choices stand for a choice of the second variable, together with
 what the pair then uses, so that its usage is its own; the pair's costs move onto it.
 
->>> from hashlib import blake2b
-
-from hashlib import blake2b
-
-import numpy as np
+>>> import numpy as np
 >>> net = Network(usage_limit=5)
 >>> tensor, copy = net.add_variable([0.0, 0.0]), net.add_variable([3.0, 0.0])
 >>> net.add_edge(tensor, copy, np.array([[0.0, 1.0], [1.0, 0.0]]))
