@@ -27,15 +27,14 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
-from typing import NamedTuple
 
 from shardplan.memory.alike import first_alike
-from shardplan.memory.cycles import REDUCING_CYCLES, cycles_of
-from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
+from shardplan.memory.computing import PARTS, Computing, computing_of
+from shardplan.memory.cycles import REDUCING_CYCLES
+from shardplan.memory.fusion import merged_scatters
 from shardplan.memory.parts import Part, parts_of
-from shardplan.memory.products import PRODUCT, copied_again, is_multiplied, product_operands
-from shardplan.memory.rows import cuts_tiles, row_results
-from shardplan.memory.sums import adds_few, adds_many, columns_of, waiting_for_blocks
+from shardplan.memory.products import PRODUCT
+from shardplan.memory.sums import waiting_for_blocks
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
@@ -61,11 +60,7 @@ _APART = 400
 """Elements that a warp computes together, and cycles, by XLA's count, for an element of what is put together from
 parts that warps do not divide."""
 
-_PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
 _SPREADING = frozenset({"broadcast_in_dim", PRODUCT})
-_RENAMING = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
-_MOVING = frozenset({"broadcast_in_dim", "transpose", "rev", "pad", "iota"} | _PARTS | _RENAMING)
-_BRANCHING = frozenset({"concatenate", "dynamic_update_slice", "reduce_window"} | REDUCTIONS)
 
 _MOST_READ, _MOST_BRANCHES, _MOST_CODE = 96, 10, 10_000
 """What XLA lets one kernel read, how often it lets it branch, and how many operations it lets it have on all ways. A
@@ -103,54 +98,6 @@ class _Kernel:
     times: dict[int, float] = field(default_factory=dict)
 
 
-class _Computing(NamedTuple):
-    """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
-    else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
-    numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: how
-    many numbers it leaves innermost of those that it sums up, or 0, and how many of these become one then;
-    ``copied``: what a kernel copies for a library."""
-
-    read: tuple[int, ...]
-    cycles: int
-    branches: int
-    renames: bool
-    sums: bool
-    library: bool
-    rows: float
-    tiles: bool
-    columns: tuple[int, int]
-    copied: tuple[int, ...]
-
-
-@once
-def _computing(problem: Problem) -> dict[int, _Computing]:
-    """What operations without bodies do, by index."""
-    program, found, pointwise = problem.program, {}, pointwise_operations(problem)
-    rows, operands = row_results(program, pointwise), product_operands(program, pointwise)
-    padded, again = {index for (index, _), read in operands.items() if read.padding > 1}, copied_again(operands)
-    copies = {place for place, read in operands.items() if read.copied}
-    merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
-    passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
-    for operation in program.operations:
-        name = operation.primitive.name
-        if operation.bodies or not operation.results:
-            continue
-        library = is_multiplied(program, operation)  # what reads its operand is a kernel that copies it
-        renames = name in _RENAMING or is_view(program, operation)
-        cycles = 0 if library or renames or name in _MOVING else cycles_of(program, operation)
-        branches = int(name in _BRANCHING and not adds_few(program, operation))
-        row = rows.get(operation.results[0], 0.0)
-        places = [place for place in range(len(operation.operands)) if (operation.index, place) not in again]
-        operands_read = [operation.operands[place] for place in (places[:1] if row else places)]
-        read = tuple([o for o in operands_read if isinstance(o, int) and o not in passed])
-        tiles = cuts_tiles(operation) and operation.index not in padded
-        sums = adds_many(program, operation)
-        columns = columns_of(program, operation) if sums else (0, 1)
-        copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
-        found[operation.index] = _Computing(read, cycles, branches, renames, sums, library, row, tiles, columns, copied)
-    return found
-
-
 def stored_values(
     problem: Problem,
     fused: frozenset[int],
@@ -172,7 +119,7 @@ def stored_values(
 @once
 def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> list[tuple[Part, Part]]:
     """The parts, each with the first one that is alike."""
-    computing, merged = _computing(problem), merged_scatters(problem)
+    computing, merged = computing_of(problem), merged_scatters(problem)
     without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
     alone = fused - merged.keys()
     parts = parts_of(
@@ -213,11 +160,12 @@ class _Fusion:
         }
         self._kernels: dict[int, _Kernel] = {}
         self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
+        self._sources: dict[int, dict[tuple[float, float], float]] = {}  # per value, what computing it so often reads
         self._gains: dict[int, float] = {}
         self._queue: list[tuple[float, int]] = []
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
-        computing, makers = _computing(problem), _makers(problem.program)
+        computing, makers = computing_of(problem), _makers(problem.program)
         for result in makes:
             operation = makers[result]
             kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
@@ -236,7 +184,7 @@ class _Fusion:
             if -number in self.apart and self._gains[-number] == -gain and self._fits(-number):
                 self._fuse(-number)
 
-    def _kernel(self, operation: Operation, result: int, computing: _Computing) -> _Kernel:
+    def _kernel(self, operation: Operation, result: int, computing: Computing) -> _Kernel:
         """The kernel of one operation."""
         name, choices = operation.primitive.name, self._problem.choices.get(operation.index)
         read, cycles = computing.read, computing.cycles
@@ -276,7 +224,7 @@ class _Fusion:
     def _times(self, operation: Operation, position: int, computed: float, value: int) -> float:
         """How often an operation that does not go element by element reads an operand's elements to compute so many."""
         name, own = operation.primitive.name, max(self._elements[value], 1e-9)
-        if name in _SPREADING or (name in _PARTS and not position):
+        if name in _SPREADING or (name in PARTS and not position):
             return computed / own
         if name == "concatenate":
             dimension, shape = operation.params["dimension"], self._problem.program.values[value].shape
@@ -331,8 +279,27 @@ class _Fusion:
     def _saving(self, value: int, reader: int) -> float:
         """The time that a kernel takes less where it computes a value instead of reading it."""
         own, kernel = self._kernels[value], self._kernels[reader]
-        places, times, again = kernel.reads[value], kernel.times[value], kernel.again
+        times, again = kernel.times[value], kernel.again
         moved = times * own.scalars * max(again, _ONE_NUMBER) - self._reading(value, times, again)
+        apart = own.times.keys().isdisjoint(kernel.times)  # as most are, which spares going through all that it reads
+        moved += (
+            self._reading_apart(value, times, again) if apart else self._reading_more(own, kernel, kernel.reads[value])
+        )
+        rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
+        moved = kernel.moved + kernel.slower * moved
+        return _time(kernel.cycles, kernel.moved, kernel.rows) - _time(cycles, moved, rows)
+
+    def _reading_apart(self, value: int, times: float, again: float) -> float:
+        """The bytes that a kernel which computes a value so often reads for it, if it reads none of them anyway."""
+        known = self._sources.setdefault(value, {})
+        if (times, again) not in known:
+            shares = self._kernels[value].times.items()
+            known[times, again] = sum([self._reading(source, times * share, again) for source, share in shares])
+        return known[times, again]
+
+    def _reading_more(self, own: _Kernel, kernel: _Kernel, places: Mapping[int, float]) -> float:
+        """Likewise, of a kernel that reads some of them anyway; ``places``: how often it goes through the value."""
+        moved, times, again = 0.0, sum(places.values()), kernel.again
         for source, share in own.times.items():
             known = kernel.reads.get(source)
             if known is None:
@@ -343,9 +310,7 @@ class _Fusion:
             if _OWN in own.reads[source]:  # what it reads for these elements already is not read again
                 now -= sum([share for place, share in known.items() if place in places])
             moved += self._reading(source, now, again) - self._reading(source, before, again)
-        rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
-        moved = kernel.moved + kernel.slower * moved
-        return _time(kernel.cycles, kernel.moved, kernel.rows) - _time(cycles, moved, rows)
+        return moved
 
     def _fuse(self, value: int) -> None:
         """Lets all kernels that read a value compute it, and weighs anew what that changes."""
@@ -392,6 +357,7 @@ class _Fusion:
         kernel.rows = max(kernel.rows, own.rows)
         kernel.tiles &= own.tiles
         kernel.moved = self._moved(reader)
+        self._sources.pop(reader, None)
 
 
 def _time(cycles: float, moved: float, rows: float = 0.0) -> float:
