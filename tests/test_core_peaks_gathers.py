@@ -236,3 +236,12 @@ def test_what_is_gathered_at_the_end_is_copied_unless_its_first_dimension_is_gat
     usages.follow(schedule)
     counted = [pair for pair in usages._leaving_copies() if pair.amounts.any()]
     assert [pair.amounts.max() for pair in counted] == [4 * 512 * 512] * copied
+
+
+@pytest.mark.parametrize("compute", [jnp.cumsum, jnp.sum])
+def test_what_is_empty_is_merged_with_nothing(compute):
+    def step(rows):  # none, as an associative scan leaves at its ends
+        return compute(rows, axis=0)
+
+    plan = shardplan.plan(step, MESH, jax.ShapeDtypeStruct((8, 0), "float32"), pins={"0": jax.P("x")})
+    assert combined_gathers(plan.schedule) == [] and plan.communication_bytes == 0

@@ -364,3 +364,16 @@ def test_what_makes_larger_operands_of_products_stands_in_the_order_by_itself(ea
     order, sending = hiding_order(schedule, kernels)
     assert sorted(order) == list(range(len(order)))
     assert [index for index, _ in sending.beside] == [product] * each
+
+
+def test_what_makes_an_operand_of_a_product_may_read_what_is_made_from_nothing():
+    def step(forces, x):  # from each particle to the cells around it
+        cells = jnp.stack(jnp.meshgrid(jnp.arange(3), jnp.arange(3), indexing="ij"), -1).reshape(9, 2)
+        return jnp.einsum("bnij,bknj->bkni", forces, cells[:, None] - x[:, None])
+
+    forces, x = (jax.ShapeDtypeStruct((16, 8192, *dimensions), jnp.float32) for dimensions in [(2, 2), (2,)])
+    schedule = shardplan.plan(step, 1, forces, x).schedule
+    kernels = kernels_of(schedule.problem)
+    graph = Graph(schedule, kernels, [], [])
+    turn_operands(graph, kernels)
+    assert len(graph.further) == 1 and schedule.assignment.generated

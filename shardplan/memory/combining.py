@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -124,7 +125,7 @@ def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
         for one, value, layout, kind in _reductions_of(schedule, operation, repeated):
             if one not in numbers:
                 size = bytes_in(schedule, value, layout)
-                number, filled = filling.get(kind, (-1, COMBINED_BYTES))
+                number, filled = filling.get(kind, (-1, math.inf))
                 before = found if isinstance(one, int) else behind.get(same.get(value, value), frozenset())
                 if filled + size > COMBINED_BYTES or waiting.leads(number, before):
                     number, filled = waiting.begin(number), 0.0

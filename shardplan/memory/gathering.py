@@ -19,6 +19,7 @@ backward pass gathers anew, once all are there. What is gathered together is in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from shardplan.layout import Layout
@@ -48,7 +49,7 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
         for gather, kind in _gathers_of(schedule, operation):
             if gather not in numbers:
                 size = bytes_in(schedule, gather.value, gather.layout)
-                number, filled = filling.get(kind, (-1, COMBINED_BYTES))
+                number, filled = filling.get(kind, (-1, math.inf))
                 if number in behind.get(gather.value, ()) or filled + size > COMBINED_BYTES:
                     number, filled = len(groups), 0.0
                     groups.append([])

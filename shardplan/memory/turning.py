@@ -77,7 +77,8 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
         operand, layout = product.operands[position], strategy.operands[position] if strategy is not None else None
         if node not in graph.needs or read not in own or layout is None or not isinstance(operand, int):
             continue
-        made_from = sum(bytes_in(schedule, value, assignment.values[value]) for value in graph.sources(operand))
+        stored = assignment.values.keys() & graph.sources(operand)  # besides what is made from nothing where it is read
+        made_from = sum([bytes_in(schedule, value, assignment.values[value]) for value in stored])
         size = read.padding * bytes_in(schedule, operand, layout)
         if size <= made_from:
             continue
