@@ -77,13 +77,13 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     if corrections.best is not None:
         fill(corrections)
         return corrections.best_proven()
-    least = leanest.found
+    least, late = leanest.found, time.perf_counter() > deadline and leanest.bound <= search.limit_bytes
     raise InfeasibleError(
-        _does_not_fit(counts.problem, least, min(leanest.bound, least.peak_bytes), search), least.peak_bytes
+        _does_not_fit(counts.problem, least, min(leanest.bound, least.peak_bytes), search, late), least.peak_bytes
     )
 
 
-def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) -> str:
+def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search, late: bool) -> str:
     lifetimes = least.lifetimes
     profile = memory_profile(lifetimes, least.schedule, search.donated)
     moment = int(np.argmax(profile))
@@ -101,11 +101,13 @@ def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search) 
     largest = sorted(alive, key=lambda entry: -entry[0])[:5]
     lines = "\n".join(f"  {megabytes(size):>10} MB  {what}" for size, what in largest)
     proven = f"; by the planner's count none is below {_size(bound)}" if bound else ""
-    helps = "more devices, a smaller batch, jax.checkpoint around layers"
+    helps = ["more devices", "a smaller batch", "jax.checkpoint around layers"]
+    helps += ["donate_argnums for the state"] * (not search.donated) + ["more time"] * late
+    stopped = f" in the {search.seconds:g} seconds of its search (`time_limit`)" if late else ""
     return (
-        f"no layout was found that keeps within {_size(search.limit_bytes)} per device; the least peak found is "
-        f"{_size(least.peak_bytes)}{proven}. The largest tensors there, per device:\n{lines}\n"
-        f"What helps: {helps}{'' if search.donated else ', donate_argnums for the state'}."
+        f"no layout was found{stopped} that keeps within {_size(search.limit_bytes)} per device; "
+        f"the least peak found is {_size(least.peak_bytes)}{proven}. The largest tensors there, per device:\n{lines}\n"
+        f"What helps: {', '.join(helps)}."
     )
 
 

@@ -72,6 +72,18 @@ def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
     assert shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
 
 
+@pytest.mark.parametrize(("share", "stopped"), [(0.5, False), (0.8, True)])
+def test_an_error_says_that_the_time_was_over_where_more_of_it_may_help(share, stopped):
+    """Not where no layout at all keeps within the limit."""
+    step, state, batch = training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    limit = share * shardplan.plan(step, mesh, state, batch, donate_argnums=0).peak_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit, time_limit=1e-6)
+    assert ("was found in the 1e-06 seconds of its search (`time_limit`) that" in str(caught.value)) == stopped
+    assert str(caught.value).endswith(", more time.") == stopped
+
+
 def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leaner_schedules(monkeypatch):
     searched = []
     once = Corrections._search_once
