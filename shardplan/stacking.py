@@ -4,7 +4,7 @@ A scan stacks its results into zeros. These wait for nothing, so that XLA:GPU ma
 before the loop; and equal zeros are one value to it, whose copies, one for each loop, one kernel makes before the first
 loop. Of layers that are computed again for their gradients, each with a scan of its own, the stacks of all lie in
 memory while the first runs. What a stack begins with is never read, so it begins with one number of what its loop
-reads, the last of these that is made: it cannot be made before.
+reads, the last of these that is made, if only as parts of a sum: it cannot be made before.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def twice(x):
@@ -58,8 +58,9 @@ def _made_last(schedule: Schedule, operation: Operation, makers: Mapping[int, in
         if not isinstance(value, int) or value not in makers or value in schedule.assignment.generated:
             continue
         tensor, layout = schedule.program.values[value], schedule.link_layout(link)
-        whole = not schedule.is_partial(value, layout) and layout not in schedule.problem.domain(value).padded
-        if whole and 0 not in tensor.shape and any(jax.dtypes.issubdtype(tensor.dtype, kind) for kind in _REAL):
+        in_parts = link.begins and schedule.is_partial(link.target, schedule.assignment.values.get(link.target, ()))
+        even = not in_parts and layout not in schedule.problem.domain(value).padded
+        if even and 0 not in tensor.shape and any(jax.dtypes.issubdtype(tensor.dtype, kind) for kind in _REAL):
             found[makers[value]] = place
     return found[max(found)] if found else None
 
@@ -100,5 +101,8 @@ def _begun(schedule: Schedule, mesh: Mesh, operation: Operation, array: Any, pla
         number = jax.lax.slice(block, (0,) * block.ndim, (1,) * block.ndim).reshape(())
         return [jax.lax.broadcast(jax.lax.convert_element_type(number, dtype), shape) for shape, dtype in blocks]
 
-    spec = to_spec(space, schedule.link_layout(links.enter[place]))
+    link, layout = links.enter[place], schedule.link_layout(links.enter[place])
+    if link.stacked and isinstance(link.source, int) and schedule.is_partial(link.source, layout):
+        layout = (layout[1], layout[0], *layout[2:])  # slices lie in front of the parts
+    spec = to_spec(space, layout)
     return jax.shard_map(fill, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False)(array)

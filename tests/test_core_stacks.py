@@ -136,3 +136,33 @@ def test_stacks_of_later_loops_are_not_in_memory_while_the_first_one_runs():
     w, x = jax.ShapeDtypeStruct((4, 256, 256), "float32"), jax.ShapeDtypeStruct((64, 256, 256), "float32")
     plan = shardplan.plan(_layers(4, False), jax.sharding.AbstractMesh((1,), ("x",)), w, x)
     assert shardplan.audit(plan, "h100").compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
+def _lstm(params, x):
+    for own in params["layers"]:
+
+        def cell(carry, one, own=own):
+            hidden, state = carry
+            into, forget, value, out = jnp.split(one @ own["x"] + hidden @ own["h"], 4, -1)
+            state = jax.nn.sigmoid(forget) * state + jax.nn.sigmoid(into) * jnp.tanh(value)
+            hidden = jax.nn.sigmoid(out) * jnp.tanh(state)
+            return (hidden, state), hidden
+
+        zeros = jnp.zeros((x.shape[1], own["h"].shape[0]))
+        _, x = jax.lax.scan(cell, (zeros, zeros), x)
+    return jnp.mean(jax.nn.logsumexp(x @ params["words"], axis=-1))
+
+
+def test_stacks_begin_with_numbers_of_what_their_loop_reads_as_parts_of_a_sum():
+    """The gradient of the last layer's results is read as it comes from the words that each device has."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    keys, width = jax.random.split(jax.random.key(0), 4), 256
+    layer = {"x": jax.random.normal(keys[0], (width, 4 * width)) / 16, "h": jnp.eye(width, 4 * width) / 4}
+    params = {"layers": [layer, layer], "words": jax.random.normal(keys[1], (width, 4000)) / 16}
+    x, step = jax.random.normal(keys[2], (4, 8, width)), jax.value_and_grad(_lstm)
+    planned = shardplan.auto(step, mesh)
+    schedule = planned.plan(params, x).schedule
+    links = [schedule.problem.links[index].enter[place] for index, place in begun_apart(schedule).items()]
+    assert any(link.stacked and schedule.is_partial(link.source, schedule.link_layout(link)) for link in links)
+    for one, other in zip(jax.tree.leaves(planned(params, x)), jax.tree.leaves(step(params, x)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
