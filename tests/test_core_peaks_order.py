@@ -207,6 +207,17 @@ def test_a_sum_is_part_of_the_next_kernel_that_does_not_need_it(needed):
     assert joined[named["tanh"][0]] == ([] if needed else [named["reduce_sum"][0]])
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_kernels_that_go_through_rows_are_one_with_no_other(rows):
+    def step(x, w):
+        h = x @ w
+        left = h - jnp.max(h, axis=1, keepdims=True) if rows else 2 * h
+        return jnp.sum(left * h, axis=0), jnp.exp(left) @ w
+
+    joined, _ = _joined(step, *[(512, 512)] * 2)
+    assert any(joined.values()) != rows
+
+
 def test_a_view_is_no_kernel():
     def step(x, w, v, u):
         h = x @ w

@@ -32,7 +32,7 @@ from math import prod
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.fusion import REDUCTIONS, is_view
+from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.merging import join_producers, merge_nodes, wait_for_slices
@@ -41,6 +41,7 @@ from shardplan.memory.placing import LATENCY, Placing
 from shardplan.memory.products import is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_in
+from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import collective_microseconds, kernel_microseconds
 from shardplan.memory.turning import turn_operands
@@ -147,6 +148,8 @@ class Graph:
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in here if self._is_part(o)}
+        self.by_rows = set[int]()  # kernels that go through rows which they have reduced
+        rows = {*row_results(self.program, pointwise_operations(schedule.problem))}  # and what is computed of these
         in_memory, same = kernels.stored | kernels.read, repeated_in(self.program, kernels.apart)
         for operation in here:
             if operation.results and same.keys() >= {*operation.results}:
@@ -160,12 +163,16 @@ class Graph:
             stored = not in_memory.isdisjoint(operation.results) and not self._shows(operation, same)
             brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
             brought += tuple(self._read_otherwise(operation))
+            by_rows = not rows.isdisjoint([o for o in (*operation.operands, *operation.results) if isinstance(o, int)])
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
                 self._sources |= dict.fromkeys(operation.results, reads)
+                rows.update(operation.results if by_rows else ())
                 if brought:
                     self._brought |= dict.fromkeys(operation.results, brought)
             else:
                 self.reads[operation.index], self._moved_by[operation.index] = reads, brought
+                self.by_rows.update({operation.index} if by_rows else ())
+                rows.difference_update(operation.results)
         together = {one: number for number, group in enumerate(combined) for one in group}
         self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
         self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}

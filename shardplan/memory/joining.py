@@ -1,7 +1,8 @@
 """Kernels that XLA:GPU makes one, with several results: those that go through as many elements and read the same value.
 
 A sum is part of one before it, or of the next one behind that does not need it, though others that do stand before:
-a loss of which rows' means are part (label smoothing) is computed when the gradients of all logits are.
+a loss of which rows' means are part (label smoothing) is computed when the gradients of all logits are. A kernel that
+goes through rows which it has reduced is written in tiles (`shardplan.memory.rows`), and has one result.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def join_kernels(graph: Graph, kernels: Kernels) -> None:
     place = {node: number for number, node in enumerate(graph.in_order())}
     owner: dict[int, int] = {}
     read = Counter(value for reads in graph.reads.values() for value in reads)
-    for index in sorted(graph.reads):
+    for index in sorted(graph.reads.keys() - graph.by_rows):
         sums = _is_sum(graph, index)
         if not sums and index not in kernels.fused:
             continue
