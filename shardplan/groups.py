@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardplan.strategy import Strategy
 
 RAGGED = "ragged_dot_general"
+MATRICES = 1
+"""The position of the matrices, or of the other rows of which these are a sum, among a product's operands."""
 
 
 def axes_of_rows(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
@@ -60,6 +62,15 @@ def sums_rows(operation: Operation) -> bool:
     numbers = operation.params["ragged_dot_dimension_numbers"]
     (ragged,) = numbers.lhs_ragged_dimensions
     return ragged in numbers.dot_dimension_numbers[0][0]
+
+
+def turns_matrices(operation: Operation) -> bool:
+    """Whether a product reads a transposition of its matrices: it does not add over the dimension behind the groups."""
+    numbers = operation.params["ragged_dot_dimension_numbers"]
+    if not numbers.rhs_group_dimensions:
+        return False
+    (group,), (_, added) = numbers.rhs_group_dimensions, numbers.dot_dimension_numbers[0]
+    return group + 1 not in added
 
 
 def rows_of_groups(sizes: Any, first: Any, count: int) -> tuple[Any, Any]:

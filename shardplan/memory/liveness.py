@@ -69,6 +69,7 @@ class Lifetimes:
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         sending = sending or Sending()
         self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
+        self.turned = kernels.turned
         self.filled = {index: self.place[before] for index, before in sending.filling.items()}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
@@ -162,7 +163,8 @@ class Lifetimes:
                 if operand in initial:  # from the loop's start on, its memory is the carry's
                     yield operand, self.start(operation) - 1
                 else:
-                    yield operand, max(first, ends[position] if passed else max(ends, default=0))
+                    until = max(first, ends[position] if passed else max(ends, default=0))
+                    yield from ((read, until) for read in self.turned.get((operation.index, position), (operand,)))
 
     def _until_copied(self, operand: int, first: int) -> int:
         """The last place where a value is in memory that is copied at place ``first``: before the product there runs,
@@ -329,7 +331,7 @@ def memory_held(
         yield hold(gather.value, gather.layout, first, last)
     yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
     yield from _left(lifetimes, schedule, sliced, sending)
-    for size, first, last in (*masked_rows(lifetimes, schedule), *beside_merged(lifetimes, schedule)):
+    for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)

@@ -8,7 +8,9 @@ groups, as large, are one where none needs what another is read for: then all th
 
 The gradient of the rows reads the matrices transposed. The kernel that transposes them is one with another one that
 goes through them, such as their update, for which the product then waits: so the copies of one layer are gone before
-those of the next are made.
+those of the next are made. Other products read matrices in another shape, a view of these. Where a kernel computes
+matrices, such as parameters in another element type, that view alone needs them in memory: what transposes them
+computes them anew, so that they are gone when the last of the other products has run.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def of_matrices(x, y, z, sizes):
@@ -22,16 +24,17 @@ those of the next are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardplan.groups import RAGGED, axes_of_groups, sums_rows
+from shardplan.groups import MATRICES, RAGGED, axes_of_groups, sums_rows
 from shardplan.layout import Layout
 from shardplan.memory.combining import Gather
 from shardplan.memory.copying import copying_kernel
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.merging import needs_any
+from shardplan.memory.sizes import bytes_in
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -42,9 +45,10 @@ from shardplan.strategy import Strategy, bytes_of, operand_type
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
     from shardplan.memory.liveness import Lifetimes
+    from shardplan.memory.recomputing import Kernels
 
-_MATRICES, _SIZES = 1, 2
-"""The positions of the matrices and of the sizes of groups among a product's operands."""
+_SIZES = 2
+"""The position of the sizes of groups among a product's operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +117,26 @@ def _block(schedule: Schedule, masked: _Masked) -> tuple[float, ...]:
     return *sides, mesh.degree(masked.groups)
 
 
-def masked_rows(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
-    """The bytes of the masked copies, each with the places of the order from which to which it is in memory."""
+def masked_rows(lifetimes: Lifetimes, schedule: Schedule, donated: Collection[int]) -> Iterator[tuple[float, int, int]]:
+    """The bytes of the masked copies, and of transposed matrices, each with the places of the order from which to which
+    it is in memory; and of a new value of these, which the kernel that transposes the old one cannot write over it."""
     for copy in _copies(schedule).values():
         places = [(lifetimes.place[operation.index], operation, position) for operation, position in copy.readers]
         first = min(lifetimes.put_beside.get((o.index, position), place) for place, o, position in places)
         yield copy.size, first, max(place for place, _, _ in places)
+    program, layouts = schedule.program, schedule.assignment.values
+    tied = {program.outputs[number]: program.inputs[p] for number, p in program.ties.items() if p in donated}
+    for (index, position), sources in lifetimes.turned.items():
+        read, place = program.operations[index].operands[position], lifetimes.place[index]
+        begins = lifetimes.put_beside.get((index, position), place)
+        if isinstance(read, int):
+            yield bytes_in(schedule, read, layouts[read]), begins, place
+        for result in lifetimes.order[begins].results:
+            if tied.get(result) in sources:
+                yield bytes_in(schedule, result, layouts[result]), begins, begins
 
 
-def mask_rows(graph: Graph) -> None:
+def mask_rows(graph: Graph, kernels: Kernels) -> None:
     """Adds the kernels to a graph that make masked copies, which products then need instead of the rows."""
     copies = {key: copy for key, copy in _copies(graph.schedule).items() if copy.readers[0][0].index in graph.needs}
     nodes: dict[_Masked, int] = {}
@@ -149,38 +164,58 @@ def mask_rows(graph: Graph) -> None:
         graph.needs[index] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
         graph.needs[index] |= {views[index, position] for position in positions}
         graph.values[index] -= gone
+    readers = _readers(graph) if kernels.turned else {}
     for index, operation in products.items():
-        if _turns_matrices(operation):
-            graph.needs[index].update(_turned_by(graph, index, operation.operands[_MATRICES]))
+        if (index, MATRICES) in kernels.turned:
+            _turn_matrices(graph, operation, kernels.turned[index, MATRICES], readers)
     into = _together(graph, copies, nodes)
     graph.beside |= {read: into[node] for read, node in graph.beside.items() if node in into}
 
 
-def _turns_matrices(operation: Operation) -> bool:
-    """Whether a product reads a transposition of its matrices: it does not add over the dimension behind the groups."""
-    numbers = operation.params["ragged_dot_dimension_numbers"]
-    if not numbers.rhs_group_dimensions:
-        return False
-    (group,), (_, added) = numbers.rhs_group_dimensions, numbers.dot_dimension_numbers[0]
-    return group + 1 not in added
+def _readers(graph: Graph) -> dict[int, list[int]]:
+    """Per value, the kernels that read it."""
+    found = dict[int, list[int]]()
+    for node, reads in graph.reads.items():
+        for value in reads:
+            found.setdefault(value, []).append(node)
+    return found
 
 
-def _turned_by(graph: Graph, index: int, matrices: int | Constant) -> Iterator[int]:
+def _turn_matrices(
+    graph: Graph, operation: Operation, sources: Collection[int], readers: Mapping[int, Sequence[int]]
+) -> None:
+    """Lets a product that reads matrices transposed wait for the kernel that writes the transposition with what it
+    computes of them, or else for what they are computed from, instead of for these."""
+    index, matrices = operation.index, operation.operands[MATRICES]
+    others = {o for n, o in enumerate(operation.operands) if n != MATRICES and isinstance(o, int)}
+    gone = (graph.reads[index] & {matrices}).difference(sources, *map(graph.sources, others))
+    graph.needs[index] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
+    graph.values[index] -= gone
+    node = _turned_by(graph, operation, sources, readers)
+    if node is not None:
+        view = graph.add(graph.place[node], {node}, set(), 0.0)  # one of that kernel's results, in another shape
+        graph.needs[index].add(graph.add(graph.place[node], {view}, set(), 0.0))
+        graph.beside[index, MATRICES] = node
+    else:
+        graph.needs[index] |= {maker for value in sources if (maker := graph.maker(value)) is not None}
+
+
+def _turned_by(
+    graph: Graph, operation: Operation, sources: Collection[int], readers: Mapping[int, Sequence[int]]
+) -> int | None:
     """The kernel that writes the transposition of a product's matrices with what it computes of them: one that goes
     through the same values element by element, and neither needs the product nor is needed for it."""
-    if not isinstance(matrices, int):
-        return
-    values, read = graph.program.values, graph.sources(matrices)
-    pointwise = pointwise_operations(graph.schedule.problem)
-    for node, reads in graph.reads.items():
-        whole = [value for value in read & reads if values[value].shape == values[matrices].shape]
+    values, matrices, index = graph.program.values, operation.operands[MATRICES], operation.index
+    assert isinstance(matrices, int)
+    shape, pointwise = values[matrices].shape, pointwise_operations(graph.schedule.problem)
+    whole = [value for value in sources if values[value].shape == shape]
+    for node in sorted({node for value in whole for node in readers.get(value, ())} & pointwise):
         made = graph.program.operations[node].results
-        alike = bool(made) and values[made[0]].shape == values[matrices].shape
-        if node == index or node not in pointwise or not whole or not alike:
+        if node == index or not made or values[made[0]].shape != shape:
             continue
         if not needs_any(graph.needs, node, index) and not needs_any(graph.needs, index, node):
-            yield node
-            return
+            return node
+    return None
 
 
 def _together(graph: Graph, copies: Mapping[_Masked, _Copy], nodes: Mapping[_Masked, int]) -> dict[int, int]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shardplan.groups import MATRICES, RAGGED, turns_matrices
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, pointwise_operations, readers_in
@@ -42,7 +43,8 @@ class Kernels:
     the operands that convolutions read from ``copied`` memory of their own; the products that are ``adding`` themselves
     to something, by the addition, which is a kernel of which the product is part; what is ``apart`` from what it
     repeats; the operands of products that are ``masked``, since these sum over what is split unevenly; the values that
-    are ``views`` of what is in memory.
+    are ``views`` of what is in memory; the matrices of rows in groups that products read ``turned``, each with what is
+    in memory of which the kernels compute them that transpose them.
     """
 
     fused: frozenset[int]
@@ -53,6 +55,7 @@ class Kernels:
     apart: Apart = ()
     masked: frozenset[tuple[int, int]] = frozenset()
     views: frozenset[int] = frozenset()
+    turned: Mapping[tuple[int, int], frozenset[int]] = field(default_factory=dict)
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -78,7 +81,8 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     buffers = tuple(_merged_buffers(schedule))
     kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers)
     kernels = replace(kernels, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
-    return replace(kernels, views=frozenset(_views(schedule, kernels)))
+    turned = dict(_turned_matrices(schedule, kernels))
+    return replace(kernels, views=frozenset(_views(schedule, kernels)), turned=turned)
 
 
 def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:
@@ -101,6 +105,30 @@ def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:
         if strategy.operands[0] == values[operand] and strategy.results[0] == values[result] and result not in leaving:
             stored.add(result)
             yield result
+
+
+def _turned_matrices(schedule: Schedule, kernels: Kernels) -> Iterator[tuple[tuple[int, int], frozenset[int]]]:
+    """The matrices of rows in groups that products read transposed as they are stored, see `shardplan.memory.masking`.
+    The kernel that transposes them computes them: other products read views of them, for which they are stored."""
+    program, pointwise = schedule.program, pointwise_operations(schedule.problem)
+    makers = {result: operation for operation in program.operations for result in operation.results}
+    in_memory = kernels.read | kernels.stored
+    for operation in program.operations:
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if operation.primitive.name != RAGGED or strategy is None or not turns_matrices(operation):
+            continue
+        matrices, sources = operation.operands[MATRICES], set[int]()
+        stack = [matrices] if isinstance(matrices, int) else []
+        if not stack or strategy.operands[MATRICES] != schedule.assignment.values[stack[0]]:
+            continue
+        while stack:
+            maker = makers.get(value := stack.pop())
+            computed = maker is not None and maker.index in kernels.fused & pointwise
+            if maker is None or not computed or (value != matrices and value in in_memory):
+                sources.add(value)
+            else:
+                stack += [operand for operand in maker.operands if isinstance(operand, int)]
+        yield (operation.index, MATRICES), frozenset(sources)
 
 
 def _masked(schedule: Schedule) -> Iterator[tuple[int, int]]:

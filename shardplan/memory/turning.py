@@ -58,7 +58,7 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
         graph.needs[index] |= copies
         graph.values[index] -= gone
     _turn_products(graph, kernels)
-    mask_rows(graph)
+    mask_rows(graph, kernels)
 
 
 def _turn_products(graph: Graph, kernels: Kernels) -> None:
