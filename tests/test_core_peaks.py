@@ -14,6 +14,7 @@ from shardplan.memory.products import is_sum, product_operands
 from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.memory.repeated import apart_in, repeated_in, repeated_results
 from shardplan.memory.slicing import sliced_on_the_way
+from shardplan.memory.zeros import filled_before
 from shardplan.schedule import Schedule
 from shardplan.tracing import trace_program
 
@@ -252,6 +253,20 @@ def test_zeros_that_several_scatters_write_into_are_made_at_once():
     ids = [jax.ShapeDtypeStruct((16,), jnp.int32)] * 2
     peak, table = _peak_of(jax.grad(step), _square(512), *ids)
     assert 4 * table <= peak < 4.1 * table  # the table, two gradients, and their sum
+
+
+def test_zeros_that_rectifiers_read_are_held_up_to_the_last_kernel_that_computes_what_these_make():
+    def step(x, w, places, rows):
+        rectified = jax.nn.relu(x)
+        scattered = jnp.zeros(x.shape).at[places].add(rows)
+        return jnp.sum(rectified, axis=1), jnp.sum(((scattered @ w) @ w) * rectified, axis=0)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4096, 512), (512, 512), (8192, 512))]
+    plan = shardplan.plan(step, 1, *shapes[:2], jax.ShapeDtypeStruct((8192,), "int32"), shapes[2])
+    problem, kernels = plan.schedule.problem, kernels_of(plan.schedule.problem)
+    lifetimes = Lifetimes(problem, range(len(plan.program.operations)), kernels)
+    last = max(o.index for o in plan.program.operations if o.primitive.name == "mul")
+    assert [until for _, _, _, until in filled_before(plan.schedule, lifetimes, {})][-1] == lifetimes.place[last]
 
 
 def test_scatters_of_constants_alone_need_no_zeros():

@@ -335,7 +335,7 @@ def memory_held(
         yield Held(None, (), size, Lifetime(first, last))
     yield from _operand_copies(lifetimes, schedule)
     yield from _convolution_copies(lifetimes, schedule)
-    for layout, size, first, last in filled_before(schedule, lifetimes.place, lifetimes.fused, sending.filling):
+    for layout, size, first, last in filled_before(schedule, lifetimes, sending.filling):
         yield Held(None, layout, size, Lifetime(first, last))
 
 

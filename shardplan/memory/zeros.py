@@ -35,6 +35,7 @@ from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
+    from shardplan.memory.liveness import Lifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +145,26 @@ def _alike(
 
 
 def filled_before(
-    schedule: Schedule, place: Mapping[int, int], fused: Collection[int], begins: Mapping[int, int]
+    schedule: Schedule, lifetimes: Lifetimes, begins: Mapping[int, int]
 ) -> Iterator[tuple[Layout, float, int, int]]:
     """The layouts and bytes of fillings, each with the places of the order from which to which they are in memory: up
-    to the scatter whose result takes their place, or to the last kernel that reads them. Where a kernel makes nothing
-    else, it runs before the operation at which the filling of a scatter ``begins``."""
+    to the scatter whose result takes their place, or to the last kernel that reads them, which may compute anew what
+    an operation made of them long before. Where a kernel makes nothing else, it runs before the operation at which the
+    filling of a scatter ``begins``."""
+    place = lifetimes.place
     for filling in fillings_of(schedule.problem):
         whole = schedule.program.values[filling.scatters[0].results[0]].total_bytes
-        for (layout, degree), (scatters, readers) in _alike(schedule, filling, fused).items():
+        for (layout, degree), (scatters, readers) in _alike(schedule, filling, lifetimes.fused).items():
             first = min(place[begins.get(index, index)] for index in scatters + readers)
             for last in scatters:
                 yield layout, whole / degree, first, place[last] - 1
             if scatters and readers:
-                yield layout, whole / degree, first, max(place[index] for index in readers)
+                until = max(_computed_until(schedule, lifetimes, index) for index in readers)
+                yield layout, whole / degree, first, until
+
+
+def _computed_until(schedule: Schedule, lifetimes: Lifetimes, index: int) -> int:
+    """The last place where an operation is computed: that of a kernel that reads it, if none stores its result."""
+    results = (result for result in schedule.program.operations[index].results if result not in lifetimes.held)
+    read = (lifetimes.reads[result][1] for result in results if result in lifetimes.reads)
+    return max(lifetimes.place[index], *read, 0)
