@@ -70,7 +70,8 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
 
     corrections.follow(first[0], otherwise)
     if corrections.best is None or far_too_dear(corrections.best):
-        leanest.look()
+        if corrections.best is None:
+            leanest.look()
         corrections.take_leaner()
         if corrections.best is not None and far_too_dear(corrections.best):
             corrections.search_from_best()

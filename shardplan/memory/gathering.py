@@ -19,7 +19,6 @@ backward pass gathers anew, once all are there. What is gathered together is in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from shardplan.layout import Layout
@@ -37,8 +36,14 @@ split."""
 @once
 def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     """What is gathered together, in each region by itself: groups of two and more."""
-    groups = list[list[Gather]]()
-    filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
+    return [group for _, _, group in groups_gathered(schedule) if len(group) > 1]
+
+
+@once
+def groups_gathered(schedule: Schedule) -> list[tuple[_Kind, float, list[Gather]]]:
+    """What is gathered together, or alone: of which kind it is, and how many bytes its results take."""
+    groups, kinds, sizes = list[list[Gather]](), list[_Kind](), list[float]()
+    filling: dict[_Kind, int] = {}  # per kind, the number of its last group
     numbers: dict[Gather, int] = {}
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
     read, otherwise = read_before(schedule), read_otherwise(schedule)
@@ -48,18 +53,21 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
             continue
         for gather, kind in _gathers_of(schedule, operation):
             if gather not in numbers:
-                size = bytes_in(schedule, gather.value, gather.layout)
-                number, filled = filling.get(kind, (-1, math.inf))
-                if number in behind.get(gather.value, ()) or filled + size > COMBINED_BYTES:
-                    number, filled = len(groups), 0.0
+                size, number = bytes_in(schedule, gather.value, gather.layout), filling.get(kind, -1)
+                full = number < 0 or sizes[number] + size > COMBINED_BYTES
+                if full or number in behind.get(gather.value, ()):
+                    filling[kind] = number = len(groups)
                     groups.append([])
+                    kinds.append(kind)
+                    sizes.append(0.0)
                 groups[number].append(gather)
-                numbers[gather], filling[kind] = number, (number, filled + size)
+                sizes[number] += size
+                numbers[gather] = number
             found |= {numbers[gather]}
         if found:
-            found &= {number for number, _ in filling.values()}
+            found &= {*filling.values()}
         behind |= dict.fromkeys(operation.results, found)
-    return [group for group in groups if len(group) > 1]
+    return list(zip(kinds, sizes, groups, strict=True))
 
 
 def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gather, _Kind]]:
