@@ -276,10 +276,19 @@ def test_a_search_within_a_limit_counts_what_the_schedule_holds():
 
 
 def _counted_and_held(plan, donated):
-    """Bytes at some places, by the network of a search within a limit and by the schedule."""
+    """Bytes at some places, by the network of a search within a limit and by the schedule, results from where they are
+    made."""
     problem = plan.schedule.problem
     lifetimes = Lifetimes(problem, execution_order(plan.program, fused_operations(problem)))
-    exact = memory_profile(lifetimes, plan.schedule, frozenset(range(donated)))
+    exact = np.zeros(lifetimes.end + 1)
+    results = {
+        output
+        for number, output in enumerate(plan.program.outputs)
+        if plan.program.ties.get(number, donated) >= donated
+    }
+    for held in memory_held(lifetimes, plan.schedule, frozenset(range(donated))):
+        made = lifetimes.held[held.value].start if held.value in results else held.lifetime.start
+        exact[max(made, held.lifetime.start) : held.lifetime.end + 1] += held.size
     places = range(0, len(exact), 3)
     usages = Usages(lifetimes, problem, frozenset(range(donated)))
     usages.follow(plan.schedule)

@@ -230,8 +230,9 @@ def test_a_bias_of_columns_is_added_by_the_product_and_its_result_is_not_overwri
 
     own, inputs = 4 * 4096 * 512, 4 * (4096 * 512 + 512 * 512 + 512)
     args = jax.ShapeDtypeStruct((4096, 512), "float32"), _square(512), jax.ShapeDtypeStruct((512,), "float32")
-    assert shardplan.plan(step, 1, *args).peak_bytes == inputs + 2 * own + WORKSPACE_BYTES
-    assert shardplan.plan(masked, 1, *args).peak_bytes == inputs + 3 * own
+    # the workspace, and one of three, lie in the memory of the result, which is made last: compiled, too
+    assert shardplan.plan(step, 1, *args).peak_bytes == inputs + 2 * own
+    assert shardplan.plan(masked, 1, *args).peak_bytes == inputs + 2 * own + WORKSPACE_BYTES
 
 
 @pytest.mark.parametrize(("contracted", "groups"), [(0, [[0, 1, 2, 3]]), (1, [[0, 3], [1, 2]])])

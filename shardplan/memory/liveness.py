@@ -9,7 +9,6 @@ value read what it is computed from instead, so these live longer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,40 +19,33 @@ from shardplan.memory.accumulation import with_products_late
 from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
 from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import (
-    POOLING_GRADIENT,
-    neighbour_bytes,
     rectifiers_of_poolings,
     reordered_inputs,
     spread_copies,
     spread_until,
 )
+from shardplan.memory.copies import convolution_copies, operand_copies
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import gathered_at_the_end
+from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.masking import masked_rows
 from shardplan.memory.merging import beside_merged, merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
+from shardplan.memory.results import Unused, beside_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.slicing import is_sliced, sliced_on_the_way
-from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
+from shardplan.memory.workspaces import WORKSPACE_BYTES
 from shardplan.memory.zeros import filled_before
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 _Readers = Mapping[int, Sequence[Operation]]
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetime:
-    """When a value is in memory: from the operation that makes it up to its last reader, as places in the order."""
-
-    start: int
-    end: int
 
 
 class Lifetimes:
@@ -232,6 +224,10 @@ class Lifetimes:
                 found.add(output)
         return frozenset(found)
 
+    def unread_from(self, value: int) -> int:
+        """The first place from which on nothing reads a value."""
+        return self.reads[value][1] + 1 if value in self.reads else 0
+
     def kept_around(self, operation: Operation) -> Iterator[tuple[Link, int]]:
         """The links through which a loop or a branch reads values, without carries (which are its results), each with
         the value that it reads: one that the program makes from nothing is stored for them too."""
@@ -261,16 +257,6 @@ class Lifetimes:
         return min(inside, default=self.place[operation.index])
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Memory that one device gives to a value, or to a copy of it, in bytes; None stands for a library's workspace."""
-
-    value: int | None
-    layout: Layout
-    size: float
-    lifetime: Lifetime
-
-
 def memory_profile(
     lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int], sending: Sending | None = None
 ) -> np.ndarray:
@@ -279,17 +265,30 @@ def memory_profile(
     ``donated`` are the positions of the inputs whose memory the outputs tied to them take. Where ``sending`` does not
     say otherwise, collectives begin and end with the operations that need them.
     """
-    ends = np.zeros(lifetimes.end + 2)
-    for held in memory_held(lifetimes, schedule, donated, sending):
+    ends, results = np.zeros(lifetimes.end + 2), [*_results(lifetimes, schedule, donated)]
+    for held in beside_results(memory_held(lifetimes, schedule, donated, sending), results):
         ends[held.lifetime.start] += held.size
         ends[held.lifetime.end + 1] -= held.size
     return np.cumsum(ends)[:-1]
 
 
+def _results(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> Iterator[Unused]:
+    """The memory of results until these are made, from where no argument is there."""
+    program = schedule.program
+    for number, output in enumerate(program.outputs):
+        if isinstance(output, int) and output in lifetimes.held:
+            layout, position = schedule.layout_of_output(number), program.ties.get(number)
+            first = lifetimes.unread_from(program.inputs[position]) if position in donated else 0
+            late = layout != schedule.assignment.values[output] or (position in donated and output in lifetimes.beside)
+            last = lifetimes.end if late else lifetimes.held[output].start
+            yield Unused(bytes_in(schedule, output, layout), first, last - 1)
+
+
 def memory_held(
     lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int], sending: Sending | None = None
 ) -> Iterator[Held]:
-    """Everything that a device holds at some time, as `memory_profile` adds it up."""
+    """Everything that a device holds at some time, as `memory_profile` adds it up, but for what lies in the memory of
+    results until these are made."""
     program, sending = schedule.program, sending or Sending()
 
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
@@ -333,8 +332,8 @@ def memory_held(
     yield from _left(lifetimes, schedule, sliced, sending)
     for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
-    yield from _operand_copies(lifetimes, schedule)
-    yield from _convolution_copies(lifetimes, schedule)
+    yield from operand_copies(lifetimes, schedule)
+    yield from convolution_copies(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes, sending.filling):
         yield Held(None, layout, size, Lifetime(first, last))
 
@@ -363,40 +362,3 @@ def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout]
             ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
             last = max(ends, reduced.get(operation.index, place))
             yield Held(result, own, bytes_in(schedule, result, own), Lifetime(place, last))
-
-
-def _convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """The copies of operands that convolutions read, see `shardplan.memory.convolutions`, and what gradients of
-    poolings work in."""
-    for index, strategy in schedule.assignment.strategies.items():
-        operation, place = schedule.program.operations[index], lifetimes.place[index]
-        if operation.primitive.name == POOLING_GRADIENT:
-            yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
-        if strategy.halos:
-            size = neighbour_bytes(schedule.problem, operation, strategy)
-            yield Held(None, (), size, Lifetime(place, place))
-    for reader, position, times, first, last in lifetimes.spread:
-        operand, strategy = reader.operands[position], schedule.assignment.strategies[reader.index]
-        layout = strategy.operands[position]
-        if isinstance(operand, int) and layout is not None:
-            yield Held(operand, layout, times * bytes_in(schedule, operand, layout), Lifetime(first, last))
-    for value, (reader, position) in lifetimes.reordered.items():
-        layout = schedule.assignment.values[value]
-        read = schedule.assignment.strategies.get(reader.index)
-        if read is not None and read.operands[position] == layout:
-            size = bytes_in(schedule, value, layout)
-            yield Held(value, layout, size, Lifetime(lifetimes.place[reader.index], lifetimes.reads[value][1]))
-    for gradient, first, last in lifetimes.zeros():
-        image, layout = gradient.operands[1], schedule.assignment.strategies[gradient.index].operands[1]
-        if isinstance(image, int) and layout is not None:
-            yield Held(None, layout, bytes_in(schedule, image, layout), Lifetime(first, last))
-
-
-def _operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """The transposed and padded copies that products read, see `shardplan.memory.products`."""
-    for operand, copy in lifetimes.copies.items():
-        strategy = schedule.assignment.strategies.get(copy.reader.index)
-        read, layout = copy.reader.operands[copy.position], strategy.operands[copy.position] if strategy else None
-        if isinstance(read, int) and layout is not None:
-            size = operand.padding * bytes_in(schedule, read, layout)
-            yield Held(operand.value, layout, size, Lifetime(copy.first, copy.last))

@@ -22,8 +22,9 @@ from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
+    from shardplan.memory.held import Lifetime
     from shardplan.memory.hiding import Graph
-    from shardplan.memory.liveness import Lifetime, Lifetimes
+    from shardplan.memory.liveness import Lifetimes
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose"})
 

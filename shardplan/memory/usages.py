@@ -8,6 +8,7 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 | the copy that several readers share | the value and its copy: a copy in the value's own layout takes none |
 | an operand that an operation has brought to another layout, a result before it is | the two variables of that table |
 | what a library works in, the places that a pooling's gradient looks for | the operation |
+| a result, once it is made, and a donated argument until it is read last | the variable of either |
 | the transposed copies of operands that products read, images spread with zeros | the first operation that reads them |
 | the copies of images with rows of neighbours | the convolution |
 | what is gathered at the end and then copied | the output and the input that it replaces |
@@ -36,7 +37,8 @@ from shardplan.memory.brought import Brought, brought_by, own_variable, splits_b
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.foreseeing import Joining, lasting
 from shardplan.memory.gathering import gathered_at_the_end
-from shardplan.memory.liveness import Lifetime, Lifetimes
+from shardplan.memory.held import Lifetime
+from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
@@ -167,14 +169,19 @@ class Usages:
     def _held_values(self, counted: frozenset[int]) -> Iterator[Usage]:
         """Values in their own layouts."""
         program = self.program
-        copied_out = [p for number, p in program.ties.items() if p not in self.donated]
-        twice = {program.inputs[position] for position in copied_out}
+        results = {program.inputs[p]: (program.outputs[n], p in self.donated) for n, p in program.ties.items()}
         for index in sorted(counted):
             variable, _ = self.problem.variables_of(index)
             lifetime = self._held(index)
             if variable is not None and lifetime is not None:
-                amounts = self._sizes(index) * (2 if index in twice else 1)
-                yield Usage(variable, amounts, lifetime.start, self._taken_over(index, lifetime) + 1)
+                amounts, (result, replaced) = self._sizes(index), results.get(index, (None, False))
+                until = self._taken_over(index, lifetime) + 1
+                made = self._lifetimes.get(result) if isinstance(result, int) else None
+                if made is not None and result not in self._inputs:
+                    until = min(until, self.lifetimes.unread_from(index)) if replaced else until
+                    first = max(made.start, until) if replaced else made.start
+                    yield Usage(variable, amounts, first, self.lifetimes.end + 1)
+                yield Usage(variable, amounts, lifetime.start, until)
                 if index in self._turned:
                     yield Usage(variable, amounts, self._turned[index], self._turned[index] + 1)
 
@@ -182,7 +189,8 @@ class Usages:
         """When a value is in memory; None where it is not, or lies in the memory of an argument."""
         if value in self._replaced:
             return None
-        return Lifetime(0, self.lifetimes.end) if value in self._leaving else self._lifetimes.get(value)
+        lifetime = self._lifetimes.get(value)
+        return Lifetime(lifetime.start, self.lifetimes.end) if value in self._leaving and lifetime else lifetime
 
     def _taken_over(self, value: int, lifetime: Lifetime) -> int:
         """Until when a value is in memory whatever the layout of its copy is."""

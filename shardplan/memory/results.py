@@ -1,0 +1,61 @@
+"""What lies in the memory of a step's results before they are made.
+
+A result that takes no argument's place has memory of its own, which the caller gets; that of a donated argument is the
+result's once nothing reads the argument any more. Until the result is made, XLA puts there what is in memory for a
+while and not larger: it goes through all that a program stores, the largest first, and gives each the smallest memory
+of a result that is free from its start to its end. So the new state of a step that does not donate its old one costs
+less than it takes: what an activation needs meanwhile is there already.
+
+>>> from shardplan.memory.held import Held, Lifetime
+>>> needed = (8.0, (0, 4)), (8.0, (5, 7)), (9.0, (1, 2))
+>>> held = [Held(number, (), size, Lifetime(*span)) for number, (size, span) in enumerate(needed)]
+>>> [one.value for one in beside_results(held, [Unused(8.0, 0, 5), Unused(4.0, 0, 8)])]
+[2, 1]
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from shardplan.memory.held import Held
+
+_LEAST = 1e-4
+"""The share of all results' bytes that is worth a look: what is smaller stays beside them."""
+
+_MOST_TRIED = 64
+"""Results whose memory one value is tried to be put into."""
+
+
+class Unused(NamedTuple):
+    """Bytes of memory of a result, with the first and the last place at which it is neither an argument's nor made."""
+
+    size: float
+    first: int
+    last: int
+
+
+def beside_results(held: Iterable[Held], results: Sequence[Unused]) -> Iterator[Held]:
+    """What does not lie in the memory of results."""
+    least = _LEAST * sum(one.size for one in results)
+    memory = sorted(one for one in results if one.first <= one.last and one.size > least)
+    sizes, taken = [one.size for one in memory], [list[tuple[int, int]]() for _ in memory]
+    largest = max(sizes, default=0.0)
+    looked_at = list[Held]()
+    for one in held:
+        if least < one.size <= largest:
+            looked_at.append(one)
+        else:
+            yield one
+    for one in sorted(looked_at, key=lambda one: (-one.size, one.lifetime.start)):
+        span, first = (one.lifetime.start, one.lifetime.end), bisect_left(sizes, one.size)
+        for number in range(first, min(first + _MOST_TRIED, len(memory))):
+            at = bisect_left(taken[number], span)
+            before, after = taken[number][max(at - 1, 0) : at], taken[number][at : at + 1]
+            free = all(end < span[0] for _, end in before) and all(span[1] < begin for begin, _ in after)
+            if free and memory[number].first <= span[0] and span[1] <= memory[number].last:
+                taken[number].insert(at, span)
+                break
+        else:
+            yield one
