@@ -11,17 +11,29 @@ APART: Mapping[str, tuple[str, ...]] = {
     "collectives: they only occur where a program has been split by hand already": (
         *("all_gather", "all_gather_done", "all_gather_invariant", "all_gather_reduced", "all_gather_reduced_start"),
         *("all_gather_start", "all_to_all", "all_to_all_done", "all_to_all_start", "axis_index", "pbroadcast"),
-        *("pbroadcast_done", "pbroadcast_start", "pmax", "pmin", "ppermute", "ppermute_done", "ppermute_start"),
+        *(
+            "pbroadcast_done",
+            "pbroadcast_dynamic",
+            "pbroadcast_start",
+            "pmax",
+            "pmin",
+            "ppermute",
+            "ppermute_done",
+            "ppermute_start",
+        ),
         *("precv", "psend", "psum", "psum_done", "psum_invariant", "psum_invariant_start", "psum_start"),
         *("ragged_all_to_all", "reduce_scatter", "reduce_scatter_done", "reduce_scatter_start", "shard_map"),
-        *("unreduced_psum", "unreduced_psum_start", "unreduced_reduce_scatter", "unreduced_reduce_scatter_start"),
+        *("unreduced_pmax", "unreduced_pmin", "unreduced_psum", "unreduced_psum_start"),
+        *("unreduced_reduce_scatter", "unreduced_reduce_scatter_start"),
     ),
     "casts of varying mesh axes: they compute nothing, and only occur next to collectives": (
-        *("preduced", "pvary", "reduced_vary_cast_p", "vary_unreduced_cast_p"),
+        *("preduced", "pvary", "reduced_vary_cast", "reduced_vary_cast_p", "vary_unreduced_cast"),
+        *("vary_unreduced_cast_p",),
     ),
     "callbacks: their operands leave the devices as a whole": (
         *("debug_callback", "debug_print", "inspect_sharding", "io_callback", "pure_callback"),
     ),
+    "orders in memory: they only occur in programs that set them by hand": ("relayout",),
     "effects, tokens and references to memory: there is no tensor to split": (
         *("after_all", "check", "create_linear", "create_token", "dce_sink", "pin", "unpin", "unreachable"),
     ),

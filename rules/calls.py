@@ -203,11 +203,14 @@ def _relabelled(body: Term, names: Mapping[str, Affine]) -> Term:
 # Where calls keep their bodies.
 
 
-def _call(parameter: str) -> Semantics:
+def _call(*parameters: str) -> Semantics:
+    """``parameters``: the first of these that there is holds the body; JAX 0.11 and later have other names."""
+
     def rule(equation: Equation) -> Expression:
         composer = Composer()
         operands = [composer.operand(n, tensor) for n, tensor in enumerate(equation.inputs)]
-        return compose(equation, composer.run(equation.params[parameter], operands), composer)
+        body = next(equation.params[name] for name in parameters if name in equation.params)
+        return compose(equation, composer.run(body, operands), composer)
 
     return rule
 
@@ -241,14 +244,16 @@ def _custom_linear_solve(equation: Equation) -> Expression:
 RULES: dict[str, Semantics] = {
     "call": _call("call_jaxpr"),
     "closed_call": _call("call_jaxpr"),
-    "composite": _call("jaxpr"),
+    "composite": _call("jaxpr", "call_jaxpr"),
     "cond": _cond,
     "cudnn_fusion": _call("jaxpr"),
     "custom_jvp_call": _call("call_jaxpr"),
     "custom_linear_solve": _custom_linear_solve,
     "custom_vjp_call": _call("call_jaxpr"),
     "custom_vmap_call": _call("call"),
+    "eval_jaxpr": _call("call_jaxpr"),
     "jit": _call("jaxpr"),
     "linear_call": _call("callee"),
     "remat2": _call("jaxpr"),
+    "xla_metadata_call": _call("jaxpr"),
 }

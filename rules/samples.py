@@ -261,6 +261,7 @@ def _elements() -> dict[str, Sample]:
         "integer_pow": _sample(lambda x: lax.integer_pow(x, 3)),
         "reduce_precision": _sample(lambda x: lax.reduce_precision(x, 5, 10)),
         "name": _sample(lambda x: checkpoint_name(x, "name")),
+        "xla_metadata_value": _bind("xla_metadata_value", "f32[8,8]", xla_metadata_kvs=()),
         "broadcast_to": _bind("broadcast_to", "f32[8,1]", shape=(8, 4)),
     }
 
@@ -292,10 +293,12 @@ def _calls() -> dict[str, Sample]:
         "custom_vjp_call": _sample(own_vjp),
         "custom_vmap_call": _sample(own_vmap),
         "custom_linear_solve": _sample(solved, "f32[4,4] f32[4,8]"),
+        "eval_jaxpr": _bind("eval_jaxpr", "f32[8,8]", call_jaxpr=closed),
         "linear_call": _sample(
             lambda x: jax.custom_derivatives.linear_call(lambda _, y: y.sum(1), lambda _, t: t[:, None], (), x)
         ),
         "remat2": _sample(jax.checkpoint(centred)),
+        "xla_metadata_call": _bind("xla_metadata_call", "f32[8,8]", jaxpr=closed, xla_metadata=(), ad_metadata=()),
     }
 
 
@@ -325,6 +328,7 @@ def _foreign() -> dict[str, Sample]:
 
 
 def samples() -> dict[str, Sample]:
-    """All examples by the name of their primitive."""
+    """All examples by the name of their primitive, of those that this JAX has."""
     families = (_contractions, _attention, _reductions, _moves, _random, _linear_algebra, _foreign, _elements, _calls)
-    return {name: sample for family in families for name, sample in family().items()}
+    found = {name: sample for family in families for name, sample in family().items()}
+    return {name: sample for name, sample in found.items() if name in _primitives()}

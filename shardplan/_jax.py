@@ -27,23 +27,15 @@ Literal = jex_core.Literal
 Primitive = jex_core.Primitive
 Tracer = jax.core.Tracer
 
-# Call-like primitives: the parameter that holds the body, which is inlined. Bodies are `ClosedJaxpr`s or `Jaxpr`s.
-_CALL_BODIES = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "call": "call_jaxpr",
-    "closed_call": "call_jaxpr",
-    "composite": "jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_vmap_call": "call",
-    "linear_call": "callee",
-    "remat": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
+# Call-like primitives, whose body is inlined, and the parameters that may hold it: a `ClosedJaxpr` or a `Jaxpr`.
+_CALLS = frozenset(
+    {
+        *("call", "closed_call", "composite", "core_call", "custom_jvp_call", "custom_vjp_call"),
+        *("custom_vjp_call_jaxpr", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "pjit", "remat", "remat2"),
+        *("checkpoint", "xla_metadata_call"),
+    }
+)
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
 _PLATFORMS = ("cpu", "cuda", "rocm")
 """Where a planned step may run."""
 _REMATERIALISED = frozenset({"remat", "remat2", "checkpoint"})
@@ -70,7 +62,7 @@ def call_body(equation: Equation) -> CallBody | None:
     elif name == "cond":
         body, positions = _branch_of_platforms(params), positions[1:]
     else:
-        body = params.get(_CALL_BODIES.get(name, ""))
+        body = next((params[held] for held in _BODIES if held in params), None) if name in _CALLS else None
     if isinstance(body, ClosedJaxpr):
         return CallBody(body.jaxpr, tuple(body.consts), positions)
     if isinstance(body, Jaxpr) and not body.constvars:
@@ -116,6 +108,9 @@ def unbatched(equation: Equation) -> Equation:
     A collective over a named axis that ``vmap`` made a dimension (a batch norm's mean) is a reduction.
     """
     name, params = equation.primitive.name, equation.params
+    if "ft_in" in params:  # of a scan since JAX 0.11: its operands as a tree
+        constants, carry, _ = params["ft_in"].unpack()
+        return equation.replace(params=params | {"num_consts": len(constants), "num_carry": len(carry)})
     axes = params.get("axes", ())
     if name not in _REDUCTIONS or params.get("axis_index_groups") or not all(isinstance(axis, int) for axis in axes):
         return _with_one_predicate(equation)
