@@ -1,9 +1,10 @@
 """The collectives that a ``shard_map`` region calls by name: they run as they are written, and count as what they send.
 
 >>> import jax
->>> from jax.sharding import AbstractMesh, PartitionSpec
->>> region = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=AbstractMesh((8,), ("x",)),
-...                        in_specs=PartitionSpec("x"), out_specs=PartitionSpec())
+>>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+>>> mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+>>> specs = {"in_specs": PartitionSpec("x"), "out_specs": PartitionSpec()}
+>>> region = jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, **specs)
 >>> (equation,) = jax.make_jaxpr(region)(jax.ShapeDtypeStruct((64, 16), "float32")).eqns
 >>> collectives_of_region(equation.params["jaxpr"], {"x": 8})   # of 8 x 16 floats on every device: 2 * 7/8 * 512 bytes
 (Named(kind='all-reduce', axes=('x',), bytes=896.0),)
