@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardplan import _jax
 from shardplan.program import Constant, Program
 from shardplan.tracing import trace_program
 
@@ -73,6 +74,30 @@ def solved(x: Any) -> Any:
 def test_calls_are_inlined(fn: Any, expected: list[str]) -> None:
     found = [name for name in names(trace_program(fn, (X,))) if name not in ("broadcast_in_dim", "mul")]
     assert found == [name for name in expected if name != "mul"]
+
+
+def test_calls_and_loops_in_the_forms_of_later_versions_of_jax() -> None:
+    """JAX 0.11 and 0.12 keep the body of a composite elsewhere, and say in a tree which operands a scan carries."""
+
+    class Tree(NamedTuple):
+        parts: tuple[list[None], ...]
+
+        def unpack(self) -> tuple[list[None], ...]:
+            return self.parts
+
+    (composite,) = jax.make_jaxpr(jax.lax.composite(jnp.sin, "example.sine"))(X).eqns
+    held = {"jaxpr", "call_jaxpr"} & composite.params.keys()
+    for name in ("jaxpr", "call_jaxpr"):
+        params = {name: composite.params[next(iter(held))]}
+        body = _jax.call_body(composite.replace(params=params))
+        assert body is not None and [inside.primitive.name for inside in body.jaxpr.eqns] == ["sin"]
+    looped = jax.make_jaxpr(lambda c, xs: jax.lax.scan(lambda s, x: (s + x @ c, s), xs[0], xs))(
+        X, S((3, 4, 4), X.dtype)
+    )
+    scan = next(e for e in looped.eqns if e.primitive.name == "scan")
+    params = {name: held for name, held in scan.params.items() if not name.startswith("num_")}
+    read = _jax.unbatched(scan.replace(params=params | {"ft_in": Tree(([None], [None] * 2, [None] * 3))})).params
+    assert (read["num_consts"], read["num_carry"]) == (1, 2)
 
 
 def test_rematerialised_regions_stand_behind_a_barrier() -> None:
