@@ -2,6 +2,7 @@
 
 from shardplan.rules.analysis import Slot as Slot
 from shardplan.rules.analysis import Split as Split
+from shardplan.rules.apart import stands_apart as stands_apart
 from shardplan.rules.coverage import coverage as coverage
 from shardplan.rules.coverage import coverage_markdown as coverage_markdown
 from shardplan.rules.coverage import coverage_records as coverage_records

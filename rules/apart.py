@@ -1,6 +1,7 @@
 """Primitives that have no rule because there is nothing to split, and why; by group."""
 
 from collections.abc import Mapping
+from typing import Any
 
 APART: Mapping[str, tuple[str, ...]] = {
     "loops, whose bodies the planner plans": ("scan", "while"),
@@ -42,3 +43,8 @@ APART: Mapping[str, tuple[str, ...]] = {
     ),
     "parts of kernels: they only occur in the bodies of Pallas kernels": ("multiple_of", "reciprocal"),
 }
+
+
+def stands_apart(primitive: Any) -> bool:
+    """Whether a primitive has no rule because there is nothing to split."""
+    return any(primitive.name in names for names in APART.values())

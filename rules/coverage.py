@@ -44,7 +44,8 @@ normalised = shardplan.describe(normalise, "b : -> b :")         # a function, w
 ```
 
 With `check=True` a description is run in all the ways that it allows, and refused if one differs. Functions with
-`custom_partitioning` bring their own rule, and Pallas kernels are read off their grid and block index maps."""
+`custom_partitioning` bring their own rule, and Pallas kernels are read off their grid and block index maps. A primitive
+of another library that JAX lowers as a function (those of Equinox, Lineax and Diffrax) is looked into."""
 
 
 @dataclass(frozen=True, slots=True)

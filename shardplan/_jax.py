@@ -7,6 +7,7 @@ lines and name stacks) and binding them again.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 from jax._src import config, dispatch, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
+from jax._src.interpreters import mlir
 from jax._src.lax import lax as lax_internal
 from jax.extend import core as jex_core
 
@@ -38,6 +40,8 @@ _CALLS = frozenset(
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
 _PLATFORMS = ("cpu", "cuda", "rocm")
 """Where a planned step may run."""
+_LOWERED_FUNCTION = mlir.lower_fun(lambda: ()).__code__
+"""The code of all lowering rules that run a function."""
 _REMATERIALISED = frozenset({"remat", "remat2", "checkpoint"})
 
 
@@ -68,6 +72,42 @@ def call_body(equation: Equation) -> CallBody | None:
     if isinstance(body, Jaxpr) and not body.constvars:
         return CallBody(body, (), positions)
     return None
+
+
+def runs_a_function(primitive: Primitive) -> bool:
+    """Whether JAX lowers a primitive as a function of other operations (``mlir.lower_fun``), on every platform.
+
+    Equinox, and what builds on it (Diffrax, Lineax), make theirs so."""
+    of_platform = getattr(mlir, "_platform_specific_lowerings", {})
+    own = any(primitive in of_platform.get(platform, {}) for platform in _PLATFORMS)
+    return not own and getattr(_lowering(primitive), "__code__", None) is _LOWERED_FUNCTION
+
+
+def _lowering(primitive: Primitive) -> Any:
+    """The rule by which JAX lowers a primitive on every platform, or None."""
+    entry = getattr(mlir, "_lowerings", {}).get(primitive)
+    return getattr(entry, "rule", entry)
+
+
+def body_of_function(equation: Equation) -> CallBody | None:
+    """The body of a primitive that `runs_a_function`; None where it takes or does more than arrays can tell."""
+    types: list[Any] = [var.aval for var in equation.invars]
+    if equation.effects or not all(map(is_array_type, types)):
+        return None
+    run = inspect.getclosurevars(_lowering(equation.primitive)).nonlocals["fun"]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in types]
+    try:
+        with automatic_mesh():
+            body = jax.make_jaxpr(functools.partial(run, **equation.params))(*shapes)
+    except Exception:  # somebody else's function: what it raises, it raises where JAX lowers the step
+        return None
+    given, wanted = ([(a.shape, a.dtype) for a in avals] for avals in (body.out_avals, _result_types(equation)))
+    alike = given == wanted and not body.effects
+    return CallBody(body.jaxpr, tuple(body.consts), tuple(range(len(types)))) if alike else None
+
+
+def _result_types(equation: Equation) -> list[Any]:
+    return [var.aval for var in equation.outvars]
 
 
 def _branch_of_platforms(params: dict[str, Any]) -> ClosedJaxpr | None:

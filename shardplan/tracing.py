@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardplan import _jax
+from shardplan import _jax, rules
 from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
@@ -110,7 +110,7 @@ class _Builder:
         again = [position for position, equation in enumerate(jaxpr.eqns) if any(_jax.barrier_mask(equation))]
         for position, equation in enumerate(map(_jax.unbatched, jaxpr.eqns)):
             operands = [read(atom) for atom in equation.invars]
-            body = _jax.call_body(equation)
+            body = _jax.call_body(equation) or _undescribed_body(equation)
             results: Sequence[int | Constant]
             if body is None:
                 params = _jax.without_empty_shardings(equation.params)
@@ -190,6 +190,15 @@ class _Builder:
         for position, result in zip(guarded, results, strict=True):
             behind[position] = result
         return behind
+
+
+def _undescribed_body(equation: _jax.Equation) -> _jax.CallBody | None:
+    """What runs in the place of a primitive that nobody described, where JAX lowers it as a function of others."""
+    primitive, params = equation.primitive, equation.params
+    if not _jax.runs_a_function(primitive) or rules.stands_apart(primitive):
+        return None
+    types = [[var.aval for var in side] for side in (equation.invars, equation.outvars)]
+    return None if rules.derive(primitive, params, *types).known else _jax.body_of_function(equation)
 
 
 def _prune(program: Program) -> Program:

@@ -260,14 +260,20 @@ def test_the_rest_is_split_where_nothing_divides_the_batch() -> None:
     assert plan.layouts["0/up"] != P() and plan.layouts["0/down"] != P()
 
 
-def unknown_operation() -> Any:
+def unknown_operation(looked_into: bool = False) -> Any:
     primitive = jax.extend.core.Primitive("nobody_described_this")
     primitive.def_impl(lambda x: x * 2)
     primitive.def_abstract_eval(lambda x: x)
-    jax.interpreters.mlir.register_lowering(
-        primitive, jax.interpreters.mlir.lower_fun(lambda x: x * 2, multiple_results=False)
-    )
+    twice = jax.interpreters.mlir.lower_fun(lambda x: x * 2, multiple_results=False)
+    jax.interpreters.mlir.register_lowering(primitive, twice if looked_into else lambda context, x: twice(context, x))
     return primitive.bind
+
+
+def test_an_unknown_operation_that_is_lowered_as_a_function_is_split() -> None:
+    operation = unknown_operation(looked_into=True)
+    planned = shardplan.auto(lambda x: operation(jnp.sin(x)).sum(1), mesh_of((8,)), pins={"0": P("x")})  # no warning
+    assert_equal_trees(planned(X), 2 * jnp.sin(X).sum(1))
+    assert planned.plan(X).communication_bytes == 0
 
 
 def test_an_unknown_operation_runs_whole_with_one_warning() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import pytest
 
+import shardplan
 from shardplan import _jax
 from shardplan.program import Constant, Program
 from shardplan.tracing import trace_program
@@ -322,3 +325,48 @@ def test_of_branches_that_platforms_choose_the_one_that_runs_is_kept() -> None:
     assert not {"cond", "platform_index"} & {operation.primitive.name for operation in program.operations}
     apart = trace_program(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), (square,))
     assert [operation.primitive.name for operation in apart.operations][-1] == "cond"
+
+
+def _primitive(name: str, function: Any, platform: str | None = None) -> Any:
+    primitive = jax.extend.core.Primitive(name)
+    primitive.def_abstract_eval(lambda x, **params: jax.core.ShapedArray((x.shape[0],), x.dtype))
+    lower = jax.interpreters.mlir.lower_fun(function, multiple_results=False)
+    jax.interpreters.mlir.register_lowering(primitive, lower)
+    if platform is not None:
+        jax.interpreters.mlir.register_lowering(primitive, lambda context, x: lower(context, x), platform)
+    return primitive
+
+
+def test_an_operation_that_is_lowered_as_a_function_is_inlined() -> None:
+    rows = _primitive("sums_of_rows", lambda x, power: jnp.sum(x**power, axis=1))
+    program = trace_program(lambda x: rows.bind(jnp.sin(x), power=3), [X])
+    assert names(program) == ["sin", "integer_pow", "reduce_sum"]
+    assert program.operations[-1].source.startswith("test_core_tracing.py")
+
+
+def test_an_operation_that_is_described_or_has_a_kernel_of_its_own_is_not_inlined() -> None:
+    described, kernel = (_primitive(f"sums_{n}", lambda x: jnp.sum(x, axis=1), p) for n, p in ((1, None), (2, "cuda")))
+    shardplan.describe(described, "i j -> i")
+    assert names(trace_program(lambda x: (described.bind(x), kernel.bind(x)), [X])) == ["sums_1", "sums_2"]
+
+
+def test_an_operation_whose_function_cannot_be_traced_stays_as_it_is() -> None:
+    def wrong(x: Any) -> Any:
+        raise NotImplementedError
+
+    assert names(trace_program(_primitive("wrong", wrong).bind, [X])) == ["wrong"]
+    assert names(trace_program(_primitive("other", lambda x: x).bind, [X])) == ["other"]  # not of the shape it says
+
+
+def test_loops_of_equinox_are_split_like_those_of_jax() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            turn = lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ weights))  # noqa: E731
+            loop = functools.partial(eqxi.while_loop, kind="checkpointed", max_steps=8, checkpoints=4)
+            return jnp.mean(loop(lambda carry: carry[0] < 5, turn, (jnp.array(0), x))[1] ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    assert {"nonbatchable", "unvmap_any", "select_if_vmap", "vprim"}.isdisjoint(
+        names(trace_program(step, [S((16, 16), jnp.float32), S((64, 16), jnp.float32)]))
+    )
