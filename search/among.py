@@ -154,7 +154,7 @@ class Parts:
         part, masks = graph.copy(), {v: fits[v] & near for v, near in self.near[0].items()}
         part.twins = {}
         masks[anchor.variable] = masks[anchor.variable] & anchor.parts[0]
-        effort = replace(effort_of_part(self.effort), merging=self.effort.merging)
+        effort = replace(effort_of_part(self.effort), fitting=self.effort.fitting)
         solver = GraphSolver(part, graph.cost(choices), effort, self.gap, self.watch)
         with contextlib.suppress(Stop, Infeasible):
             part.restrict_all(masks)

@@ -41,6 +41,10 @@ _SWEEPS, _ENTRIES = 200, 1e6
 """What searching a part may take: what messages do not settle by then they hardly do later."""
 _SHARE = 1.0
 """Of the work before, what all parts may take where they are searched for a bound: most close soon, or not at all."""
+_MOST_TRIED = 2
+"""Anchors where parts are searched for a bound."""
+_FIRST_SWEEPS, _WORTH_SEARCHING = 20, 0.1
+"""After so many sweeps of a part, the share of the gap that they must close for the search to go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,12 @@ class Anchor:
     @staticmethod
     def of(graph: Graph) -> Anchor | None:
         """The variable on which the most depends, whose tables differ most, of those that have many twins."""
+        anchors = Anchor.several(graph, 1)
+        return anchors[0] if anchors else None
+
+    @staticmethod
+    def several(graph: Graph, count: int) -> list[Anchor]:
+        """So many of the variables on which the most depends, the first one first."""
         able = {}
         for v in graph.live():
             labels = graph.twins.get(v)
@@ -60,47 +70,61 @@ class Anchor:
                 sizes = np.unique(labels, return_counts=True)[1]
                 if len(sizes) <= _MOST_SETS * len(labels) and sizes.max() <= _MOST_PARTS:
                     able[v] = sum(_difference(table) for table in graph.neighbours[v].values())
-        if not able:
-            return None
-        chosen = max(able, key=lambda v: (able[v], -v))
-        numbers = _numbers(graph.twins[chosen])
-        return Anchor(chosen, tuple(numbers == number for number in range(int(numbers.max()) + 1)))
+        anchors = []
+        for chosen in sorted(able, key=lambda v: (-able[v], v))[:count]:
+            numbers = _numbers(graph.twins[chosen])
+            anchors.append(Anchor(chosen, tuple(numbers == number for number in range(int(numbers.max()) + 1))))
+        return anchors
 
 
 def effort_of_part(effort: Effort) -> Effort:
     """What searching a part may take, of what a search of the whole graph may: no model for CP-SAT, no merging."""
-    return replace(effort, sweeps=_SWEEPS, entries=_ENTRIES, closing=0.0, closable=0, dives=False, merging=0)
+    few = replace(effort, sweeps=_SWEEPS, entries=_ENTRIES, closing=0.0, closable=0)
+    return replace(few, dives=False, merging=0, fitting=False)
 
 
 def bound_of_parts(solver: GraphSolver) -> float:
     """A lower bound of what is better than what a solver has found in the parts of its graph, which it takes into
-    account; minus infinity where not each of them is searched to its end."""
-    anchor, lower = Anchor.of(solver.graph), math.inf
-    if anchor is None:
-        return -math.inf
+    account; minus infinity where not each of them is searched to its end.
+
+    An anchor may tell apart what messages tell apart already, or what has no part in the contradiction: its first part
+    has no higher bound then. So a few are tried.
+    """
     most = (1 + _SHARE) * solver.estimate
-    for part in anchor.parts:
-        masks, effort = {anchor.variable: part}, effort_of_part(solver.effort)
-        effort = replace(effort, seconds=min(effort.seconds, most - solver.estimate))
-        lower = min(lower, look_among(solver, masks, effort, solver.upper))
-        if lower == -math.inf:
-            break
-    return lower
+    for anchor in Anchor.several(solver.graph, _MOST_TRIED):
+        lower = math.inf
+        for number, part in enumerate(anchor.parts):
+            effort = effort_of_part(solver.effort)
+            effort = replace(effort, seconds=min(effort.seconds, most - solver.estimate))
+            masks, least = {anchor.variable: part}, -math.inf if number else _WORTH_SEARCHING
+            lower = min(lower, look_among(solver, masks, effort, solver.upper, least))
+            if lower == -math.inf:
+                break
+        if lower > -math.inf or solver.estimate >= most:
+            return lower
+    return -math.inf
 
 
 def look_among(
-    solver: GraphSolver, masks: dict[int, NDArray[np.bool_]], effort: Effort, upper: float = math.inf
+    solver: GraphSolver,
+    masks: dict[int, NDArray[np.bool_]],
+    effort: Effort,
+    upper: float = math.inf,
+    least: float = -math.inf,
 ) -> float:
     """Takes the best assignment below `upper` among some choices of a solver's graph into account.
 
-    Returns a lower bound of all that are, where these are searched to the end; minus infinity otherwise."""
+    Returns a lower bound of all that are, where these are searched to the end; minus infinity otherwise. least: the
+    share of the solver's gap that a few sweeps must close for the search to go on.
+    """
     graph, part = solver.graph, solver.graph.copy()
     part.twins = {}
     inner = solver.beside(part, effort, upper)
     try:
         part.restrict_all(masks)
         part.make_consistent()
-        inner.solve()
+        if least == -math.inf or _promises(inner, solver, least):
+            inner.solve()
     except Infeasible:
         inner.raise_lower(inner.upper)
     solver.estimate += inner.estimate
@@ -109,6 +133,17 @@ def look_among(
         found = {v: int(full[v]) for v in graph.live()}
         solver.accept(found, graph.cost(found))
     return inner.lower if inner.closed else -math.inf
+
+
+def _promises(inner: GraphSolver, solver: GraphSolver, least: float) -> bool:
+    """Whether a few sweeps of a part close so much of the gap that the solver of the whole graph has."""
+    inner.reduce()
+    effort, inner.effort = inner.effort, replace(inner.effort, sweeps=_FIRST_SWEEPS)
+    if inner.graph.live():
+        inner.prune(inner.sweep_until_prunable())
+    inner.effort = effort
+    left = solver.upper - solver.lower
+    return inner.closed or left == math.inf or inner.lower - solver.lower > least * left
 
 
 def _numbers(labels: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -53,7 +53,9 @@ def dive(solver: GraphSolver, relaxation: Relaxation) -> None:
     small.undominated.update(small.live())
     left = solver.effort.seconds - solver.estimate if solver.stalled else 0.0
     seconds = max(left, _LAST_DIVE * solver.effort.seconds)
-    effort = replace(solver.effort, sweeps=200, closing=0.05 * solver.effort.closing, dives=False, merging=0)
+    effort = replace(
+        solver.effort, sweeps=200, closing=0.05 * solver.effort.closing, dives=False, merging=0, fitting=False
+    )
     inner = solver.beside(small, replace(effort, seconds=seconds), gap=_GAP)
     inner.prices = solver.prices
     try:

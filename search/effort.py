@@ -17,6 +17,7 @@ class Effort:
     in all. closing: CP-SAT's deterministic time; closable: table entries up to which it is tried.
     dives: whether to try the choices near the relaxation's best alone.
     merging: table entries up to which neighbours are merged where messages stall.
+    fitting: whether choices that raise the bound by little are looked through where messages stall.
     enough: the gap at which what twins taken together give is not searched on.
     """
 
@@ -29,6 +30,7 @@ class Effort:
     closable: int = 60_000
     dives: bool = True
     merging: int = 4_000_000
+    fitting: bool = False
     enough: float = 0.0
 
 

@@ -39,9 +39,8 @@ the gap takes longer than the answer."""
 _SECONDS_PER_VARIABLE, _SECONDS_PER_ENTRY = 6e-5, 1e-7
 """What reducing takes, about, per variable of the network and table entry of what is left."""
 _PATIENCE = 0.12
-"""The share of the work after which improving ends where it has not closed a good part of the gap."""
 _GAIN = 0.02
-"""That part."""
+"""The share of the work after which improving ends where it has not closed this part of the gap."""
 _NEAR_PEAK, _SWEEPS_WITHOUT_LOWER_PEAK = 1e-3, 20
 """Where no assignment keeps within the limit, the one of the least peak is good enough so near what is proven, or after
 so many sweeps that have not come nearer by as much."""
@@ -141,7 +140,8 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
             take_answers(run, solver)
 
     limit = min(run.time_limit, run.work_limit)
-    effort = Effort(seconds=sweeping * limit, closing=closing * limit, enough=0.0 if limited else run.enough)
+    enough = 0.0 if limited else run.enough
+    effort = Effort(seconds=sweeping * limit, closing=closing * limit, enough=enough, fitting=not limited)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt, stuck))
     with run.stage("reduce"):

@@ -19,6 +19,7 @@ from shardplan.search.cycles import open_cycles
 from shardplan.search.diving import dive
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, adjacency, plan, settled
+from shardplan.search.fitting import settle_fitting
 from shardplan.search.graph import Graph
 from shardplan.search.merging import merge_neighbours
 from shardplan.search.reductions import shrink
@@ -75,6 +76,7 @@ class GraphSolver:
         self.contradicted = False  # whether twins may be what leaves the gap open, and are worth telling apart
         self.opens = self.creeping = False
         """Whether `sweep_until_prunable` ends where messages creep far from closed; and whether it has."""
+        self.fitted = math.inf  # the gap where choices that fit were looked through
         self.estimate = 0.0
         """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced, self._merges = False, True
@@ -122,6 +124,13 @@ class GraphSolver:
             # What messages left is often few enough for dynamic programming, which merging would hide.
             if (merges or self.creeping) and self.settle(effort.entries, effort.entries):
                 return
+            if merges and self._unmerged is None and graph.entries() <= effort.closable:
+                self._unmerged = graph.copy(sibling=True)
+                self._unmerged.hint = graph.hint
+            if merges and self.open_cycles():
+                continue
+            if self.stalled and effort.fitting and settle_fitting(self):
+                return
             if merges:
                 if self.closed_by_parts():
                     return
@@ -161,11 +170,6 @@ class GraphSolver:
     def _merge(self) -> None:
         """Merges neighbours until the bound rises again, or there is nothing left to merge."""
         graph, effort = self.graph, self.effort
-        if self._unmerged is None and graph.entries() <= effort.closable:
-            self._unmerged = graph.copy(sibling=True)
-            self._unmerged.hint = graph.hint
-        if self.open_cycles():
-            return
         while self._merges and graph.live() and self.may_sweep() and not self.closed:
             relaxation = Relaxation(graph)
             entries = relaxation.sweeper.entries

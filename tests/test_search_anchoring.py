@@ -57,7 +57,7 @@ def test_parts_prove_what_messages_leave_open() -> None:
 def test_parts_together_may_take_as_much_work_as_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = []
 
-    def searched(solver: GraphSolver, _masks: object, effort: Effort, upper: float) -> float:
+    def searched(solver: GraphSolver, _masks: object, effort: Effort, upper: float, _least: float) -> float:
         allowed.append(effort.seconds)
         solver.estimate += 0.75
         return upper
@@ -67,6 +67,20 @@ def test_parts_together_may_take_as_much_work_as_what_came_before(monkeypatch: p
     solver.estimate = 2.0
     anchoring.bound_of_parts(solver)
     assert allowed == [2.0, 1.25]
+
+
+def test_another_anchor_is_tried_where_the_first_tells_nothing() -> None:
+    net = quarrelling(9)
+    decoys = net.add_variable([0.0, 0.0]), net.add_variable([0.0, 0.0])  # which matter more, apart
+    net.add_edge(decoys[0], decoys[1], [[0.0, 50.0], [50.0, 0.0]])
+    net.twins[decoys[0]] = np.array([0, 0])
+    solver = GraphSolver(Graph.of(net), math.inf, Effort(), 1e-6, WATCH)
+    solver.accept({**{v: v % 2 for v in range(9)}, **dict.fromkeys(decoys, 0)}, 9.0)
+    solver.raise_lower(0.0)
+    solver.contradicted, solver.estimate = True, 10.0
+    anchor = Anchor.of(solver.graph)
+    assert anchor is not None and anchor.variable == decoys[0]
+    assert solver.closed_by_parts() and solver.upper == testing.brute_force(net)[1]
 
 
 @pytest.mark.parametrize("excluded", [0.0, 0.2])

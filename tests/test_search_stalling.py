@@ -89,6 +89,22 @@ def test_cycles_are_opened_where_messages_creep_before_they_stall(monkeypatch: p
     assert opened == [False, True]  # and once more where they have stalled
 
 
+def test_cycles_are_opened_before_parts_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+
+    def opened(*_: object) -> Opened:
+        steps.append("open")
+        return Opened(1 if one.stalled and steps.count("open") < 4 else 0, 0.0)
+
+    monkeypatch.setattr(solver, "open_cycles", opened)
+    monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)
+    monkeypatch.setattr(GraphSolver, "closed_by_parts", lambda _: steps.append("parts"))
+    effort = Effort(entries=1, closable=0, dives=False)
+    one: GraphSolver = GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, Watch(_nothing, lambda: 60.0))
+    one.solve()
+    assert steps == ["open", "open", "open", "open", "parts"]
+
+
 def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(solver, "merge_neighbours", lambda *_: 0)

@@ -1,0 +1,86 @@
+"""Dynamic programming among the choices that raise the bound by little."""
+
+import math
+
+import numpy as np
+import pytest
+
+from shardplan.search import Network, fitting, testing
+from shardplan.search.effort import Effort, Watch
+from shardplan.search.fitting import settle_fitting
+from shardplan.search.graph import Graph
+from shardplan.search.solver import GraphSolver
+
+WATCH = Watch(lambda: None, lambda: 60.0)
+
+
+def _ring(count: int = 15, size: int = 6) -> Network:
+    """Neighbours that want to be equal round a ring with chords, but for one that wants its next but one."""
+    rng = np.random.default_rng(3)
+    net = Network()
+    for _ in range(count):
+        net.add_variable(0.6 * np.maximum(0, np.arange(size) - 2))
+    for v in range(count):
+        shifted = np.roll(np.arange(size), 2 if v == 0 else 0)
+        for w in ((v + 1) % count, (v + 2) % count):
+            table = rng.uniform(1.0, 2.0, (size, size))
+            table[np.arange(size), shifted] = 0.0
+            net.add_edge(v, w, table)
+    return net
+
+
+def _stalled(net: Network, choices: list[int]) -> GraphSolver:
+    solver = GraphSolver(Graph.of(net), math.inf, Effort(), 1e-9, WATCH)
+    solver.accept(dict(enumerate(choices)), net.cost(choices))
+    solver.prune(solver.relax_again(40))
+    return solver
+
+
+def test_all_that_is_better_fits() -> None:
+    net = _ring()
+    solver = _stalled(net, [0] * 15)
+    assert not solver.closed
+    assert settle_fitting(solver)
+    known = GraphSolver(Graph.of(net), math.inf, Effort(), 1e-9, WATCH)
+    known.solve()
+    assert solver.lower == solver.upper == pytest.approx(known.upper)
+
+
+def test_what_fits_best_is_looked_through_where_not_all_is_affordable(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = _ring()
+    known = [v % 6 for v in range(15)]
+    whole, part = _stalled(net, known), _stalled(net, known)
+    settle_fitting(whole)
+    monkeypatch.setattr(fitting, "_ENTRIES", 45_000.0)
+    before = part.upper
+    assert not settle_fitting(part)  # nothing is proven
+    assert whole.upper <= part.upper < before and part.lower <= whole.lower
+    part.fitted = part.upper - part.lower
+    monkeypatch.setattr(fitting, "Relaxation", lambda _: pytest.fail("nothing has closed the gap since"))
+    assert not settle_fitting(part)
+
+
+@pytest.mark.parametrize("entries", [30.0, 300.0, 1e8])
+def test_bounds_are_right_whatever_fits(entries: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "_ENTRIES", entries)
+    closed = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        net = testing.random_graph(rng, [(0, 1), (1, 2), (2, 3), (0, 3), (0, 2), (1, 3)], 4)
+        optimum = testing.brute_force(net)[1]
+        known = [int(rng.integers(0, len(costs))) for costs in net.costs]
+        if not math.isfinite(net.cost(known)):
+            continue
+        solver = _stalled(net, known)
+        closed += settle_fitting(solver)
+        assert solver.lower <= optimum + 1e-9 and solver.upper >= optimum - 1e-9
+    assert closed > (20 if entries == 1e8 else 0)
+
+
+def test_a_stalled_search_looks_through_what_fits_before_it_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphSolver, "_merge", lambda _: pytest.fail("neighbours were merged"))
+    effort = Effort(entries=1, closable=0, promising=1, dives=False, fitting=True)
+    solver = GraphSolver(Graph.of(_ring()), math.inf, effort, 1e-9, WATCH)
+    monkeypatch.setattr(solver, "open_cycles", lambda: False)
+    solver.solve()
+    assert solver.closed
