@@ -338,3 +338,20 @@ def test_a_kernel_with_many_readers_is_not_gone_through_to_find_who_needs_whom()
     assert _leads(looked, needs, into, 0, 5) and _leads(looked, needs, into, 0, 2)
     assert not _leads(looked, needs, into, 3, 4)
     assert looked.count < 20
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "shared"), [(4, "float32", True), (16, "float32", False), (4, "float16", False)]
+)
+def test_probabilities_of_few_heads_that_share_their_keys_are_copied_for_both_passes_at_once(heads, dtype, shared):
+    def loss(q, k, v):
+        scores = jnp.einsum("bqgrd,bkgd->bgrqk", q, k).astype("float32")
+        return jnp.sum(jnp.einsum("bgrqk,bkgd->bqgrd", jax.nn.softmax(scores).astype(dtype), v).astype("float32") ** 2)
+
+    shapes = (_shape(4, 128, 2, *of, 64, dtype=dtype) for of in ((heads,), (), ()))
+    problem = shardplan.plan(jax.grad(loss, (0, 1, 2)), 1, *shapes).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)), kernels_of(problem))
+    made = next(o.results[0] for o in problem.program.operations if o.primitive.name == "div")
+    read = next((o.results[0] for o in problem.program.operations if dtype == "float16" and made in o.operands), made)
+    forward, backward = (copy for operand, copy in lifetimes.copies.items() if operand.value == read)
+    assert (forward.first == backward.first) == shared and forward.last < backward.last

@@ -9,7 +9,9 @@ it anew, from what is held until then.
 
 What is computed from a product's result that lies otherwise than it is written (the probabilities of heads that share
 their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored; all else
-kernels of their own compute or copy, for the first product that reads it.
+kernels of their own compute or copy, for the first product that reads it. Where few such heads lie innermost (fewer
+than 8, of 32-bit numbers), no kernel turns them in tiles, and those that do not are one: the copy for the gradient of
+the values is made in the forward pass, with the one that is multiplied by these.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> from shardplan.memory.products import product_operands
@@ -33,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardplan import _jax
 from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.lying import PRODUCT, lying_of
@@ -48,6 +51,11 @@ _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "slice", "split", "dynamic_slice", "gather", "rev"}
     | {"broadcast_in_dim", "copy", "copy_p", "stop_gradient"}
 )
+
+
+_TILED, _BANK = 8, 4
+"""The size of the innermost dimension from which on kernels that move it do so in tiles, and the bytes of an element;
+numbers of fewer bytes are packed, also where less lies innermost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +121,11 @@ class _Copying:
         stored = value in self._kernels.read or value in self._kernels.stored
         made = self._places[maker.index] if stored else place
         if value in self._lying:
-            beside = stored and self._turns(copy, self._lying[value])
-            return made if beside and self._beside.setdefault(value, copy) == copy else place
+            turned = self._turns(copy, self._lying[value])
+            if turned and not stored and not self._turns_in_tiles(value):
+                self._began.setdefault(value, place)
+                return self._began[value] or place
+            return made if turned and stored and self._beside.setdefault(value, copy) == copy else place
         if value not in self._began:
             written = range(len(self._program.values[value].shape))
             apart = not stored and self._turns(copy, written) and self._is_moved(value)
@@ -126,6 +137,12 @@ class _Copying:
         """Whether a copy has another dimension innermost than its value has, which lies in this order."""
         innermost = [dim for dim in lying if self._program.values[copy.value].shape[dim] > 1][-1:]
         return [*copy.order[-1:]] != innermost
+
+    def _turns_in_tiles(self, value: int) -> bool:
+        """Whether kernels that turn what lies otherwise go through it in tiles: those that do not are one."""
+        tensor = self._program.values[value]
+        innermost = next((tensor.shape[dim] for dim in reversed(self._lying[value]) if tensor.shape[dim] > 1), 1)
+        return innermost >= _TILED or _jax.item_bytes(tensor.dtype) < _BANK
 
     def _is_moved(self, value: int) -> bool:
         """Whether a value is computed element by element from one that a product made, is moved, or is an argument, and
