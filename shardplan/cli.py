@@ -16,6 +16,7 @@ import math
 import os
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from shardplan.auto import plan as make_plan
 from shardplan.baselines import BASELINES
 from shardplan.cli_arguments import Step, load_step, parse_bytes, parse_mesh, parse_pin, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
-from shardplan.errors import ArgumentError, ShardplanError
+from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
 from shardplan.placing import PLACEMENT_METHODS
 from shardplan.plan import Plan
@@ -36,6 +37,8 @@ from shardplan.plan_file import library_version
 from shardplan.plan_report import plan_record
 from shardplan.search import METHODS
 from shardplan.target import targets
+
+_usual_format = warnings.formatwarning
 
 _FROM_FILE = ("audit", "explain")
 """The commands that take a saved plan."""
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(given)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # nothing here runs on a GPU, so none is taken
+    warnings.formatwarning, usual = _formatted, warnings.formatwarning
     try:
         status: int = options.run(options)
     except ShardplanError as error:
@@ -60,7 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has gone
         sys.stderr.close()
         return 1
+    finally:
+        warnings.formatwarning = usual
     return status
+
+
+def _formatted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of ours is a message like an error: it is about the step, wherever this program gave it."""
+    if issubclass(category, ShardplanWarning):
+        return f"shardplan: {message}\n"
+    return _usual_format(message, category, filename, lineno, line)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -34,6 +34,7 @@ def broken():
 def raises(x):
     raise ZeroDivisionError("the user's own")
 step_that_raises = (raises, shape)
+odd = mlp.training(mlp.Config(widths=(64, 64), batch=13))
 """
 
 
@@ -246,3 +247,13 @@ def test_as_a_program(folder: Path):
 def test_the_demo_is_run_by_name(capsys: pytest.CaptureFixture[str]):
     assert main(["demo", "--help"]) == 0
     assert "shardplan demo" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_module_and_warns_in_one_line(folder: Path):
+    command = [sys.executable, "-m", "shardplan", "plan", "steps:odd", "--mesh", "data=8"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    warned = [line for line in ran.stderr.splitlines() if "no mesh axis" in line]
+    assert warned and all(line.startswith("shardplan: no mesh axis (data=8) divides") for line in warned)
+    assert "main()" not in ran.stderr
+    assert ran.stdout.startswith("Plan over mesh (data=8)")

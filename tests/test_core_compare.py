@@ -162,6 +162,15 @@ def test_a_function_without_state_has_no_baselines():
     assert "replaces no argument" in found["fsdp"].note
 
 
+@pytest.mark.parametrize("batch", [(), (jax.ShapeDtypeStruct((0, 8), "float32"),)])
+def test_a_step_without_a_batch_says_so(batch):
+    def step(state, *batch):
+        return {"w": state["w"] - jnp.tanh(state["w"])}
+
+    found = shardplan.compare(step, STEP[1], {"w": jnp.ones((8, 8))}, *batch, methods=("data_parallel",))
+    assert "replaces all its arguments: none is a batch" in found["data_parallel"].note
+
+
 def test_a_batch_that_nothing_divides():
     odd = mlp.training(mlp.Config(widths=(64, 64), batch=7))
     found = shardplan.compare(odd.train_step, STEP[1], odd.state, odd.batch, methods=("data_parallel",))
