@@ -42,7 +42,7 @@ _MOST_CORRECTIONS = 8
 _PLACES_AT_ONCE = 6
 _DISTANCE = 20
 _MOST_PROLONGATIONS = 3
-NEARLY_FULL = 0.95
+_NEARLY_FULL = 0.95
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
 # before may exceed it in its own: the searches go over to that, so often, and ask for less by what collectives under
@@ -61,16 +61,14 @@ _DEAR = 1.3
 
 MISSED = 1.001
 
-_PROVEN = 1e-3  # as exact as searches within a limit are
-
 
 class Corrections:
     """Searches within the limit, each at the places where what was found before exceeds it."""
 
-    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float, foresees: bool = True) -> None:
+    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float) -> None:
         self.counts, self.search, self.first, self.deadline = counts, search, first, deadline
         self.problem = problem = counts.problem
-        self.limit_bytes, self._foresees = search.limit_bytes, foresees
+        self.limit_bytes = search.limit_bytes
         """The limit itself: that of ``search`` may be lowered."""
         self.least = first
         """The schedule of the least peak, in its own order."""
@@ -109,7 +107,7 @@ class Corrections:
         self.places = {moved[place] for place in self.places}
         self.prices = {moved[place]: price for place, price in self.prices.items()}
         self.lifetimes = lifetimes
-        self.usages = Usages(lifetimes, self.problem, self.search.donated, self._foresees)
+        self.usages = Usages(lifetimes, self.problem, self.search.donated)
         self.lower, self.least_bound = self.unlimited, 0.0
         """What no cost is below, within the limit, and no peak."""
         self.beyond: dict[int, float] = {}
@@ -169,7 +167,7 @@ class Corrections:
         left = self.until - self.work
         self.search = replace(self.search, limit_bytes=self.limit_bytes)
         self.usages.follow(self.best.schedule)
-        self.places |= {*self.places_above(self.best, NEARLY_FULL * self.limit_bytes)}
+        self.places |= {*self.places_above(self.best, _NEARLY_FULL * self.limit_bytes)}
         self._search_once(self.best)
         self.until = self.work + left
 
@@ -192,9 +190,7 @@ class Corrections:
     def best_proven(self) -> Found:
         """The best schedule, with the bound of all searches."""
         assert self.best is not None
-        # where what is foreseen was not needed, what was proven is not either
-        lower = self.lower if self.lower <= (1 + _PROVEN) * self._best_cost else self.unlimited
-        lower = min(lower, self._best_cost)
+        lower = min(self.lower, self._best_cost)
         return replace(self.best, solution=replace(self.best.solution, lower_bound=lower))
 
     @property
@@ -236,7 +232,8 @@ class Corrections:
         """What the network counts at the places."""
         places = sorted(self.places)
         network = self.network(self.search.limit_bytes, places)
-        used = _used(network, extended(network, found.solution.choices), len(places))
+        times, used = network.profile(extended(network, found.solution.choices))
+        used = np.append(0.0, used)[np.searchsorted(times, np.arange(len(places)), side="right")]
         return dict(zip(places, (used - [self.beyond.get(place, 0.0) for place in places]).tolist(), strict=True))
 
     def network(self, limit: float, places: Collection[int]) -> Network:
@@ -322,22 +319,6 @@ class Corrections:
             return False
         own = self.keep(found)
         return own.peak_bytes <= self.limit_bytes or self.orders == MOST_ORDERS
-
-
-def complete(network: Network, found: Found, places: Collection[int], exact: NDArray[np.float64]) -> None:
-    """Adds to a network of these places what a schedule holds there, by an ``exact`` count, and the network does not
-    count."""
-    moments = sorted(places)
-    short = exact[moments] - _used(network, extended(network, found.solution.choices), len(moments))
-    for moment, size in enumerate(short.tolist()):
-        if size > 0:
-            network.add_usage(len(network) - 1, [size], moment, moment + 1)
-
-
-def _used(network: Network, choices: NDArray[np.int64], moments: int) -> NDArray[np.float64]:
-    """What a network counts at its first times."""
-    times, used = network.profile(choices)
-    return np.append(0.0, used)[np.searchsorted(times, np.arange(moments), side="right")]
 
 
 def hint_of(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:

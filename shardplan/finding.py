@@ -141,7 +141,7 @@ class Counts:
         if key not in self._profiles:
             schedule = self.schedule(choices)
             self.work += _SECONDS_PER_PROFILE * len(self.problem.program.operations)
-            self._profiles[key] = memory_profile(lifetimes, schedule, self.search.donated, lifetimes.sending)
+            self._profiles[key] = memory_profile(lifetimes, schedule, self.search.donated)
         return self._profiles[key]
 
     def schedule(self, choices: NDArray[np.int64]) -> Schedule:

@@ -35,7 +35,7 @@ class Leanest:
 
     def __init__(self, counts: Counts, search: Search, first: Found, deadline: float) -> None:
         """``first`` must not depend on the limit of ``search``."""
-        self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, deadline, foresees=False)
+        self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, deadline)
         self._known.enough = search.limit_bytes
         self._counts, self._search, self._deadline = counts, search, deadline
         self.bound = 0.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import NEARLY_FULL, Corrections, complete
+from shardplan.correcting import Corrections
 from shardplan.finding import Found
 from shardplan.memory.usages import Usages
 from shardplan.search import Mixtures, extended
@@ -22,6 +22,7 @@ from shardplan.search import Mixtures, extended
 _MOST_COUNTED = 6
 _STEP = 0.5
 _MOST_MIXED = 2
+_NEARLY_FULL = 0.95
 _WORTH = 0.01
 _SECONDS_PER_VARIABLE = 2.5e-5
 
@@ -59,11 +60,10 @@ def _leaner(known: Corrections, base: Found, target: float) -> NDArray[np.int64]
     others = [choices for choices in (known.seen | counted).values() if cost < known.cost(choices) < np.inf]
     usages, moved = Usages(base.lifetimes, known.problem, known.search.donated), known.places_in(base.lifetimes)
     usages.follow(base.schedule)
-    places = {moved[place] for place in known.places} | {*known.places_above(base, NEARLY_FULL * target)}
+    places = {moved[place] for place in known.places} | {*known.places_above(base, _NEARLY_FULL * target)}
     mixture = None
     for _ in range(_MOST_MIXED):
         network = usages.network(target, places)
-        complete(network, base, places, known.counts.profile(base.solution.choices, base.lifetimes))
         mixtures = Mixtures(network, extended(network, base.solution.choices), [extended(network, o) for o in others])
         mixture, work = mixtures.within(target)
         known.spent += work + _SECONDS_PER_VARIABLE * len(network)

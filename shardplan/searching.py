@@ -70,8 +70,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
 
     corrections.follow(first[0], otherwise)
     if corrections.best is None or far_too_dear(corrections.best):
-        if corrections.best is None:
-            leanest.look()
+        leanest.look()
         corrections.take_leaner()
         if corrections.best is not None and far_too_dear(corrections.best):
             corrections.search_from_best()

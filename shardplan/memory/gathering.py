@@ -19,6 +19,7 @@ backward pass gathers anew, once all are there. What is gathered together is in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from shardplan.layout import Layout
@@ -36,14 +37,8 @@ split."""
 @once
 def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     """What is gathered together, in each region by itself: groups of two and more."""
-    return [group for _, _, group in groups_gathered(schedule) if len(group) > 1]
-
-
-@once
-def groups_gathered(schedule: Schedule) -> list[tuple[_Kind, float, list[Gather]]]:
-    """What is gathered together, or alone: of which kind it is, and how many bytes its results take."""
-    groups, kinds, sizes = list[list[Gather]](), list[_Kind](), list[float]()
-    filling: dict[_Kind, int] = {}  # per kind, the number of its last group
+    groups = list[list[Gather]]()
+    filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
     read, otherwise = read_before(schedule), read_otherwise(schedule)
@@ -53,21 +48,18 @@ def groups_gathered(schedule: Schedule) -> list[tuple[_Kind, float, list[Gather]
             continue
         for gather, kind in _gathers_of(schedule, operation):
             if gather not in numbers:
-                size, number = bytes_in(schedule, gather.value, gather.layout), filling.get(kind, -1)
-                full = number < 0 or sizes[number] + size > COMBINED_BYTES
-                if full or number in behind.get(gather.value, ()):
-                    filling[kind] = number = len(groups)
+                size = bytes_in(schedule, gather.value, gather.layout)
+                number, filled = filling.get(kind, (-1, math.inf))
+                if number in behind.get(gather.value, ()) or filled + size > COMBINED_BYTES:
+                    number, filled = len(groups), 0.0
                     groups.append([])
-                    kinds.append(kind)
-                    sizes.append(0.0)
                 groups[number].append(gather)
-                sizes[number] += size
-                numbers[gather] = number
+                numbers[gather], filling[kind] = number, (number, filled + size)
             found |= {numbers[gather]}
         if found:
-            found &= {*filling.values()}
+            found &= {number for number, _ in filling.values()}
         behind |= dict.fromkeys(operation.results, found)
-    return list(zip(kinds, sizes, groups, strict=True))
+    return [group for group in groups if len(group) > 1]
 
 
 def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gather, _Kind]]:

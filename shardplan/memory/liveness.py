@@ -59,7 +59,7 @@ class Lifetimes:
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self._adding = kernels.adding
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
-        self.sending = sending = sending or Sending()
+        sending = sending or Sending()
         self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
         self.turned = kernels.turned
         self.filled = {index: self.place[before] for index, before in sending.filling.items()}

@@ -18,13 +18,13 @@ exceeds the limit elsewhere, that place is added: everything that is not alive a
 eliminated as without a limit. What is never counted (reshards that XLA merges and keeps), and what other places need,
 can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'. Which products XLA
 merges depends on their sizes, and what it reduces or gathers together depends on what is sent: those that it merges,
-reduces or gathers together in the schedule found before are taken as such, and what other schedules gather besides is
-taken to join these (`shardplan.memory.foreseeing`): bounds hold where that is so.
+reduces or gathers together in the schedule found before are taken as such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,18 +32,18 @@ from numpy.typing import NDArray
 from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
-from shardplan.memory.bringing import brought_spans, gathered_from, reduced_at
-from shardplan.memory.brought import Brought, brought_by, own_variable, splits_behind
+from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
-from shardplan.memory.foreseeing import Joining, lasting
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.held import Lifetime
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
-from shardplan.memory.sizes import bytes_in
+from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.slicing import is_sliced
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -54,24 +54,46 @@ Array = NDArray[np.float64]
 _NEGLIGIBLE = 1e-6
 """The smallest values, which together have this share of the limit, are not counted: most of a program's values."""
 
-_FORESEEN = 1e-3
-"""Likewise, of what is foreseen: of all that a schedule could bring to other layouts, and does not."""
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """A tensor that a device holds besides while something needs it in another layout than the one that is there.
+
+    source, target: the variables whose choices say which layouts these are: ``there`` and ``wanted``, per choice, the
+    latter None where none is needed. Held is the one that is wanted; of an operation's result the one that is there.
+    """
+
+    value: int
+    source: int
+    target: int
+    there: tuple[Layout, ...]
+    wanted: tuple[Layout | None, ...]
+    result: bool = False
+    fused: bool = False
+
+    def amounts(self, problem: Problem) -> Array:
+        """float [choices of the source, choices of the target]: bytes on one device."""
+        domain = problem.domain(self.value)
+        there = np.array([domain.position[layout] for layout in self.there])
+        wanted = np.array([-1 if layout is None else domain.position[layout] for layout in self.wanted])
+        sizes = problem.program.values[self.value].total_bytes / domain.degrees
+        held = sizes[there][:, None] if self.result else sizes[wanted][None, :]
+        if self.fused:
+            part = [[layout is not None and is_sliced(own, layout) for layout in self.wanted] for own in self.there]
+            held = np.where(part, 0.0, held)
+        return np.where((there[:, None] == wanted[None, :]) | (wanted[None, :] < 0), 0.0, held)
 
 
 class Usages:
     """The usages of one order of operations, as `memory_held` counts them."""
 
-    def __init__(self, lifetimes: Lifetimes, problem: Problem, donated: frozenset[int], foresees: bool = True) -> None:
-        """foresees: whether what the schedule that is followed does not gather is taken to join what it gathers."""
+    def __init__(self, lifetimes: Lifetimes, problem: Problem, donated: frozenset[int]) -> None:
         self.lifetimes, self.problem, self.donated = lifetimes, problem, donated
         self.program = problem.program
         outputs = [(number, o) for number, o in enumerate(self.program.outputs) if isinstance(o, int)]
         self._lifetimes = lifetimes.held
         self._reduced: dict[int, int] = {}
         self._begun: dict[int, int] = {}
-        self._joining: Joining | None = None
-        self._foresees = foresees
-        self._until = lasting(lifetimes) if foresees else {}
         self._twice: dict[int, tuple[int, int]] = {}
         self._turned: dict[int, int] = {}
         self._last = frozenset[tuple[int, int]]()
@@ -90,9 +112,7 @@ class Usages:
         moments = np.array(sorted(places))
         counted = self._counted_values(limit)
         used = [*self._held_values(counted), *self._working(), *self._product_copies(), *self._generated()]
-        of_copies = self._of_copies(counted, moments)
-        brought = self._brought(self._counted_values(_FORESEEN / _NEGLIGIBLE * limit), moments)
-        pairs = [*of_copies, *self._reordered(), *brought, *self._leaving_copies()]
+        pairs = [*self._of_copies(counted), *self._reordered(), *self._brought(moments), *self._leaving_copies()]
         network = with_pairs(
             self.problem.network,
             [
@@ -115,14 +135,10 @@ class Usages:
     def follow(self, schedule: Schedule) -> bool:
         """Lets results of products that XLA merges, partial results that it reduces together and what is brought to
         other layouts live as long as with this schedule; True where that is another."""
-        before = self._followed()
+        before = self._lifetimes, self._reduced, self._begun, {**self._twice}, {**self._turned}, self._spans, self._last
         self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
-        sending, place = self.lifetimes.sending, self.lifetimes.place
-        ends = {index: place[behind] for index, behind in sending.ends.items() if behind != index}
-        reduced = reduced_at(self.lifetimes, schedule)
-        self._reduced = ends | {index: max(last, ends.get(index, last)) for index, last in reduced.items()}
-        together = gathered_from(self.lifetimes, schedule, sending)
-        self._joining = Joining(self.lifetimes, schedule) if self._foresees else None
+        self._reduced = reduced_at(self.lifetimes, schedule)
+        together = gathered_from(self.lifetimes, schedule, Sending())
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
         spans = brought_spans(self.lifetimes, schedule, together).items()
         self._spans = {(gather.value, index): Lifetime(*span) for gather, (index, *span) in spans if span[0] < span[1]}
@@ -132,11 +148,8 @@ class Usages:
         alone = {span for span in twice.values() if span[0] == span[1]}  # before a loop, one stack is at a time
         self._twice = {value: span for value, span in self._twice.items() if span not in alone} | twice
         self._last |= self._largest_copied(schedule)  # these and others twice stay: else schedules alternate
-        return before != self._followed()
-
-    def _followed(self) -> tuple[object, ...]:
-        kept = {**self._twice}, {**self._turned}, self._last
-        return self._lifetimes, self._reduced, self._begun, self._spans, *kept
+        after = self._lifetimes, self._reduced, self._begun, self._twice, self._turned, self._spans, self._last
+        return before != after
 
     def _largest_copied(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The output of which the largest result of a gather at the end is copied, and the input that it replaces."""
@@ -153,7 +166,7 @@ class Usages:
         the first dimension."""
         for output, state in sorted(self._last):
             leaving, sizes = self._layouts(state), self._sizes(state)
-            gathered = [[splits_behind(own, layout) for layout in leaving] for own in self._layouts(output)]
+            gathered = [[_splits_behind(own, layout) for layout in leaving] for own in self._layouts(output)]
             ends = self.problem.variables.values[output], self.problem.variables.values[state]
             yield PairUsage(*ends, np.where(gathered, sizes[None, :], 0.0), self.lifetimes.end, self.lifetimes.end + 1)
 
@@ -200,9 +213,8 @@ class Usages:
             return lifetime.end
         return min(lifetime.end, max(lifetime.start, self.lifetimes.reads[value][0]))
 
-    def _of_copies(self, counted: frozenset[int], moments: Array) -> Iterator[PairUsage]:
+    def _of_copies(self, counted: frozenset[int]) -> Iterator[PairUsage]:
         """Copies that several readers share."""
-        earliest = int(moments.min(initial=self.lifetimes.end))
         for value in sorted(counted):
             variable, copy = self.problem.variables_of(value)
             if variable is None or copy is None or value not in self.lifetimes.reads:
@@ -215,11 +227,7 @@ class Usages:
                 span = Lifetime(min(first, self._twice[value][0]), self._twice[value][1])
                 layouts = self._layouts(value)
                 yield self._left_by_a_gather(Brought(value, variable, copy, layouts, layouts), span)
-            amounts = np.where(equal, 0.0, sizes)
-            yield PairUsage(variable, copy, amounts, first, last + 1)
-            if value not in self._begun and first > earliest:
-                brought = Brought(value, variable, copy, self._layouts(value), self._layouts(value))
-                yield from self._joined(self.lifetimes.order[first], brought, amounts, moments)
+            yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             lifetime = self._held(value)
             if lifetime is not None:
                 until = self._taken_over(value, lifetime)
@@ -249,10 +257,9 @@ class Usages:
                     until = self._spans.get((value, operation.index), Lifetime(start, place)).end
                     yield Usage(variable, slices * self._sizes(link.target), start, until + 1)
 
-    def _brought(self, counted: frozenset[int], moments: Array) -> Iterator[PairUsage]:
+    def _brought(self, moments: Array) -> Iterator[PairUsage]:
         """Operands and results on their way, at these moments."""
         problem, variables, lifetimes = self.problem, self.problem.variables, self.lifetimes
-        earliest = int(moments.min(initial=lifetimes.end))
         running, longer = set(moments.tolist()), {index for _, index in self._spans}
         spans: dict[int, list[Lifetime]] = {}
         for (value, _), span in self._spans.items():
@@ -271,40 +278,21 @@ class Usages:
                         yield self._left_by_a_gather(brought, Lifetime(*self._twice[value]))
             choices = problem.choices.get(operation.index)
             generates = not operation.results or operation.results[0] in problem.generated
-            last, until = self._reduced.get(operation.index, place), self._until.get(operation.index, place)
-            counts = place in running or max(last, until) > place or operation.index in longer or place > earliest
+            last = self._reduced.get(operation.index, place)
+            counts = place in running or last > place or operation.index in longer
             alike = operation.index in lifetimes.updating, operation.index in lifetimes.fused
             moves = counts and choices is not None and not generates
-            for brought, amounts in brought_by(problem, operation.index, *alike) if moves else ():
+            for brought, amounts in _brought_by(problem, operation.index, *alike) if moves else ():
                 own = self._spans.get((brought.value, operation.index))
                 if brought.result:
                     during = Lifetime(place, last)
                 elif own is not None:
                     during = own
                 elif not any(s.start <= place <= s.end for s in spans.get(brought.value, ())):
-                    foreseen = brought.value in counted and place > earliest
-                    key = operation.index, operation.operands.index(brought.value)
-                    beside = lifetimes.put_beside.get(key, until if brought.value in counted else place)
-                    during = Lifetime(min(place, beside), beside)
-                    yield from self._joined(operation, brought, amounts, moments) if foreseen else ()
+                    during = Lifetime(place, place)
                 else:  # it is there
                     continue
                 yield PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
-
-    def _joined(self, operation: Operation, brought: Brought, amounts: Array, moments: Array) -> Iterator[PairUsage]:
-        """What a gather that is joined brings before its reader is computed, where that is at one of these moments."""
-        found: dict[int, Array] = {}
-        for begins, room in self._joining.joined(operation, brought) if self._joining else ():
-            first = int(np.searchsorted(moments, begins))
-            found[first] = np.maximum(found.get(first, 0.0), room)
-        place = self.lifetimes.place[operation.index]
-        for first, room in found.items():
-            if (
-                first < len(moments)
-                and moments[first] < place
-                and (together := (amounts > 0) & (amounts <= room)).any()
-            ):
-                yield PairUsage(brought.source, brought.target, amounts * together, moments[first], place)
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
@@ -312,7 +300,7 @@ class Usages:
     def _left_by_a_gather(self, brought: Brought, during: Lifetime) -> PairUsage:
         """What a gather leaves beside its copy: where it goes over another dimension than the first."""
         wanted = [layout or () for layout in brought.wanted]
-        behind = [[splits_behind(own, layout) for layout in wanted] for own in brought.there]
+        behind = [[_splits_behind(own, layout) for layout in wanted] for own in brought.there]
         amounts = np.where(behind, brought.amounts(self.problem), 0.0)
         return PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
 
@@ -354,7 +342,7 @@ class Usages:
             yield Usage(variable, np.array(amounts), span[0], span[1] + 1)
 
     def _own(self, operation: Operation) -> int | None:
-        return own_variable(self.problem, operation)
+        return _own(self.problem, operation)
 
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""
@@ -362,6 +350,42 @@ class Usages:
 
     def _layouts(self, value: int) -> tuple[Layout, ...]:
         return self.problem.domain(value).layouts
+
+
+def _own(problem: Problem, operation: Operation) -> int | None:
+    """The variable of an operation, which may be its result's."""
+    choices, variables = problem.choices.get(operation.index), problem.variables
+    if choices is None or not choices.follows_result:
+        return variables.operations.get(operation.index)
+    return variables.values.get(operation.results[0])
+
+
+@once
+def _brought_by(problem: Problem, index: int, updating: bool, fused: bool) -> list[tuple[Brought, Array]]:
+    """The operands and results that an operation brings to other layouts, and what that takes.
+
+    updating: whether it updates what it reads, of which a copy may be gone by then. fused: whether it is in a kernel
+    with what reads its result.
+    """
+    operation, choices, variables = problem.program.operations[index], problem.choices[index], problem.variables
+    own, strategies, found = _own(problem, operation), choices.strategies, list[Brought]()
+    assert own is not None
+    for position, operand in enumerate(operation.operands):
+        if isinstance(operand, int) and operand in variables.values:
+            wanted = tuple([strategy.operands[position] for strategy in strategies])
+            source = variables.values[operand] if updating else problem.source_of(operation, operand)
+            found.append(Brought(operand, source, own, problem.domain(operand).layouts, wanted))
+    for position, result in enumerate(operation.results if not choices.follows_result else ()):
+        there = tuple([layout_left(problem, operation, strategy, position) for strategy in strategies])
+        ends, layouts = (own, variables.values[result]), problem.domain(result).layouts
+        found.append(Brought(result, *ends, there, layouts, result=True, fused=fused))
+    return [(brought, brought.amounts(problem)) for brought in found]
+
+
+def _splits_behind(own: Layout, layout: Layout) -> bool:
+    """Whether a layout splits another dimension than the first over more axes than the other one does."""
+    alike = len(own) == len(layout)  # partial sums have a dimension besides, and are reduced
+    return alike and any(len(old) > len(new) for old, new in zip(own[1:], layout[1:], strict=True))
 
 
 def _within(moments: NDArray[np.int64], usage: Usage | PairUsage) -> tuple[int, int]:
