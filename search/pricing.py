@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from shardplan.search.coarsening import coarse_start
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import begin_folded
-from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
 from shardplan.search.planes import Plane, highest, highest_between
 from shardplan.search.priced import PricedGraph, left_by
@@ -77,7 +76,7 @@ _TIMES_TO_IMPROVE, _LEAST_WORK = 1.3, 0.1
 which small graphs are proven."""
 _TIMES_LONGER = 2.0
 """What an evaluation may take however little work is left, in times of the longest before."""
-_WORTH_PRUNING, _ROUGH = 0.9, 0.05  # where a gap like this is asked for, pruning takes longer than it saves
+_ROUGH = 0.05  # where a gap like this is asked for, pruning takes longer than it saves
 _RECOMBINATIONS, _BASES = 4, 2
 _RECOMBINING = 0.01
 """Likewise, per assignment that takes over parts of others."""
@@ -281,7 +280,7 @@ class Pricing:
         self.most = max(self.most, float(prices.max()))
         inner = self._inner(prices)
         priced = inner.graph
-        if not inner.messages and priced.live() and solver.upper < math.inf and solver.gap < 0.05:
+        if not inner.messages and priced.live() and solver.upper < math.inf and solver.gap < _ROUGH:
             self._narrow(inner)
         narrowed = len(priced.undo)
         self._settle(inner)
@@ -297,16 +296,13 @@ class Pricing:
         self._loose = not inner.closed and inner.upper - inner.lower > _LOOSE * (solver.upper - self.bound)
         solver.watch.report()
 
-    def _narrow(self, inner: GraphSolver) -> bool:
-        """Drops from a graph at some prices what no assignment within the limit below the best one takes; False where
-        that is little."""
-        before = _choices(inner.graph)
+    def _narrow(self, inner: GraphSolver) -> None:
+        """Drops from a graph at some prices what no assignment within the limit below the best one takes."""
         relaxation = inner.sweep_until_prunable()
         relaxation.prune(max(self.solver.upper, inner.upper))
         relaxation.reparametrise()
         inner.messages = {}
         shrink(inner.graph, dominance=False)
-        return _choices(inner.graph) < _WORTH_PRUNING * before
 
     def take(self, found: dict[int, int]) -> None:
         """Keeps an assignment, and gives it to the solver where it keeps within the limit."""
@@ -394,7 +390,3 @@ class Pricing:
         graph.restrict_all(masks)
         graph.make_consistent()
         shrink(graph, dominance=False)
-
-
-def _choices(graph: Graph) -> int:
-    return sum(graph.size(v) for v in graph.live())

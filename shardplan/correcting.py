@@ -42,7 +42,7 @@ _MOST_CORRECTIONS = 8
 _PLACES_AT_ONCE = 6
 _DISTANCE = 20
 _MOST_PROLONGATIONS = 3
-_NEARLY_FULL = 0.95
+NEARLY_FULL = 0.95
 
 # What is sent decides in which order operations run. So what keeps within the limit in the order of what was found
 # before may exceed it in its own: the searches go over to that, so often, and ask for less by what collectives under
@@ -167,7 +167,7 @@ class Corrections:
         left = self.until - self.work
         self.search = replace(self.search, limit_bytes=self.limit_bytes)
         self.usages.follow(self.best.schedule)
-        self.places |= {*self.places_above(self.best, _NEARLY_FULL * self.limit_bytes)}
+        self.places |= {*self.places_above(self.best, NEARLY_FULL * self.limit_bytes)}
         self._search_once(self.best)
         self.until = self.work + left
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from shardplan.correcting import Corrections
+from shardplan.correcting import NEARLY_FULL, Corrections
 from shardplan.finding import Found
 from shardplan.relieving import relieve
 from shardplan.search import Mixtures, extended
@@ -25,7 +25,6 @@ _ROUNDS = 2
 
 # Memory counts where it comes near the limit with the schedule, or with what is cheapest of the others; between limits
 # this near there is nothing to find, nor where costs differ by less than it is worth, or where it is proven.
-_NEARLY_FULL = 0.95
 _CHEAPEST = 2
 _HIGHEST, _NEAR = 1.1, 1e-3
 _WORTH, _PROVEN = 0.01, 5e-3
@@ -61,7 +60,7 @@ def _mix(known: Corrections, base: Found, until: float) -> None:
     known.usages.follow(base.schedule)
     places = set(known.places)
     for choices in (base.solution.choices, *others[:_CHEAPEST]):
-        places |= {*known.places_above(known.within(choices), _NEARLY_FULL * limit)}
+        places |= {*known.places_above(known.within(choices), NEARLY_FULL * limit)}
     network = known.network(limit, places)
     begun = extended(network, base.solution.choices)
     mixtures = Mixtures(network, begun, [extended(network, choices) for choices in others])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import Corrections
+from shardplan.correcting import NEARLY_FULL, Corrections
 from shardplan.finding import Found
 from shardplan.memory.usages import Usages
 from shardplan.search import Mixtures, extended
@@ -22,7 +22,6 @@ from shardplan.search import Mixtures, extended
 _MOST_COUNTED = 6
 _STEP = 0.5
 _MOST_MIXED = 2
-_NEARLY_FULL = 0.95
 _WORTH = 0.01
 _SECONDS_PER_VARIABLE = 2.5e-5
 
@@ -60,7 +59,7 @@ def _leaner(known: Corrections, base: Found, target: float) -> NDArray[np.int64]
     others = [choices for choices in (known.seen | counted).values() if cost < known.cost(choices) < np.inf]
     usages, moved = Usages(base.lifetimes, known.problem, known.search.donated), known.places_in(base.lifetimes)
     usages.follow(base.schedule)
-    places = {moved[place] for place in known.places} | {*known.places_above(base, _NEARLY_FULL * target)}
+    places = {moved[place] for place in known.places} | {*known.places_above(base, NEARLY_FULL * target)}
     mixture = None
     for _ in range(_MOST_MIXED):
         network = usages.network(target, places)
