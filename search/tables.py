@@ -24,6 +24,8 @@ __all__ = ["Tables", "beaten"]
 
 Array = NDArray[np.float64]
 _REMEMBERED_BYTES = 400_000_000
+_LARGEST_BLOCK = 65_536
+"""Entries that are compared at once: they stay in a processor's cache."""
 
 
 class Tables:
@@ -109,7 +111,7 @@ class Tables:
 
     def rise(self, table: Array) -> Array:
         """`max over j of table[l, j] - table[k, j]`, per (l, k), over the j that k does not exclude."""
-        return self._remember(("rise", id(table)), lambda: _rise(table, self.finite(table)), table)
+        return self._remember(("rise", id(table)), lambda: _rise(table), table)
 
     def beaten(self, costs: Array, tables: tuple[Array, ...]) -> NDArray[np.intp]:
         """Per choice of a variable with these tables `[self, neighbour]` one that beats it whatever the neighbours do
@@ -178,11 +180,15 @@ def _join(costs: Array, left: Array, right: Array) -> Array:
     return result
 
 
-def _rise(table: Array, finite: NDArray[np.bool_] | None) -> Array:
-    if finite is None:
-        return (table[:, None, :] - table[None, :, :]).max(axis=2)
+def _rise(table: Array) -> Array:
+    columns = np.ascontiguousarray(table.T)
+    result = np.empty((len(table), len(table)))
+    rows = max(1, _LARGEST_BLOCK // max(columns.size, 1))
     with np.errstate(invalid="ignore"):
-        rise = table[:, None, :] - table[None, :, :]
-    # inf - inf: k is excluded there itself, so nothing is lost.
-    np.copyto(rise, -np.inf, where=~finite[None, :, :])
-    return rise.max(axis=2)
+        for first in range(0, len(table), rows):
+            some = slice(first, first + rows)
+            # inf - inf is no number, and left out: k is excluded there itself. Along the first dimension numpy takes
+            # the maximum of whole rows at once.
+            rise = columns[:, some, None] - columns[:, None, :]
+            np.fmax.reduce(rise, axis=0, initial=-np.inf, out=result[some])
+    return result

@@ -54,6 +54,10 @@ class DeferredSums:
         self._passed = {o.index: passed for o in self._operations if (passed := self._passed_by(o))}
         """Per operation, the sets of positions of operands that are partial together: with the operands there, and
         those of them that are zeros."""
+        on_ways = self._summing | self._passed.keys()
+        self._ways = tuple(o for o in self._operations if o.index in on_ways and self._is_open(o))
+        self._linears = tuple(o for o in self._ways if o.index in self._passed)
+        self._read_whole = self._read_by_others()
         self._becomes = self._stacked()
         self._came = {target: source for source, targets in self._becomes.items() for target in targets}
         same = {value: other for found in links.values() for value, other in found.same.items()}
@@ -75,6 +79,16 @@ class DeferredSums:
         }
         self.rounded = self._rounded()
         self.operands = {index: sets for index, sets in self.operands.items() if index >= 0}
+
+    def _is_open(self, operation: Operation) -> bool:
+        return bool(operation.results) and self._open.issuperset(operation.results)
+
+    def _read_by_others(self) -> frozenset[int]:
+        """The values that are outputs, or read by operations which pass no sums on, whatever is partial."""
+        linears = {operation.index for operation in self._linears}
+        others = (o for o in self._operations if o.index not in linears and not o.bodies)
+        read = {operand for o in others for operand in o.operands if isinstance(operand, int)}
+        return frozenset(read | {output for output in self._program.outputs if isinstance(output, int)})
 
     def _stacked(self) -> dict[int, list[int]]:
         """What values become in loops: slices the stack of them, a stack its slices. The stack of sums is a sum of
@@ -133,14 +147,13 @@ class DeferredSums:
     def _passing(self, carries: set[int], through: bool, needed: set[int]) -> set[int]:
         """The values that can be left partial, if no operation passes only what is ``needed`` as a whole."""
         able = self._with_stacks(self._open & carries)
-        for operation in self._operations:
-            choices = self._choices.get(operation.index)
-            if choices is None or not operation.results or not self._open.issuperset(operation.results):
-                continue
-            cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums as it is
-            moves = through or choices.follows_result or cuts
-            passes = moves and any(not waiting <= needed for waiting in self._waiting(operation, able))
-            if passes or operation.index in self._summing:
+        for operation in self._ways:
+            passes = operation.index in self._summing
+            if not passes:
+                cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums
+                moves = through or cuts or self._choices[operation.index].follows_result
+                passes = moves and any(not waiting <= needed for waiting in self._waiting(operation, able))
+            if passes:
                 able |= self._with_stacks(operation.results)
         return able
 
@@ -167,9 +180,9 @@ class DeferredSums:
     def _waiting(self, operation: Operation, able: set[int]) -> list[set[int]]:
         """The values of these sets that are able."""
         return [
-            {value for value in values if value in able}
+            set(able.intersection(values))
             for _, values, zeros in self._passed.get(operation.index, ())
-            if any(v in able for v in values) and all(v in able or v in zeros for v in values)
+            if not able.isdisjoint(values) and all(v in able or v in zeros for v in values)
         ]
 
     def _passed_by(self, operation: Operation) -> list[tuple[tuple[int, ...], tuple[int, ...], frozenset[int]]]:
@@ -197,7 +210,7 @@ class DeferredSums:
         ends = carries.keys() & able
         ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
-        for operation in reversed(self._operations):
+        for operation in reversed(self._linears):
             operands = next(iter(self._waiting(operation, able)), None)
             if operands is None or not able.issuperset(operation.results):
                 continue
@@ -209,9 +222,9 @@ class DeferredSums:
     def _needed(self, able: set[int]) -> set[int]:
         """The able values that are reduced in any case: something reads them which no sum passes through, or what is
         made of them alone, which is no smaller, is reduced."""
-        found = {output for output in self._program.outputs if isinstance(output, int)}
+        found = set(self._read_whole)
         values = self._program.values
-        for operation in reversed(self._operations):
+        for operation in reversed(self._linears):
             if operation.bodies:
                 continue
             sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
