@@ -232,7 +232,7 @@ def _state(program: Program) -> list[int]:
 
 def parameters_of(program: Program) -> set[int]:
     """The state that results other than the new state depend on; all of it where there are none."""
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     waiting: list[Any] = [o for n, o in enumerate(program.outputs) if n not in program.ties and isinstance(o, int)]
     reached: set[int] = set()
     while waiting:

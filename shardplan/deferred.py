@@ -47,7 +47,7 @@ class DeferredSums:
         self._operations = tuple(part for operation in program.operations for part in _parts(operation))
         self._choices = {part.index: _PASSING for part in self._operations if part.index < 0} | {**choices}
         self._fixed = fixed
-        self._makers = {result: o for o in program.operations for result in o.results}
+        self._makers = program.makers
         self._links = tuple(link for around in links.values() for link in (*around.enter, *around.inside))
         self._open = frozenset(filter(self._may, range(len(program.values))))
         self._summing = frozenset(o.index for o in self._operations if self._sums(o))

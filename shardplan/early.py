@@ -19,7 +19,7 @@ _MOVING = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "convert_
 
 def reduced_before_added(schedule: Schedule) -> frozenset[int]:
     """The values that are reduced, and then added to others that have been reduced as well."""
-    makers = {result: o for o in schedule.program.operations for result in o.results}
+    makers = schedule.program.makers
 
     def reduced(value: int | Constant, layout: Layout | None) -> int | None:
         """The value whose reduction gives an operand; None where that is no reduction's result."""

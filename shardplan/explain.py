@@ -165,7 +165,7 @@ class _Explainer:
 
     def _update(self, output: int) -> set[int]:
         """The tensors of as many elements that a new state is computed from, back to where they are made."""
-        makers = {result: o for o in self._program.operations for result in o.results}
+        makers = self._program.makers
         elements = prod(self._program.values[output].shape)
         inputs = set(self._program.inputs)
         found: set[int] = set()

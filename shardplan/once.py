@@ -27,8 +27,11 @@ def once(derive: Derive) -> Derive:
     @functools.wraps(derive)
     def known(of: Any, *arguments: Any) -> Any:
         key = derive, *arguments
-        if key not in of.known:
-            of.known[key] = derive(of, *arguments)
-        return of.known[key]
+        try:
+            return of.known[key]
+        except KeyError:
+            pass
+        found = of.known[key] = derive(of, *arguments)
+        return found
 
     return known  # type: ignore[return-value]

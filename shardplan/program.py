@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from shardplan import _jax
 from shardplan.fingerprint import stable_text
+from shardplan.once import once
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,11 @@ class Program:
         return frozenset(o for n, o in enumerate(self.outputs) if isinstance(o, int) and n not in self.ties)
 
     @property
+    def makers(self) -> Mapping[int, Operation]:
+        """The operation that gives a value, for all that operations give."""
+        return _makers(self)
+
+    @property
     def read(self) -> frozenset[int]:
         """The values that operations read."""
         return frozenset(o for operation in self.operations for o in operation.operands if isinstance(o, int))
@@ -171,3 +177,8 @@ class Program:
         digest.update(repr((self.inputs, [o for o in self.outputs if isinstance(o, int)], self.ties)).encode())
         digest.update(repr([region.times for region in self.regions]).encode())
         return digest.hexdigest()
+
+
+@once
+def _makers(program: Program) -> dict[int, Operation]:
+    return {result: operation for operation in program.operations for result in operation.results}

@@ -43,7 +43,7 @@ class Replay:
         self._program = schedule.program
         self._mesh = mesh
         self._held: dict[tuple[int, Layout], Any] = {}
-        self._makers = {result: o for o in self._program.operations for result in o.results}
+        self._makers = self._program.makers
         self._ordered = slices_gathered_behind(schedule) if schedule.problem.islands else frozenset[int]()
         self._early = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
 

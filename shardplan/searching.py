@@ -88,7 +88,7 @@ def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search, 
     profile = memory_profile(lifetimes, least.schedule, search.donated)
     moment = int(np.argmax(profile))
     program = problem.program
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     alive = []
     for value, lifetime in lifetimes.held.items():
         if lifetime.start <= moment <= lifetime.end:

@@ -18,7 +18,7 @@ reads, the last of these that is made, if only as parts of a sum: it cannot be m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,20 +39,19 @@ Body = Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]
 def begun_apart(schedule: Schedule) -> dict[int, int]:
     """The scans that stack something, by index, each with the place among what enters it of the value from whose
     numbers its stacks begin. Not where all that enters is there from the step's first operation on."""
-    makers = {result: operation.index for operation in schedule.program.operations for result in operation.results}
     values, found = schedule.program.values, dict[int, int]()
     for operation in schedule.program.operations:
         if operation.primitive.name == "scan" and operation.params["unroll"] == 1 and operation.params["length"]:
             types = [values[result].dtype for result in operation.results[operation.params["num_carry"] :]]
             keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in types)  # have no numbers
-            if types and not keys and (place := _made_last(schedule, operation, makers)) is not None:
+            if types and not keys and (place := _made_last(schedule, operation)) is not None:
                 found[operation.index] = place
     return found
 
 
-def _made_last(schedule: Schedule, operation: Operation, makers: Mapping[int, int]) -> int | None:
+def _made_last(schedule: Schedule, operation: Operation) -> int | None:
     """The place, among what enters a loop, of what the program makes last, if any of it can give a number."""
-    found = dict[int, int]()
+    makers, found = schedule.program.makers, dict[int, int]()
     for place, link in enumerate(schedule.problem.links[operation.index].enter):
         value = link.source
         if not isinstance(value, int) or value not in makers or value in schedule.assignment.generated:
@@ -61,7 +60,7 @@ def _made_last(schedule: Schedule, operation: Operation, makers: Mapping[int, in
         in_parts = link.begins and schedule.is_partial(link.target, schedule.assignment.values.get(link.target, ()))
         even = not in_parts and layout not in schedule.problem.domain(value).padded
         if even and 0 not in tensor.shape and any(jax.dtypes.issubdtype(tensor.dtype, kind) for kind in _REAL):
-            found[makers[value]] = place
+            found[makers[value].index] = place
     return found[max(found)] if found else None
 
 

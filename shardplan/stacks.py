@@ -139,8 +139,7 @@ def ordered(block: Any) -> Any:
 def _beside_gathered(schedule: Schedule) -> frozenset[int]:
     """The merged products, by index, of which one reads something of its own that is gathered along another dimension
     than its first: XLA puts what they read side by side, and all of it lies as that does."""
-    operations, found = schedule.program.operations, set[int]()
-    makers = {result: operation for operation in operations for result in operation.results}
+    operations, makers, found = schedule.program.operations, schedule.program.makers, set[int]()
     for group in merged_anywhere(schedule):
         products = [operations[index] for index in group if operations[index].region]  # bodies alone have slices
         if not products:

@@ -151,7 +151,7 @@ def _read_by(program: Program, merged: tuple[tuple[int, ...], ...]) -> dict[int,
 
 def _is_ordered(program: Program, read: Mapping[int, Collection[int]]) -> bool:
     """Whether no operation needs its own result where these read these values."""
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     opened, done = set[int](), set[int]()
     for first in read:
         stack = [first]
@@ -210,7 +210,7 @@ class _Graph:
     def __init__(self, schedule: Schedule) -> None:
         program = schedule.program
         self._schedule, self._program = schedule, program
-        self._makers = {result: operation for operation in program.operations for result in operation.results}
+        self._makers = program.makers
         self._reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
         self._reads.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
         self.open: dict[int, _Open] = {}

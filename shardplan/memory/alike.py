@@ -19,8 +19,7 @@ Asked = Mapping[int, tuple[tuple[Sequence[int], ...], Hashable]]
 
 def first_alike(problem: Problem, parts: Sequence[Part], asked: Asked) -> list[Part]:
     """Per part, the first one that is alike."""
-    program = problem.program
-    makers = {result: operation.index for operation in program.operations for result in operation.results}
+    program, makers = problem.program, problem.program.makers
     numbers: dict[Hashable, int] = {}
     sizes = [numbers.setdefault((value.total_bytes, value.shape), len(numbers)) for value in program.values]
     same = {}
@@ -33,7 +32,7 @@ def first_alike(problem: Problem, parts: Sequence[Part], asked: Asked) -> list[P
         place = {value: number for number, value in enumerate(part.values)}.__getitem__
         key = [len(part.makes), *map(sizes.__getitem__, part.values), *map(place, part.fusible)]
         for made in part.makes:
-            index = makers[made]
+            index = makers[made].index
             key += (place(made), same[index])
             for some in asked[index][0]:
                 key += map(place, some)

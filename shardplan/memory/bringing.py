@@ -15,7 +15,7 @@ from shardplan.memory.pipelining import gathered_before, peeled_loops
 from shardplan.memory.repeated import generated_alike
 from shardplan.memory.slicing import is_sliced
 from shardplan.once import once
-from shardplan.program import Constant, Operation, Program
+from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _generated_until(
     stored = sorted((g for g in brought if g.value in generated), key=lambda gather: brought[gather][1])
     if not stored:
         return
-    alike, makers = generated_alike(program, generated), _makers(program)
+    alike, makers = generated_alike(program, generated), program.makers
     around = {
         body: program.operations[index].region
         for index in peeled_loops(schedule)
@@ -93,11 +93,6 @@ def _generated_until(
                     as_stored = strategy and strategy.operands[reader.operands.index(value)] == gather.layout
                     if as_stored and not _is_transposed(lifetimes, makers, generated, reader):
                         yield gather, gather, _computed_until(lifetimes, schedule, reader)
-
-
-@once
-def _makers(program: Program) -> dict[int, Operation]:
-    return {result: operation for operation in program.operations for result in operation.results}
 
 
 def _is_transposed(

@@ -325,9 +325,9 @@ def _in_order(program: Program, those_of: _Others, reading: _Others) -> list[Ope
     """All operations in their order, but that each is followed by its partners (``those_of`` it) and stands behind the
     values that it waits for (``reading``)."""
     order, done, partners = list[Operation](), set[int](), dict(those_of)
-    makers = {result: operation.index for operation in program.operations for result in operation.results}
+    makers = program.makers
     others = {
-        index: [makers[o] for o in read if o in makers and program.operations[makers[o]].region == region]
+        index: [makers[o].index for o in read if o in makers and makers[o].region == region]
         for index, read in reading
         for region in [program.operations[index].region]
     }

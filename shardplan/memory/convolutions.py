@@ -231,7 +231,7 @@ def _turned(operation: Operation, lying: dict[int, tuple[int, int]]) -> list[int
 @once
 def _reversed(program: Program) -> frozenset[int]:
     """What is the reverse of something to XLA: not of what is scaled by one number, the reverse of which it scales."""
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     return frozenset(
         operation.results[0]
         for operation in program.operations
@@ -310,7 +310,7 @@ def _reading_copies(
     position there."""
     spread = spread_operands(program, order, copied)
     found: dict[tuple[int, float], list[tuple[int, int]]] = {}
-    for place, operation in enumerate(order):
+    for place, operation in enumerate(order if spread else ()):
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int) and (operation.index, position) in spread:
                 found.setdefault((operand, spread[operation.index, position]), []).append((place, position))

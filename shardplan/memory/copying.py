@@ -108,7 +108,7 @@ class _Copying:
         self._program, self._kernels = problem.program, kernels
         self._pointwise = pointwise_operations(problem)
         self._lying = lying_of(problem.program, self._pointwise).orders
-        self._makers = {result: operation for operation in order for result in operation.results}
+        self._makers = problem.program.makers
         self._places = {operation.index: place for place, operation in enumerate(order)}
         self._beside: dict[int, ProductOperand] = {}  # per value that lies otherwise, what its kernel writes as well
         self._began: dict[int, int | None] = {}  # per value, where one kernel writes all copies; None: each its own

@@ -96,7 +96,7 @@ class _Graph:
     ) -> None:
         self.program = program
         self.last: frozenset[int] = frozenset()
-        self.makers = {result: operation for operation in program.operations for result in operation.results}
+        self.makers = program.makers
         self.sizes = {value.index: float(value.total_bytes) for value in program.values}
         self.nodes: dict[int, _Node] = {}
         self.reading: dict[int, list[int]] = {}

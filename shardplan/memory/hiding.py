@@ -157,9 +157,7 @@ class Graph:
                     self._sources[result] = self._sources.get(same[result], frozenset((same[result],)))
                     self._brought[result] = self._brought.get(same[result], ())
                 continue
-            reads = frozenset[int]().union(
-                *(self._sources.get(o, frozenset((o,))) for o in operation.operands if isinstance(o, int))
-            )
+            reads = self._read_by(operation)
             stored = not in_memory.isdisjoint(operation.results) and not self._shows(operation, same)
             brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
             brought += tuple(self._read_otherwise(operation))
@@ -177,6 +175,18 @@ class Graph:
         self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
         self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self._connect({one: number for one, number in together.items() if isinstance(one, int)})
+
+    def _read_by(self, operation: Operation) -> frozenset[int]:
+        """What is in memory that an operation's operands are, or are computed from on the way."""
+        found = set[int]()
+        for operand in operation.operands:
+            if isinstance(operand, int):
+                sources = self._sources.get(operand)
+                if sources is None:
+                    found.add(operand)
+                else:
+                    found |= sources
+        return frozenset(found)
 
     def _shows(self, operation: Operation, same: Mapping[int, int]) -> bool:
         """Whether an operation gives another shape of what is in memory: of what is computed on the way, it ends the

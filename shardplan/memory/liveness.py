@@ -178,7 +178,7 @@ class Lifetimes:
     def _share_with_results(self, last_read: dict[int, int]) -> None:
         """Lets what leaves a branch lie in the memory of the branch's result, and what goes round a loop in that of
         the carry, which is the loop's result: there once nothing reads the carry of the iteration before."""
-        problem, makers = self._problem, {result: operation for operation in self.order for result in operation.results}
+        problem, makers = self._problem, self._problem.program.makers
         for operation in self.order:
             for link in problem.links[operation.index].inside if operation.bodies else ():
                 source = link.source if isinstance(link.source, int) else -1
@@ -188,18 +188,18 @@ class Lifetimes:
                 added = self._adding.get(maker.index)
                 in_place = maker.primitive.name in UPDATES or (added is not None and added.onto == link.target)
                 if maker.index in self.fused and not in_place:  # kernels that read neighbours cannot overwrite these
-                    in_place = link.target in read_by_element(problem, makers, self.fused, self.held, maker)
+                    in_place = link.target in read_by_element(problem, self.fused, self.held, maker)
                 read = last_read.get(link.target, -1) if link.target not in operation.results else -1
                 if read < self.place[maker.index] + in_place:
                     self.held.pop(source, None)
-                    product = self._transposed_product(makers, maker)
+                    product = self._transposed_product(maker)
                     if product is not None and read < self.place[product.index]:
                         self.held.pop(product.results[0], None)
 
-    def _transposed_product(self, makers: Mapping[int, Operation], operation: Operation) -> Operation | None:
+    def _transposed_product(self, operation: Operation) -> Operation | None:
         """The product of which an operation is the transposition, if nothing else reads it: it writes that itself."""
         operand = next((o for o in operation.operands if isinstance(o, int)), -1)
-        maker = makers.get(operand)
+        maker = self._problem.program.makers.get(operand)
         if operation.primitive.name != "transpose" or maker is None or len(self.readers[operand]) > 1:
             return None
         return maker if is_multiplied(self._problem.program, maker) else None
@@ -209,16 +209,15 @@ class Lifetimes:
         as carries (the caches of all layers, which a scan reads and stacks), or where what comes later does; those of
         kernels that read these at other places than they write (a cache put in the order of the beams)."""
         program, found = self._problem.program, set[int]()
-        makers = {result: operation for operation in self.order for result in operation.results}
         for number, position in program.ties.items():
             output, state = program.outputs[number], program.inputs[position]
-            maker = makers.get(output) if isinstance(output, int) else None
+            maker = program.makers.get(output) if isinstance(output, int) else None
             if maker is None or not isinstance(output, int):
                 continue
             if maker.bodies:  # what becomes a carry is read where the loop starts
                 beside = self.reads.get(state, (0, -1))[1] > self.start(maker)
             else:
-                read = read_in_kernel(self._problem, makers, self.fused, self.held, maker)
+                read = read_in_kernel(self._problem, self.fused, self.held, maker)
                 beside = maker.index in self.fused and not read.get(state, True)
             if beside:
                 found.add(output)

@@ -35,7 +35,7 @@ def execution_order(program: Program, fused: Collection[int] = frozenset()) -> l
 
     ``fused`` are the operations that become part of the kernels which read them.
     """
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     leading = _leading(program, makers, frozenset(fused))
     order: list[int] = []
     _append_region(program, 0, makers, leading, order)
@@ -70,7 +70,7 @@ def operands_first(
 @once
 def _before(program: Program) -> list[tuple[int, ...]]:
     """Per operation, those of its region that it is computed from, by index, in the order of its operands."""
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     found = []
     for operation in program.operations:
         read = (makers.get(o) for o in operation.operands if isinstance(o, int))
@@ -78,7 +78,7 @@ def _before(program: Program) -> list[tuple[int, ...]]:
     return found
 
 
-def _leading(program: Program, makers: dict[int, Operation], fused: frozenset[int]) -> dict[int, frozenset[int]]:
+def _leading(program: Program, makers: Mapping[int, Operation], fused: frozenset[int]) -> dict[int, frozenset[int]]:
     """Per value, the operations outside of its kernel that the kernel waits for."""
     leading: dict[int, frozenset[int]] = {}
     for operation in program.operations:
@@ -104,7 +104,7 @@ def _together(outputs: Iterable[object], leading: dict[int, frozenset[int]]) -> 
 def _append_region(
     program: Program,
     region: int,
-    makers: dict[int, Operation],
+    makers: Mapping[int, Operation],
     leading: dict[int, frozenset[int]],
     order: list[int],
 ) -> None:
@@ -135,6 +135,6 @@ def _append_region(
             order.append(index)
 
 
-def _is_missing(value: int, makers: dict[int, Operation], region: int, done: set[int]) -> bool:
+def _is_missing(value: int, makers: Mapping[int, Operation], region: int, done: set[int]) -> bool:
     maker = makers.get(value)
     return maker is not None and maker.region == region and maker.index not in done

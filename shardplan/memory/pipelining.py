@@ -55,7 +55,7 @@ def peeled_loops(schedule: Schedule) -> frozenset[int]:
     }
     if not scattered:
         return frozenset()
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
     found = set[int]()
     for loop in program.operations:

@@ -37,7 +37,7 @@ from shardplan.memory.products import PRODUCT
 from shardplan.memory.sums import waiting_for_blocks
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation, Program
+from shardplan.program import Constant, Operation
 
 _CYCLES_PER_BYTE = 20.0
 """What an H100 computes in the time in which it reads or writes one byte."""
@@ -138,11 +138,6 @@ def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...], buffers
     return [place for place, value in enumerate(part.values) if value in fusion.apart]
 
 
-@once
-def _makers(program: Program) -> dict[int, Operation]:
-    return {result: operation for operation in program.operations for result in operation.results}
-
-
 class _Fusion:
     """The kernels that make some values, while these are fused into their readers."""
 
@@ -165,7 +160,7 @@ class _Fusion:
         self._queue: list[tuple[float, int]] = []
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
-        computing, makers = computing_of(problem), _makers(problem.program)
+        computing, makers = computing_of(problem), problem.program.makers
         for result in makes:
             operation = makers[result]
             kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])

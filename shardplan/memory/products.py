@@ -90,7 +90,7 @@ def _multiplied(program: Program) -> frozenset[int]:
 
 def is_multiplied(program: Program, operation: Operation) -> bool:
     """Whether a product is left to a library."""
-    return operation.index in _multiplied(program)
+    return operation.primitive.name == PRODUCT and operation.index in _multiplied(program)
 
 
 @once
@@ -101,7 +101,7 @@ def product_operands(
 
     ``pointwise`` are the operations, by index, that compute element by element, and leave the order of dimensions.
     """
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     lying = lying_of(program, frozenset(pointwise)).orders
     found = {}
     for operation in program.operations:
@@ -201,7 +201,7 @@ def merged_products(
             alike = groups.setdefault((shared, position, read, operation.region, dtype, layout or ()), [])
             for group in alike[:_MOST_TRIED]:
                 small = min(sizes[operation.index], sum(sizes[index] for index in group)) <= _MERGED_BYTES
-                members = [_first(program, index, apart) for index in group]
+                members = [_first(program, index, same) for index in group]
                 between = _made_between(program, other, members, left, apart) if small else frozenset(members)
                 left -= len(between)
                 if between.isdisjoint(members):
@@ -220,10 +220,10 @@ def merged_products(
     return merged
 
 
-def _first(program: Program, index: int, apart: Apart) -> int:
+def _first(program: Program, index: int, same: Mapping[int, int]) -> int:
     """The first operation that computes what an operation does."""
     result = program.operations[index].results[0]
-    return _makers(program)[repeated_in(program, apart).get(result, result)].index
+    return program.makers[same.get(result, result)].index
 
 
 def _read_as(program: Program, operation: Operation, position: int) -> tuple[tuple[int, ...], int, int]:
@@ -244,7 +244,7 @@ def _read_as(program: Program, operation: Operation, position: int) -> tuple[tup
 def leaving_products(program: Program) -> frozenset[int]:
     """Results of products that leave the program as they are, but for their shape. A part of a merged product is copied
     to where it leaves by a kernel that nothing waits for, and that runs last."""
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     found = set()
     for output in program.outputs:
         while isinstance(output, int) and output in makers and makers[output].primitive.name in _VIEWS:
@@ -265,7 +265,7 @@ def _made_between(program: Program, value: int, among: Collection[int], most: in
 @once
 def _made_since(program: Program, value: int, first: int, most: int, apart: Apart) -> frozenset[int] | None:
     """Operations from a first one on that a value is computed from, None if these are more than ``most``."""
-    found, stack, makers, same = set[int](), [value], _makers(program), repeated_in(program, apart)
+    found, stack, makers, same = set[int](), [value], program.makers, repeated_in(program, apart)
     while stack:
         maker = makers.get(stack.pop())
         if maker is not None and maker.index >= first and maker.index not in found:
@@ -274,8 +274,3 @@ def _made_since(program: Program, value: int, first: int, most: int, apart: Apar
         if len(found) > most:
             return None
     return frozenset(found)
-
-
-@once
-def _makers(program: Program) -> dict[int, Operation]:
-    return {result: operation for operation in program.operations for result in operation.results}

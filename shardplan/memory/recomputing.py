@@ -90,7 +90,7 @@ def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:
     this has: XLA gives them its memory. What leaves a region is none, nor what comes out of a library, which may lie
     otherwise."""
     program, values = schedule.program, schedule.assignment.values
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
     stored, in_memory = {*program.inputs, *program.captured}, kernels.read | kernels.stored
     for operation in program.operations:
@@ -111,7 +111,7 @@ def _turned_matrices(schedule: Schedule, kernels: Kernels) -> Iterator[tuple[tup
     """The matrices of rows in groups that products read transposed as they are stored, see `shardplan.memory.masking`.
     The kernel that transposes them computes them: other products read views of them, for which they are stored."""
     program, pointwise = schedule.program, pointwise_operations(schedule.problem)
-    makers = {result: operation for operation in program.operations for result in operation.results}
+    makers = program.makers
     in_memory = kernels.read | kernels.stored
     for operation in program.operations:
         strategy = schedule.assignment.strategies.get(operation.index)

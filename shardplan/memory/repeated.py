@@ -75,13 +75,14 @@ def repeated_in(program: Program, apart: Apart = ()) -> dict[int, int]:
 def apart_in(schedule: Schedule) -> Apart:
     """The operations that a schedule computes in other layouts than the first one that is equal."""
     program, assignment, found = schedule.program, schedule.assignment, list[tuple[int, int]]()
-    same, makers = repeated_in(program), {result: o.index for o in program.operations for result in o.results}
+    same, makers = repeated_in(program), program.makers
     ways: dict[int, list[object]] = {}
     for operation in program.operations:
         strategy = assignment.strategies.get(operation.index)
         if strategy is None or not same.keys() >= {*operation.results}:
             continue
-        first = makers.get(same[operation.results[0]]) if operation.results else None
+        maker = makers.get(same[operation.results[0]]) if operation.results else None
+        first = maker.index if maker is not None else None
         other = assignment.strategies.get(first) if first is not None else None
         if first is None or other is None:
             continue

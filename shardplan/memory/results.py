@@ -49,13 +49,13 @@ def beside_results(held: Iterable[Held], results: Sequence[Unused]) -> Iterator[
         else:
             yield one
     for one in sorted(looked_at, key=lambda one: (-one.size, one.lifetime.start)):
-        span, first = (one.lifetime.start, one.lifetime.end), bisect_left(sizes, one.size)
+        start, end, first = one.lifetime.start, one.lifetime.end, bisect_left(sizes, one.size)
         for number in range(first, min(first + _MOST_TRIED, len(memory))):
-            at = bisect_left(taken[number], span)
-            before, after = taken[number][max(at - 1, 0) : at], taken[number][at : at + 1]
-            free = all(end < span[0] for _, end in before) and all(span[1] < begin for begin, _ in after)
-            if free and memory[number].first <= span[0] and span[1] <= memory[number].last:
-                taken[number].insert(at, span)
+            if start < memory[number].first or end > memory[number].last:
+                continue
+            spans, at = taken[number], bisect_left(taken[number], (start, end))
+            if (not at or spans[at - 1][1] < start) and (at == len(spans) or end < spans[at][0]):
+                spans.insert(at, (start, end))
                 break
         else:
             yield one

@@ -49,7 +49,6 @@ def overwritten_values(
     ``held`` says of each value in memory from which place to which.
     """
     fused = kernels.fused
-    makers = {result: operation for operation in order for result in operation.results}
     merged = _made_with_others(problem, order, kernels)
     taken: set[int] = set()
     for place, operation in enumerate(order):
@@ -63,7 +62,7 @@ def overwritten_values(
             added = kernels.adding[operation.index]
             candidates = [added.onto] if added.in_place and _fits(problem, added.onto, operation) else []
         elif operation.index in fused:
-            candidates = list(_overwritable(problem, makers, fused, held, operation))
+            candidates = list(_overwritable(problem, fused, held, operation))
         else:
             continue
         for value in candidates:
@@ -99,14 +98,13 @@ def _fits(problem: Problem, value: int, operation: Operation) -> bool:
 
 def _overwritable(
     problem: Problem,
-    makers: Mapping[int, Operation],
     fused: Collection[int],
     held: Collection[int],
     operation: Operation,
 ) -> Iterator[int]:
     """The values in memory that the kernel of an operation may overwrite, if it is the last to read them."""
-    for value in read_by_element(problem, makers, fused, held, operation):
-        maker = makers.get(value)
+    for value in read_by_element(problem, fused, held, operation):
+        maker = problem.program.makers.get(value)
         alone = maker is not None and maker.index in fused and len(maker.results) == 1
         if alone and value in held and _fits(problem, value, operation):
             yield value
@@ -114,25 +112,23 @@ def _overwritable(
 
 def read_by_element(
     problem: Problem,
-    makers: Mapping[int, Operation],
     fused: Collection[int],
     in_memory: Collection[int],
     operation: Operation,
 ) -> list[int]:
     """The values that the kernel of an operation reads at the place of each element that it makes, and nowhere else."""
-    return [value for value, here in read_in_kernel(problem, makers, fused, in_memory, operation).items() if here]
+    return [value for value, here in read_in_kernel(problem, fused, in_memory, operation).items() if here]
 
 
 def read_in_kernel(
     problem: Problem,
-    makers: Mapping[int, Operation],
     fused: Collection[int],
     in_memory: Collection[int],
     operation: Operation,
 ) -> dict[int, bool]:
     """The values that the kernel of an operation goes through, each with whether it is read at the place of each
     element that the kernel makes, and nowhere else."""
-    kernel, stack = {operation.index: operation}, [operation]
+    makers, kernel, stack = problem.program.makers, {operation.index: operation}, [operation]
     while stack and len(kernel) <= _LOOKED_AT:
         for operand in stack.pop().operands:
             maker = makers.get(operand) if isinstance(operand, int) and operand not in in_memory else None
