@@ -7,6 +7,12 @@ is what is computed from it element by element (keys with a bias), if the first 
 innermost: a kernel that transposes on the way in makes nothing that is transposed otherwise. The later kernel computes
 it anew, from what is held until then.
 
+Kernels that only move what one product made are one where they write as much, in one order or, where none goes in
+tiles, in any: of queries, keys and values that are cut out of one product, the forward pass' first kernels write what
+the backward pass reads too, and the product's result is gone then. Not so where they read different parts of the
+product's own matrix, which XLA sees do not overlap: of products that it has merged, or of rows without a sequence. Where
+a sequence is between, the matrix is seen in another shape first.
+
 What is computed from a product's result that lies otherwise than it is written (the probabilities of heads that share
 their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored; all else
 kernels of their own compute or copy, for the first product that reads it. Where few such heads lie innermost (fewer
@@ -31,8 +37,9 @@ the values is made in the forward pass, with the one that is multiplied by these
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from shardplan import _jax
@@ -85,7 +92,7 @@ def product_copies(
         for position in range(len(operation.operands)):
             copy = copied.get((operation.index, position))
             if copy is not None:
-                begins = copying.begins(copy, place)
+                begins = copying.begins(copy, operation)
                 begins = (made or {}).get((operation.index, position), place) if begins == place else begins
                 known = copies.get(copy) or Copy(operation, position, begins, place)
                 copies[copy] = replace(known, last=place)
@@ -112,12 +119,13 @@ class _Copying:
         self._places = {operation.index: place for place, operation in enumerate(order)}
         self._beside: dict[int, ProductOperand] = {}  # per value that lies otherwise, what its kernel writes as well
         self._began: dict[int, int | None] = {}  # per value, where one kernel writes all copies; None: each its own
+        self._moved: dict[tuple[Hashable, int], int] = {}  # per kernel that only moves, and region, where it runs
 
-    def begins(self, copy: ProductOperand, place: int) -> int:
-        """Where a copy is written that a product at a place reads first."""
-        maker, value = self._makers.get(copy.value), copy.value
+    def begins(self, copy: ProductOperand, reader: Operation) -> int:
+        """Where a copy is written that a product reads first."""
+        maker, value, place = self._makers.get(copy.value), copy.value, self._places[reader.index]
         if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in _MOVING:
-            return place
+            return self._moved.setdefault((self._moving_kernel(copy), reader.region), place)
         stored = value in self._kernels.read or value in self._kernels.stored
         made = self._places[maker.index] if stored else place
         if value in self._lying:
@@ -132,6 +140,24 @@ class _Copying:
             self._began[value] = None if apart else made
         began = self._began[value]
         return place if began is None else began
+
+    def _moving_kernel(self, copy: ProductOperand) -> Hashable:
+        """The kernel that copies what is but moved on the way from a library's result, told apart from others."""
+        values, value = self._program.values, copy.value
+        part, taken = value, value  # the outermost part on the way, and what it is taken from
+        while (maker := self._makers.get(value)) is not None and maker.primitive.name in _MOVING:
+            moved = maker.operands[0]
+            if not isinstance(moved, int):
+                return copy
+            if values[moved].total_bytes > values[value].total_bytes:
+                part, taken = value, moved
+            value = moved
+        if maker is None or maker.index in self._kernels.fused:
+            return copy
+        batch = len(maker.params["dimension_numbers"][1][0]) if maker.primitive.name == PRODUCT else 0
+        shape, viewed = values[copy.value].shape, len(values[taken].shape) > batch + 2
+        tiles = (shape, copy.order) if _moves_in_tiles(shape, copy.order) else None
+        return value if viewed else part, prod(shape), tiles
 
     def _turns(self, copy: ProductOperand, lying: Sequence[int]) -> bool:
         """Whether a copy has another dimension innermost than its value has, which lies in this order."""
@@ -156,6 +182,21 @@ class _Copying:
                 return False
             [value] = whole
         return maker is None or maker.primitive.name in _MOVING or maker.primitive.name == PRODUCT
+
+
+def _moves_in_tiles(shape: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether a kernel that writes dimensions in another order goes through them in tiles: where others are innermost
+    then, of 16 elements at least, or 8 by 64."""
+    runs: list[list[int]] = []  # dimensions that stay side by side
+    for dim in (dim for dim in order if shape[dim] > 1):
+        if runs and all(shape[between] == 1 for between in range(runs[-1][-1] + 1, dim)) and runs[-1][-1] < dim:
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    if len(runs) < 2 or runs[-1] == max(runs):
+        return False
+    sizes = [prod(shape[dim] for dim in run) for run in (runs[-1], max(runs))]
+    return min(sizes) >= 2 * _TILED or (min(sizes) >= _TILED and prod(sizes) >= 64 * _TILED)
 
 
 def copying_kernel(graph: Graph, reader: tuple[int, Operation], read: Gather, takes: float) -> int:
