@@ -17,9 +17,9 @@ from shardplan import _jax, arguments, program
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
-from shardplan.errors import ArgumentError, PlanMismatchError, warn
+from shardplan.errors import ArgumentError, EnclosingTraceError, PlanMismatchError, warn
 from shardplan.hardware import HardwareProfile
-from shardplan.mesh import GivenMesh, check_mesh
+from shardplan.mesh import GivenMesh, check_mesh, without_manual_axes
 from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.planning import rebuild
@@ -116,13 +116,20 @@ class AutoFunction:
     @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
-            warn(
-                f"`{name_of(self._fn)}` is called while another function is traced (jit, grad, vmap): it is not "
-                "planned here. Differentiate and transform first, plan last: shardplan.auto(jax.grad(f), mesh)."
-            )
-            return self._fn(*args, **kwargs)
+            return self._unplanned(args, kwargs)
         call = self._calls.take(args, kwargs)
-        return self._runner(call, args, kwargs)(call)
+        try:
+            runner = self._runner(call, args, kwargs)
+        except EnclosingTraceError:
+            return self._unplanned(args, kwargs)
+        return runner(call)
+
+    def _unplanned(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        warn(
+            f"`{name_of(self._fn)}` is called while another function is traced (jit, grad, vmap): it is not "
+            "planned here. Differentiate and transform first, plan last: shardplan.auto(jax.grad(f), mesh)."
+        )
+        return self._fn(*args, **kwargs)
 
     def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
         key = call.key()
@@ -186,7 +193,7 @@ class _Runner:
 
     def __init__(self, plan: Plan, mesh: GivenMesh) -> None:
         self.plan = plan
-        self.mesh = mesh if isinstance(mesh, Mesh) else _devices_for(plan)
+        self.mesh = without_manual_axes(mesh) if isinstance(mesh, Mesh) else _devices_for(plan)
         self._jitted: Callable[..., Any] | None = None
         self._shardings: tuple[NamedSharding, ...] = ()
         self._retyped: Any = None

@@ -25,6 +25,10 @@ class CallError(ShardplanError, TypeError):
     """A planned function is called with arguments that it cannot take."""
 
 
+class EnclosingTraceError(CallError):
+    """A function reads values of one around it that is being traced: it is no program of its own."""
+
+
 class PlanMismatchError(ShardplanError, ValueError):
     """A plan is used for another program, mesh or version than the one that it was made for."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -51,6 +52,12 @@ def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return AbstractMesh(tuple(mesh.axis_sizes), tuple(mesh.axis_names), axis_types=types)
 
 
+def without_manual_axes(mesh: Mesh) -> Mesh:
+    """The same mesh with axes of type Auto for those of type Manual, which no results outside of a shard_map have."""
+    kinds = [AxisType.Auto if kind == AxisType.Manual else kind for kind in mesh.axis_types]
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(kinds))
+
+
 def hosts_by_devices(text: str) -> tuple[int, int]:
     """``"2x8"``: the number of hosts and of devices on each. Raises ArgumentError for other texts."""
     found = _parsed(text)
@@ -79,10 +86,10 @@ def shapes_of(devices: int | str, ordered: bool = False) -> list[AbstractMesh]:
     inside: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((per_host,), ("devices",))]
     if per_host == 1 and hosts > 1:
         inside = [((), ())]
-    for factor in range(2, per_host):
-        other, rest = divmod(per_host, factor)
-        if rest == 0 and (factor <= other or ordered):
-            inside.append(((factor, other), ("outer", "inner")))
+    factors = [factor for factor in range(2, math.isqrt(per_host) + 1) if per_host % factor == 0]
+    if ordered:
+        factors = sorted({*factors, *(per_host // factor for factor in factors)})
+    inside.extend(((factor, per_host // factor), ("outer", "inner")) for factor in factors)
     if hosts > 1:
         inside = [((hosts, *sizes), ("hosts", *names)) for sizes, names in inside]
     return [AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes)) for sizes, names in inside]

@@ -39,13 +39,15 @@ class Options:
         if self.objective not in ("bytes", "time"):
             raise ArgumentError(f"there is no objective `{self.objective}`: choose 'bytes' or 'time'")
         if not _is_positive(self.time_limit):
-            raise ArgumentError(f"a time limit is a number of seconds above 0, got `{self.time_limit}`")
+            raise ArgumentError(f"a time limit is a number of seconds above 0, got `{self.time_limit!r}`")
         if self.memory_limit is not None and not _is_positive(self.memory_limit):
-            raise ArgumentError(f"a memory limit is a number of bytes above 0, got `{self.memory_limit}`")
+            raise ArgumentError(f"a memory limit is a number of bytes above 0, got `{self.memory_limit!r}`")
         if self.reduce_dtype is not None and not _is_float_type(self.reduce_dtype):
             raise ArgumentError(f"reduce_dtype is a floating-point type, got `{self.reduce_dtype}`")
         if isinstance(self.refine, bool) or not isinstance(self.refine, int) or not 1 <= self.refine <= MOST_REFINED:
             raise ArgumentError(f"refine is a number of plans from 1 to {MOST_REFINED}, got `{self.refine}`")
+        if not isinstance(self.islands, bool):
+            raise ArgumentError(f"islands is True or False, got `{self.islands!r}`")
         if self.reduce_dtype is not None and not self.islands:
             raise ArgumentError("reduce_dtype needs islands: XLA alone reduces in the type of the operation")
         if self.hardware is not None:

@@ -11,7 +11,9 @@ import jax
 import numpy as np
 
 from shardplan import _jax, rules
+from shardplan.arguments import name_of
 from shardplan.control import stated_trip_count, while_trip_count
+from shardplan.errors import EnclosingTraceError
 from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
 from shardplan.shifting import shift_reads
@@ -33,6 +35,11 @@ def trace_program(
     builder = _Builder()
     jaxpr = traced.jaxpr.jaxpr
     names = [_path_name(path) for path in input_paths]
+    if len(jaxpr.invars) > len(names):
+        raise EnclosingTraceError(
+            f"`{name_of(fn)}` reads values of another function that is being traced (jit, grad, vmap, scan), or was: "
+            "plan that function, or pass these values as arguments"
+        )
     environment: dict[Any, int | Constant] = {}
     inputs = [builder.new_value(var.aval, name) for var, name in zip(jaxpr.invars, names, strict=True)]
     environment.update(zip(jaxpr.invars, inputs, strict=True))

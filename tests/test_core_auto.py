@@ -170,6 +170,16 @@ def test_inside_of_another_trace_it_runs_unplanned(mesh: Mesh, transform: Any) -
     assert_equal_trees(found, transform(lambda x: jnp.sin(x) @ X)(X), 1e-6)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
+def test_what_reads_values_of_a_trace_around_it_runs_unplanned(mesh: Mesh, transform: Any) -> None:
+    """No argument says so: the function closes over them."""
+    with pytest.warns(shardplan.ShardplanWarning, match="Differentiate and transform first"):
+        found = transform(lambda w: shardplan.auto(lambda x: jnp.sin(x) @ w, mesh)(X))(X)
+    assert_equal_trees(found, transform(lambda w: jnp.sin(X) @ w)(X), 1e-6)
+    with pytest.raises(shardplan.CallError, match="`<lambda>` reads values of another function that is being traced"):
+        jax.eval_shape(lambda w: shardplan.plan(lambda x: x @ w, mesh, X).gap, X)
+
+
 # ---- plans are kept
 
 
@@ -313,6 +323,13 @@ def test_a_number_of_devices(count: int) -> None:
 @pytest.mark.parametrize("sizes", [(1,), (4,), (4, 1), (2, 2, 2)])
 def test_meshes(sizes: tuple[int, ...]) -> None:
     assert_equal_trees(shardplan.auto(product, mesh_of(sizes))(X, X), product(X, X))
+
+
+def test_manual_axes_are_planned_as_others() -> None:
+    manual, explicit = AxisType.Manual, AxisType.Explicit
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(manual, explicit))
+    for kinds in (mesh, jax.make_mesh((8,), ("x",), axis_types=(manual,))):
+        assert_equal_trees(shardplan.auto(product, kinds)(X, X), product(X, X), 1e-6)
 
 
 def test_some_of_the_devices() -> None:
