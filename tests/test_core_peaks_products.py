@@ -334,39 +334,6 @@ def test_keys_with_a_bias_are_copied_where_each_order_is_read(compute, together)
     assert orders[second.index].first == lifetimes.place[made.index]
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-def test_parts_of_one_product_are_copied_by_kernels_that_write_what_later_products_read_too(sequence):
-    def step(x, weights):
-        queries, keys, _ = (part.reshape(2, 64, 4, 32) for part in jnp.split(x @ weights, 3, axis=-1))
-        scores = jnp.einsum("bnhd,bmhd->bhnm", queries, keys)
-        return scores, jnp.einsum("bhnm,bmhd->bhnd", jnp.tanh(scores), keys)
-
-    x = jax.ShapeDtypeStruct((2, 64, 128) if sequence else (128, 128), "float32")
-    problem = shardplan.plan(step, 1, x, jax.ShapeDtypeStruct((128, 384), "float32")).schedule.problem
-    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
-    made, *places = [o.index for o in problem.program.operations if o.primitive.name == "dot_general"]
-    found = {operand.order: (copy.first, copy.last) for operand, copy in lifetimes.copies.items() if copy.position}
-    # queries are copied in the order in which the second product reads the keys
-    assert found == {(0, 2, 3, 1): (places[0],) * 2, (0, 2, 1, 3): (places[0] if sequence else places[1], places[1])}
-    assert lifetimes.held[problem.program.operations[made].results[0]].end == places[not sequence] - 1
-
-
-@pytest.mark.parametrize(("groups", "together"), [(4, True), (16, False)])
-def test_kernels_that_only_move_are_one_where_none_goes_in_tiles(groups, together):
-    def step(x, weights, keys, gradients):
-        queries = x @ weights
-        scores = jnp.einsum("bnkgd,bmkd->bkgnm", queries, keys)
-        return scores, jnp.einsum("bnkgd,bkgnm->bmkd", queries, gradients)
-
-    shapes = (2, 64, 2, groups, 64), (64, 64), (2, 64, 2, 64), (2, 2, groups, 64, 64)
-    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    problem = shardplan.plan(step, 1, *arguments).schedule.problem
-    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
-    queries = problem.program.operations[0].results[0]
-    first, second = [copy for operand, copy in lifetimes.copies.items() if operand.value == queries]
-    assert (first.first == second.first) == together and first.last < second.last
-
-
 def test_what_a_product_adds_itself_is_fused_into_no_kernel_and_stored_by_none():
     def step(x, w, b):
         biased = x @ w + b

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from shardplan import _jax
@@ -13,6 +14,8 @@ from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.pipelining import gathered_before, peeled_loops
 from shardplan.memory.repeated import generated_alike
+from shardplan.memory.sharing import read_in_kernel
+from shardplan.memory.sizes import bytes_in
 from shardplan.memory.slicing import is_sliced
 from shardplan.once import once
 from shardplan.program import Constant, Operation
@@ -176,6 +179,63 @@ def _needed_otherwise(schedule: Schedule) -> dict[int, list[tuple[int, Layout]]]
             if needed:
                 found.setdefault(index, []).append((operand, layout))
     return found
+
+
+def computed_in_parts(lifetimes: Lifetimes, schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
+    """What kernels compute that a library reads a part of: with the last place that needs the whole (-1: none does), and
+    what the parts are computed from, with the last place of these. XLA computes a part from what the whole is
+    computed from, which is in memory until then, unless that is more."""
+    whole, until, program = dict[int, int](), dict[int, int](), schedule.program
+    leaving = {output for region in program.regions for output in region.outputs if isinstance(output, int)}
+    for value, lifetime in lifetimes.held.items():
+        maker = program.makers.get(value)
+        if maker is None or maker.index not in lifetimes.fused or value in lifetimes.stored or value in leaving:
+            continue
+        last = _last_as_whole(lifetimes, schedule, value, maker)
+        if last is None or last >= lifetime.end:
+            continue
+        read = read_in_kernel(schedule.problem, lifetimes.fused, lifetimes.held, maker)
+        late = [source for source in read if _held_until(lifetimes, schedule, source) < lifetime.end]
+        if sum(bytes_in(schedule, source, schedule.copy(source)) for source in late) <= bytes_in(
+            schedule, value, schedule.assignment.values[value]
+        ):
+            whole[value] = last
+            until |= {source: max(until.get(source, 0), lifetime.end) for source in late}
+    return whole, until
+
+
+def _held_until(lifetimes: Lifetimes, schedule: Schedule, value: int) -> float:
+    """The last place at which a value, or an argument's copy, is in memory; of what never is, none that ends."""
+    if value in schedule.assignment.copies and schedule.copy(value) != schedule.assignment.values[value]:
+        return lifetimes.copied[value][1]
+    return lifetimes.held[value].end if value in lifetimes.held else inf
+
+
+def _last_as_whole(lifetimes: Lifetimes, schedule: Schedule, value: int, maker: Operation) -> int | None:
+    """The last place at which all that a device has of a value is needed in memory: -1 where nothing needs it; None
+    where nothing in particular reads but a part of it from memory, or something reads what a device does not have."""
+    stored, wholes, on_the_way, parts = schedule.assignment.values[value], [-1], list[Operation](), False
+    if schedule.copy(value) != stored:
+        return None
+    for reader in lifetimes.readers.get(value, ()):
+        strategy = schedule.assignment.strategies.get(reader.index)
+        if strategy is None or reader.region != maker.region:
+            return None
+        added = lifetimes.adding.get(reader.index)
+        for position, layout in enumerate(strategy.operands):
+            if reader.operands[position] != value or layout is None:
+                continue
+            if layout != stored and not is_sliced(stored, layout):
+                return None
+            if fuses_operands(schedule.problem, reader, position) and (added is None or added.onto != value):
+                on_the_way.append(reader)
+            elif layout == stored or schedule.island_dtype(reader):
+                wholes.append(lifetimes.place[reader.index])
+            else:
+                parts = True
+    if len(wholes) > 1:
+        wholes += [_computed_until(lifetimes, schedule, reader) for reader in on_the_way]
+    return max(wholes) if parts else None
 
 
 def _computed_until(lifetimes: Lifetimes, schedule: Schedule, operation: Operation) -> int:

@@ -16,7 +16,7 @@ from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import with_products_late
-from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
+from shardplan.memory.bringing import Sending, brought_spans, computed_in_parts, gathered_from, reduced_at
 from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import (
     rectifiers_of_poolings,
@@ -57,7 +57,7 @@ class Lifetimes:
         program, kernels = problem.program, kernels or kernels_of(problem)
         self._problem = problem
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
-        self._adding = kernels.adding
+        self.adding = kernels.adding
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         sending = sending or Sending()
         self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
@@ -66,7 +66,7 @@ class Lifetimes:
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
         self.readers = readers = readers_of(self.order)
-        self.fused = kernels.fused
+        self.fused, self.stored = kernels.fused, kernels.stored
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
@@ -185,7 +185,7 @@ class Lifetimes:
                 maker = makers.get(source)
                 if maker is None or maker.region not in operation.bodies or link.stacked:
                     continue
-                added = self._adding.get(maker.index)
+                added = self.adding.get(maker.index)
                 in_place = maker.primitive.name in UPDATES or (added is not None and added.onto == link.target)
                 if maker.index in self.fused and not in_place:  # kernels that read neighbours cannot overwrite these
                     in_place = link.target in read_by_element(problem, self.fused, self.held, maker)
@@ -249,7 +249,7 @@ class Lifetimes:
     def start(self, operation: Operation) -> int:
         """When the results of an operation take memory: a loop's carries and stacks before its first iteration, a sum
         that a product writes while that runs."""
-        regions, added = self._problem.program.regions, self._adding.get(operation.index)
+        regions, added = self._problem.program.regions, self.adding.get(operation.index)
         if added is not None and not added.in_place:
             return self.place[added.product]
         inside = [self.place[index] for body in operation.bodies for index in regions[body].operations]
@@ -297,10 +297,12 @@ def memory_held(
     sliced = sliced_on_the_way(schedule, lifetimes.fused)
     inputs = {*program.inputs, *program.captured}
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
+    whole, until = computed_in_parts(lifetimes, schedule)
     for value, lifetime in (lifetimes.held | merged).items():
-        if value in leaving:
+        end = min(max(lifetime.end, until.get(value, 0)), whole.get(value, lifetimes.end))
+        if value in leaving or end < 0:
             continue
-        layout, copy, end = schedule.assignment.values[value], schedule.copy(value), lifetime.end
+        layout, copy = schedule.assignment.values[value], schedule.copy(value)
         if copy != layout and value not in inputs:
             end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
         start = lifetime.start
@@ -322,7 +324,7 @@ def memory_held(
         if copy != schedule.assignment.values[value]:
             first, last = lifetimes.copied[value]
             first = min(first, together.get(Gather(value, copy), first))
-            yield hold(value, copy, first, last)
+            yield hold(value, copy, first, max(last, until.get(value, last)))
     for gather, (first, last) in held_twice(lifetimes, schedule).items():
         yield hold(gather.value, gather.layout, min(first, together.get(gather, first)), last)
     for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():

@@ -1,0 +1,69 @@
+"""Predicted peaks: parts of what is in memory, which products read as they are, moved or computed for them alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.memory.bringing import computed_in_parts
+from shardplan.memory.liveness import Lifetimes, memory_held
+
+MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_parts_of_one_product_are_copied_by_kernels_that_write_what_later_products_read_too(sequence):
+    def step(x, weights):
+        queries, keys, _ = (part.reshape(2, 64, 4, 32) for part in jnp.split(x @ weights, 3, axis=-1))
+        scores = jnp.einsum("bnhd,bmhd->bhnm", queries, keys)
+        return scores, jnp.einsum("bhnm,bmhd->bhnd", jnp.tanh(scores), keys)
+
+    x = jax.ShapeDtypeStruct((2, 64, 128) if sequence else (128, 128), "float32")
+    problem = shardplan.plan(step, 1, x, jax.ShapeDtypeStruct((128, 384), "float32")).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+    made, *places = [o.index for o in problem.program.operations if o.primitive.name == "dot_general"]
+    found = {operand.order: (copy.first, copy.last) for operand, copy in lifetimes.copies.items() if copy.position}
+    # queries are copied in the order in which the second product reads the keys
+    assert found == {(0, 2, 3, 1): (places[0],) * 2, (0, 2, 1, 3): (places[0] if sequence else places[1], places[1])}
+    assert lifetimes.held[problem.program.operations[made].results[0]].end == places[not sequence] - 1
+
+
+@pytest.mark.parametrize(("groups", "together"), [(4, True), (16, False)])
+def test_kernels_that_only_move_are_one_where_none_goes_in_tiles(groups, together):
+    def step(x, weights, keys, gradients):
+        queries = x @ weights
+        scores = jnp.einsum("bnkgd,bmkd->bkgnm", queries, keys)
+        return scores, jnp.einsum("bnkgd,bkgnm->bmkd", queries, gradients)
+
+    shapes = (2, 64, 2, groups, 64), (64, 64), (2, 64, 2, 64), (2, 2, groups, 64, 64)
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    problem = shardplan.plan(step, 1, *arguments).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+    queries = problem.program.operations[0].results[0]
+    first, second = [copy for operand, copy in lifetimes.copies.items() if operand.value == queries]
+    assert (first.first == second.first) == together and first.last < second.last
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_part_of_what_a_kernel_computes_is_computed_for_the_library_that_reads_it(whole):
+    rows = jax.sharding.NamedSharding(MESH, jax.P("x", None))
+
+    def step(x, w):
+        first = jax.lax.linalg.cholesky(x)
+        y = jnp.tanh(first)
+        second = jax.lax.linalg.cholesky(y, symmetrize_input=not whole)  # which is computed on the way, of all of y
+        return second, jax.lax.with_sharding_constraint(y @ w, rows)
+
+    square = jax.ShapeDtypeStruct((512, 512), "float32")
+    schedule = shardplan.plan(step, MESH, square, square, pins={"0": jax.P(), "1": jax.P()}).schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
+    named = [("cholesky", 0), ("tanh", 0), ("cholesky", 1), ("dot_general", 0)]
+    operations = schedule.program.operations
+    source, made, last, product = ([o for o in operations if o.primitive.name == name][n] for name, n in named)
+    [computed] = made.results
+    assert computed_in_parts(lifetimes, schedule) == (
+        {computed: lifetimes.place[last.index] if whole else -1},
+        {source.results[0]: lifetimes.place[product.index]},
+    )
+    held = {one.value: one.lifetime.end for one in memory_held(lifetimes, schedule, frozenset()) if one.layout == ((), ())}
+    assert held.get(computed, -1) == (lifetimes.place[last.index] if whole else -1)
