@@ -21,11 +21,12 @@ from shardplan.deferred import DeferredSums
 from shardplan.joining import joined
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
 from shardplan.partitioner import may_be_island, needs_island, scatters
+from shardplan.paths import Priced
 from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
-from shardplan.transition import Partial, Priced, Step, Transitions, called_steps, halo_steps, over_trips
+from shardplan.transition import Partial, Step, Transitions, called_steps, halo_steps, over_trips
 from shardplan.twins import mirrored, twins
 from shardplan.variables import Numbering, generated_values
 

@@ -21,30 +21,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes
+from shardplan.paths import Priced, cheapest_paths
 from shardplan.prices import Prices
 from shardplan.program import Value
 from shardplan.strategy import Halo, Strategy
 
 # Among paths of equal price the shorter one: a step costs a little more, as a part of the price of what is sent.
 _LONGER_PATH = 1e-12
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A price that is linear in the bytes of the whole tensor, per pair of layouts."""
-
-    per_byte: np.ndarray
-    fixed: np.ndarray
-
-    def of(self, total_bytes: float) -> np.ndarray:
-        if total_bytes:
-            return self.per_byte * total_bytes + self.fixed
-        return np.where(np.isfinite(self.per_byte), self.fixed, np.inf)  # what cannot be costs nothing of no bytes
 
 
 def over_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
@@ -123,30 +112,18 @@ class Transitions:
         if domain.whole is not None:
             self._solved[domain] = self._with_partial(domain, domain.whole), np.empty(0), {}
             return self._solved[domain]
-        count = len(domain)
-        costs = np.full((count, count), np.inf)
-        np.fill_diagonal(costs, 0.0)
-        fixed = np.zeros((count, count))
-        previous = np.broadcast_to(np.arange(count)[:, None], (count, count)).copy()
         steps: dict[tuple[int, int], Step] = {}
+        into: list[dict[int, tuple[float, float]]] = [{} for _ in domain.layouts]
         for source, layout in enumerate(domain.layouts):
             for step in self._steps(domain, layout):
                 target = domain.position.get(step.layout)
                 if target is None:
                     continue
                 per_byte, per_collective = self.price(step)
-                if per_byte + self.longer < costs[source, target]:
-                    costs[source, target] = per_byte + self.longer
-                    fixed[source, target] = per_collective
+                if per_byte + self.longer < into[target].get(source, (inf, 0.0))[0]:
+                    into[target][source] = per_byte + self.longer, per_collective
                     steps[source, target] = step
-        through = np.empty_like(costs)
-        for middle in range(count):
-            np.add(costs[:, middle, None], costs[middle], out=through)
-            rows, columns = divmod(np.flatnonzero(through < costs), count)  # few
-            costs[rows, columns] = through[rows, columns]
-            fixed[rows, columns] = fixed[rows, middle] + fixed[middle, columns]
-            previous[rows, columns] = previous[middle, columns]
-        self._solved[domain] = Priced(costs, fixed), previous, steps
+        self._solved[domain] = *cheapest_paths(into), steps
         return self._solved[domain]
 
     def _with_partial(self, domain: Domain, whole: Domain) -> Priced:

@@ -20,6 +20,7 @@ from shardplan.compiled import measure
 from shardplan.hardware import load
 from shardplan.hlo.collectives import collectives
 from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
+from shardplan.paths import cheapest_paths
 from shardplan.prices import Prices
 from shardplan.program import Value
 from shardplan.schedule import Schedule
@@ -51,6 +52,28 @@ class Case:
 
     def sharding(self, layout: Layout) -> NamedSharding:
         return NamedSharding(self.mesh, to_spec(self.axes, layout))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_paths_are_the_cheapest_of_all_and_consist_of_their_steps(seed: int) -> None:
+    rng, count = np.random.default_rng(seed), 30
+    costs = np.where(rng.random((count, count)) < 0.05, rng.integers(1, 9, (count, count)) / 8, np.inf)
+    into = [
+        {int(a): (costs[a, b], 1.0) for a in np.flatnonzero(np.isfinite(costs[:, b])) if a != b} for b in range(count)
+    ]
+    priced, previous = cheapest_paths(into)
+    np.fill_diagonal(costs, 0.0)
+    for middle in range(count):  # by the method of Floyd and Warshall
+        costs = np.minimum(costs, costs[:, middle, None] + costs[middle])
+    assert np.array_equal(priced.per_byte, costs) and 0 < np.isinf(costs).sum() < costs.size
+    for source, target in itertools.product(range(count), repeat=2):
+        length, total, node = 0, 0.0, target
+        while node != source and np.isfinite(costs[source, target]):
+            before = int(previous[source, node])
+            length, total, node = length + 1, total + into[node][before][0], before
+        assert (total, length) == (costs[source, target], priced.fixed[source, target]) or np.isinf(
+            costs[source, target]
+        )
 
 
 def pairs_of(domain: Domain, count: int | None, seed: int = 0) -> list[tuple[Layout, Layout]]:
