@@ -137,7 +137,7 @@ class Tables:
         if columns is None:
             return self._remember(key, lambda: array[keep], array)
         keep_columns = np.frombuffer(columns, dtype=bool)
-        return self._remember(key, lambda: np.ascontiguousarray(array[keep][:, keep_columns]), array)
+        return self._remember(key, lambda: array[keep].take(np.flatnonzero(keep_columns), axis=1), array)
 
     def covers(self, table: Array) -> bool:
         """Whether every column has a finite entry."""

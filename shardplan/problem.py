@@ -181,14 +181,15 @@ class Problem:
         moving = tuple(id(self.moving(o)) for o in (*operation.operands, *operation.results) if isinstance(o, int))
         key = (id(choices), "work", times, self.traffic.get(operation.index, 0), moving)
         if key not in self._tables:
-            self._tables[key] = over_trips(times, [self._price_of(operation, s) for s in choices.strategies])
+            work = choices.flops, self.traffic.get(operation.index, 0), choices.dtype
+            shared = {degree: self.prices.work(*work, degree) for degree in {s.degree for s in choices.strategies}}
+            self._tables[key] = over_trips(times, [self._price_of(operation, s, shared) for s in choices.strategies])
         return self._tables[key]
 
-    def _price_of(self, operation: Operation, strategy: Strategy) -> float:
+    def _price_of(self, operation: Operation, strategy: Strategy, shared: Mapping[float, float]) -> float:
         if not strategy.possible or (not self.islands and needs_island(operation, strategy)):
             return np.inf
-        choices = self.choices[operation.index]
-        price = self.prices.work(choices.flops, self.traffic.get(operation.index, 0), choices.dtype, strategy.degree)
+        price = shared[strategy.degree]
         for step, value in self.exchanges(operation, strategy):
             per_byte, per_collective = self.moving(value.index).price(step)
             price += per_byte * value.total_bytes + per_collective
@@ -202,12 +203,11 @@ class Problem:
         """Exchanges between neighbours, with the tensor whose rows are sent; and what a region calls by name."""
         results = [self.program.values[result] for result in operation.results]
         found = called_steps(self.space.mesh, strategy, results)
-        for position, layout in enumerate(strategy.operands):
+        for position, layout in enumerate(strategy.operands if strategy.halos else ()):
             operand = operation.operands[position]
             halos = [halo for halo in strategy.halos if halo.operand == position]
             if halos and isinstance(operand, int) and operand not in self.generated and layout is not None:
-                value = self.program.values[operand]
-                domain = self.domain(operand)
+                value, domain = self.program.values[operand], self.domain(operand)
                 found += [(step, value) for step in halo_steps(self.space.mesh, domain, layout, halos, value)]
         return found
 

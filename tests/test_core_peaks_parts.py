@@ -65,5 +65,7 @@ def test_a_part_of_what_a_kernel_computes_is_computed_for_the_library_that_reads
         {computed: lifetimes.place[last.index] if whole else -1},
         {source.results[0]: lifetimes.place[product.index]},
     )
-    held = {one.value: one.lifetime.end for one in memory_held(lifetimes, schedule, frozenset()) if one.layout == ((), ())}
+    held = {
+        one.value: one.lifetime.end for one in memory_held(lifetimes, schedule, frozenset()) if one.layout == ((), ())
+    }
     assert held.get(computed, -1) == (lifetimes.place[last.index] if whole else -1)

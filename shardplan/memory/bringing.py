@@ -182,8 +182,8 @@ def _needed_otherwise(schedule: Schedule) -> dict[int, list[tuple[int, Layout]]]
 
 
 def computed_in_parts(lifetimes: Lifetimes, schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
-    """What kernels compute that a library reads a part of: with the last place that needs the whole (-1: none does), and
-    what the parts are computed from, with the last place of these. XLA computes a part from what the whole is
+    """What kernels compute that a library reads a part of: with the last place that needs the whole (-1: none does),
+    and what the parts are computed from, with the last place of these. XLA computes a part from what the whole is
     computed from, which is in memory until then, unless that is more."""
     whole, until, program = dict[int, int](), dict[int, int](), schedule.program
     leaving = {output for region in program.regions for output in region.outputs if isinstance(output, int)}

@@ -10,8 +10,8 @@ it anew, from what is held until then.
 Kernels that only move what one product made are one where they write as much, in one order or, where none goes in
 tiles, in any: of queries, keys and values that are cut out of one product, the forward pass' first kernels write what
 the backward pass reads too, and the product's result is gone then. Not so where they read different parts of the
-product's own matrix, which XLA sees do not overlap: of products that it has merged, or of rows without a sequence. Where
-a sequence is between, the matrix is seen in another shape first.
+product's own matrix, which XLA sees do not overlap: of products that it has merged, or of rows without a sequence.
+Where a sequence is between, the matrix is seen in another shape first.
 
 What is computed from a product's result that lies otherwise than it is written (the probabilities of heads that share
 their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored; all else
