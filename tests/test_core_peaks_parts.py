@@ -69,3 +69,21 @@ def test_a_part_of_what_a_kernel_computes_is_computed_for_the_library_that_reads
         one.value: one.lifetime.end for one in memory_held(lifetimes, schedule, frozenset()) if one.layout == ((), ())
     }
     assert held.get(computed, -1) == (lifetimes.place[last.index] if whole else -1)
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+def test_parts_are_cut_out_for_what_reads_them_first_those_of_one_size_together(columns):
+    def step(x, w):
+        made = x @ w
+        first, second = jnp.split(made, [columns], axis=1)
+        return jax.lax.sort(first), jax.lax.sort(jnp.tanh(x @ w.T[:, :64])), jax.lax.sort(second)
+
+    shapes = [jax.ShapeDtypeStruct((128, 128), "float32")] * 2
+    problem = shardplan.plan(step, 1, *shapes).schedule.problem
+    lifetimes = Lifetimes(problem, range(len(problem.program.operations)))
+    operations = problem.program.operations
+    early, _, late = [lifetimes.place[o.index] for o in operations if o.primitive.name == "sort"]
+    first, second = next(o.results for o in operations if o.primitive.name == "split")
+    last = late if columns == 32 else early
+    assert (lifetimes.held[first].start, lifetimes.held[second].start) == (early, last)
+    assert lifetimes.held[operations[0].results[0]].end == last

@@ -86,8 +86,8 @@ class Lifetimes:
                 last_read[same[result]] = max(last_read.get(same[result], 0), last_read.get(result, 0))
             if operation.results and same.keys() >= {*operation.results}:
                 continue
-            start, place = self.start(operation), self.place[operation.index]
-            for result in operation.results:
+            starts, place = self._starts(operation), self.place[operation.index]
+            for result, start in zip(operation.results, starts, strict=True):
                 passed = operation.primitive is _jax.optimization_barrier
                 needed = result in outputs or result in kernels.stored or (result in kernels.read and not passed)
                 if (needed or operation.index not in self.fused) and result not in apart:
@@ -142,7 +142,8 @@ class Lifetimes:
         What passes a barrier is each operand's own memory. A copy of an operand is made for its first reader.
         """
         place = self.place[operation.index]
-        ends = [last_read.get(r, place) if r not in self.held else 0 for r in operation.results]
+        cut = operation.primitive.name == "split"
+        ends = [self.held[r].start * cut if r in self.held else last_read.get(r, place) for r in operation.results]
         passed = operation.primitive is _jax.optimization_barrier
         initial = self._becoming_carries(operation)
         for position, operand in enumerate(operation.operands):
@@ -245,6 +246,20 @@ class Lifetimes:
             yield self.order[place], self.place[rectifier.index], until
             if self.filled.get(gradient, place) < place:  # a copy of these, which a kernel makes some time before
                 yield self.order[place], self.filled[gradient], place - 1
+
+    def _starts(self, operation: Operation) -> list[int]:
+        """When each result of an operation takes memory: parts that kernels cut out of what is in memory are cut out for
+        the first operation that reads them, those of one size together."""
+        first, values = self.start(operation), self._problem.program.values
+        if operation.primitive.name != "split" or operation.index not in self.fused:
+            return [first] * len(operation.results)
+        read: dict[tuple[int, ...], int] = {}
+        for result in operation.results:
+            places = [self.place[o.index] for o in self.readers.get(result, ()) if o.region == operation.region]
+            shape = values[result].shape
+            read[shape] = min([*places[:1], read.get(shape, self.end)])
+        found = [read[values[result].shape] for result in operation.results]
+        return [place if place < self.end else first for place in found]
 
     def start(self, operation: Operation) -> int:
         """When the results of an operation take memory: a loop's carries and stacks before its first iteration, a sum
