@@ -248,7 +248,7 @@ class Lifetimes:
                 yield self.order[place], self.filled[gradient], place - 1
 
     def _starts(self, operation: Operation) -> list[int]:
-        """When each result of an operation takes memory: parts that kernels cut out of what is in memory are cut out for
+        """When each result of an operation takes memory: parts of what is in memory are cut out by kernels for
         the first operation that reads them, those of one size together."""
         first, values = self.start(operation), self._problem.program.values
         if operation.primitive.name != "split" or operation.index not in self.fused:
