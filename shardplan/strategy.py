@@ -205,7 +205,8 @@ class StrategyMaker:
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)
             sizes = results[0].shape
-            followed = (self._following(layout, sizes, splits, ranks) for layout in domain.layouts)
+            along = {(n, s.split.results[0].dim): s for n, found in splits.items() for s in reversed(found)}
+            followed = (self._following(layout, sizes, along, ranks) for layout in domain.layouts)
             strategies = [s if runs(operation, s) else self._whole(ranks) for s in followed]
             linear = rule.linear if passes_sums(operation) else ()
             return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), linear, False, *work)
@@ -227,14 +228,18 @@ class StrategyMaker:
     def _lies_in(self, size: int, n: int) -> bool:
         return size % n == 0 or self.space.pads(size, n)
 
-    def _following(self, layout: Layout, sizes: Sequence[int], splits: dict[int, list[_Sized]], ranks: Any) -> Strategy:
-        """The strategy of an operation whose result is wanted as ``layout``; what it cannot split it repeats."""
+    def _following(
+        self, layout: Layout, sizes: Sequence[int], along: Mapping[tuple[int, int | None], _Sized], ranks: Any
+    ) -> Strategy:
+        """The strategy of an operation whose result is wanted as ``layout``; what it cannot split it repeats. ``along``
+        are the splits by number of blocks and dimension of the result."""
         assigned = []
         for dim, axes in enumerate(layout):
             for kept in range(len(axes), 0, -1):
-                found = [s for s in splits[self.space.mesh.degree(axes[:kept])] if s.split.results[0].dim == dim]
-                if found and (sizes[dim] not in self.space.padded or self.space.line_up(sizes[dim], axes[:kept], axes)):
-                    assigned.append((found[0], axes[:kept]))
+                found = along.get((self.space.mesh.degree(axes[:kept]), dim))
+                even = sizes[dim] not in self.space.padded
+                if found is not None and (even or self.space.line_up(sizes[dim], axes[:kept], axes)):
+                    assigned.append((found, axes[:kept]))
                     break
         strategy = self._combine(assigned, ranks)
         return strategy if strategy is not None else self._whole(ranks)
