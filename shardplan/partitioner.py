@@ -164,7 +164,7 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
 def split_runs(operation: Operation, split: Any, even: bool) -> bool:
     """Whether an operation can be split so at all: where only an island would do, blocks are equal and lie apart, and
     a window that is moved does not lie across two of them."""
-    if _by_groups(operation):
+    if _by_groups(operation) or _pools_whole(operation):
         return even and not _with_neighbours(None, split)
     window = windows(operation).get(split.results[0].dim)
     return window is None or (even and window == 1)
@@ -172,7 +172,7 @@ def split_runs(operation: Operation, split: Any, even: bool) -> bool:
 
 def passes_sums(operation: Operation) -> bool:
     """Whether an operation that is linear may be run on every device's part of a sum: where it needs no island."""
-    return not _by_groups(operation)
+    return not _by_groups(operation) and not _pools_whole(operation)
 
 
 def _by_groups(operation: Operation) -> bool:
@@ -188,13 +188,24 @@ def _by_groups(operation: Operation) -> bool:
     return groups > 1 and (filters[read] > 1 or filters[made] > groups)
 
 
+def _pools_whole(operation: Operation) -> bool:
+    """Whether an operation is the gradient of a max pooling of a type that XLA does not split: it pads blocks with NaNs
+    of these two types, and gathers those of others."""
+    if not operation.primitive.name.startswith("select_and_scatter"):
+        return False
+    first = operation.equation.invars[0]
+    return str(first.aval.dtype) not in ("float32", "bfloat16")  # type: ignore[attr-defined]
+
+
 def runs_apart(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation must run in a ``shard_map``, though its blocks need nothing of each other and sum nothing.
 
     XLA was measured to gather the operand of an `fft`, and of a `top_k` and a `dynamic_slice` that some mesh axes split
-    and others do not. A whole transform runs so as well, for the order in which its results lie (see `replay`).
+    and others do not, and what the gradient of a max pooling reads that is neither float32 nor bfloat16. A whole
+    transform runs so as well, for the order in which its results lie (see `replay`).
     """
-    if operation.primitive.name not in ("top_k", "dynamic_slice", "fft") or strategy.halos or strategy.padded:
+    apart = operation.primitive.name in ("top_k", "dynamic_slice", "fft") or _pools_whole(operation)
+    if not apart or strategy.halos or strategy.padded:
         return False
     return not any(strategy.pending) and (operation.primitive.name == "fft" or any(strategy.operands[0] or ()))
 
