@@ -6,7 +6,9 @@ import pytest
 
 import shardplan
 from shardplan.memory.bringing import computed_in_parts
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
+from shardplan.memory.recomputing import kernels_in
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -87,3 +89,21 @@ def test_parts_are_cut_out_for_what_reads_them_first_those_of_one_size_together(
     last = late if columns == 32 else early
     assert (lifetimes.held[first].start, lifetimes.held[second].start) == (early, last)
     assert lifetimes.held[operations[0].results[0]].end == last
+
+
+def test_what_merged_products_read_side_by_side_has_no_copy_besides_and_later_ones_turn_it_anew():
+    def loss(weights, x):
+        gates, ups = (jnp.einsum("btd,edm->ebtm", x, jnp.sin(weight)) for weight in weights)
+        return jnp.sum(jnp.tanh(gates) * ups)
+
+    weights, x = [jax.ShapeDtypeStruct((4, 64, 64), "bfloat16")] * 2, jax.ShapeDtypeStruct((8, 64, 64), "bfloat16")
+    schedule = shardplan.plan(jax.grad(loss, (0, 1)), 1, weights, x).schedule
+    kernels = kernels_in(schedule)
+    order, sending = hiding_order(schedule, kernels)
+    lifetimes = Lifetimes(schedule.problem, order, kernels, sending)
+    operations = schedule.program.operations
+    side_by_side = {operations[index].operands[place] for index, place in sending.side_by_side}
+    together = [lifetimes.place[index] for index, _ in sending.side_by_side]
+    turned = [copy for operand, copy in lifetimes.copies.items() if operand.value in side_by_side]
+    assert not sending.side_by_side & lifetimes.from_copies.keys()
+    assert turned and all(copy.first > min(together) for copy in turned)

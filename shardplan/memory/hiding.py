@@ -108,6 +108,7 @@ def _add_sending(sending: Sending, graph: Graph, placed: Sequence[int]) -> None:
     sending.begins.update({gather: ran[place] for gather, place in begun.items()})
     sending.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
     sending.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
+    sending.side_by_side.update(graph.side_by_side)
     sending.beside.update(
         {operand: ran[after[node]] if node in graph.further else node for operand, node in graph.beside.items()}
     )
@@ -134,6 +135,7 @@ class Graph:
         self.joined: dict[int, list[int]] = {}
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
+        self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
         self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
         self.makers = {result: operation for operation in here for result in operation.results}

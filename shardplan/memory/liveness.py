@@ -71,6 +71,8 @@ class Lifetimes:
         self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
         self.from_copies = copied_operands(program, pointwise_operations(problem), kernels.masked)
+        for read in sending.side_by_side & self.from_copies.keys():
+            del self.from_copies[read]
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)

@@ -172,6 +172,7 @@ def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, in
     graph.needs[node] = graph.needs[node] - (needs - kept[0]) | {beside}
     graph.values[node] = graph.values[node] - (values - kept[1])
     graph.beside |= {(operation.index, position): beside for operation, position in others}
+    graph.side_by_side |= {(operation.index, position) for operation, position in others}
 
 
 def _needed_for(
