@@ -220,13 +220,7 @@ class Corrections:
 
     def places_above(self, found: Found, limit: float) -> Iterator[int]:
         """The places of its order at which a schedule exceeds a limit most, each at some distance from the others."""
-        profile = self.counts.profile(found.solution.choices, found.lifetimes).copy()
-        for _ in range(_PLACES_AT_ONCE):
-            place = int(profile.argmax())
-            if profile[place] <= limit:
-                return
-            yield place
-            profile[max(0, place - _DISTANCE) : place + _DISTANCE + 1] = 0.0
+        return highest(self.counts.profile(found.solution.choices, found.lifetimes), limit)
 
     def _counted(self, found: Found) -> dict[int, float]:
         """What the network counts at the places."""
@@ -325,3 +319,14 @@ def hint_of(network: Network, found: Found, prices: Mapping[int, float], places:
     """What is known before a search: a schedule, and the prices of places in the search before."""
     by_time = {time: prices.get(place, 0.0) for time, place in enumerate(sorted(places))}
     return Hint(extended(network, found.solution.choices), by_time)
+
+
+def highest(profile: NDArray[np.float64], limit: float) -> Iterator[int]:
+    """The places at which a profile exceeds a limit most, each at some distance from the others."""
+    profile = profile.copy()
+    for _ in range(_PLACES_AT_ONCE):
+        place = int(profile.argmax())
+        if profile[place] <= limit:
+            return
+        yield place
+        profile[max(0, place - _DISTANCE) : place + _DISTANCE + 1] = 0.0

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import InfeasibleError
+from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import ending_at_reductions
 from shardplan.memory.convolutions import CONVOLUTION, copied_with_neighbours
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
@@ -51,6 +52,8 @@ class Found:
     solution: Solution
     peak_bytes: float
     lifetimes: Lifetimes = field(repr=False)
+    sending: Sending = field(default_factory=Sending, repr=False)
+    """When its collectives run beside others, in its own order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,11 @@ class Counts:
             self._profiles[key] = memory_profile(lifetimes, schedule, self.search.donated)
         return self._profiles[key]
 
+    def profile_in_own(self, own: Found) -> NDArray[np.float64]:
+        """Likewise of what was counted in its own order, with its collectives under way."""
+        self.work += _SECONDS_PER_PROFILE * len(self.problem.program.operations)
+        return memory_profile(own.lifetimes, own.schedule, self.search.donated, own.sending)
+
     def schedule(self, choices: NDArray[np.int64]) -> Schedule:
         """The schedule of these choices of the problem's variables."""
         key = choices.tobytes()
@@ -160,7 +168,7 @@ def _counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) 
     order, sending = hiding_order(schedule, kernels)
     lifetimes = Lifetimes(problem, order, kernels, sending)
     peak = float(memory_profile(lifetimes, schedule, search.donated, sending).max())
-    return _with_copies(problem, Found(schedule, best[1], peak, lifetimes), search)
+    return _with_copies(problem, Found(schedule, best[1], peak, lifetimes, sending), search)
 
 
 def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
@@ -180,4 +188,4 @@ def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
     orders = (execution_order(program, kernels.fused), greedy)
     counts = [Lifetimes(problem, order, kernels) for order in orders]
     peaks = [float(memory_profile(one, found.schedule, search.donated).max()) for one in counts]
-    return replace(found, peak_bytes=min(peaks), lifetimes=counts[int(np.argmin(peaks))])
+    return replace(found, peak_bytes=min(peaks), lifetimes=counts[int(np.argmin(peaks))], sending=Sending())

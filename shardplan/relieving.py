@@ -8,17 +8,20 @@ Leaner schedules are known by then, which fit and send far more. So what is miss
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import NEARLY_FULL, Corrections
+from shardplan.correcting import NEARLY_FULL, Corrections, highest
 from shardplan.finding import Found
+from shardplan.memory.bringing import Sending
 from shardplan.memory.usages import Usages
-from shardplan.search import Mixtures, extended
+from shardplan.search import Mixtures, Network, extended
 
 # So many mixtures are counted in their own orders, each of a limit that is lower than the last one's by a share of what
 # that exceeded the real one by. Memory counts where it comes near the limit with what is mixed, and where a mixture
-# exceeds it; so often are such places added to one order.
+# exceeds it: so often are such places added to one order, and what collectives of the mixture hold longer there.
 _MOST_COUNTED = 6
 _STEP = 0.5
 _MOST_MIXED = 2
@@ -30,16 +33,20 @@ def relieve(known: Corrections, until: float) -> None:
     """Takes parts of leaner schedules over into the cheapest one above the limit, until it fits or the work reaches
     this."""
     base, target = _cheapest_above(known), known.limit_bytes
+    fits, mixed = known.best is not None, list[Found]()
     for _ in range(_MOST_COUNTED):
         if base is None or known.work > until:
             return
-        mixture = _leaner(known, base, target)
+        mixture = _leaner(known, base, target, mixed)
+        if mixture is None and mixed:
+            mixture = _leaner(known, base, target, [])
         worth = np.inf if known.best is None else (1 - _WORTH) * known.best.solution.cost
         if mixture is None or known.cost(mixture) >= worth:
             return
         base = known.count(mixture)
         if base.peak_bytes <= known.limit_bytes:
             return
+        mixed += [base] * fits
         target -= _STEP * (base.peak_bytes - known.limit_bytes)
 
 
@@ -52,24 +59,43 @@ def _cheapest_above(known: Corrections) -> Found | None:
     return min(others or above, key=lambda found: known.cost(found.solution.choices), default=None)
 
 
-def _leaner(known: Corrections, base: Found, target: float) -> NDArray[np.int64] | None:
-    """The cheapest mixture of a schedule and dearer ones that keeps within a limit in the schedule's order."""
+def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Found]) -> NDArray[np.int64] | None:
+    """The cheapest mixture of a schedule and dearer ones that keeps within a limit in the schedule's order.
+
+    mixed: schedules that held more than what they were mixed for: where there are any, what is brought or reduced
+    counts for as long as in them, and what the schedule's own collectives under way take counts too.
+    """
     cost = known.cost(base.solution.choices)
     counted = {choices.tobytes(): choices for choices in (found.solution.choices for found in known.counts.counted())}
     others = [choices for choices in (known.seen | counted).values() if cost < known.cost(choices) < np.inf]
     usages, moved = Usages(base.lifetimes, known.problem, known.search.donated), known.places_in(base.lifetimes)
     usages.follow(base.schedule)
-    places = {moved[place] for place in known.places} | {*known.places_above(base, NEARLY_FULL * target)}
+    for found in mixed:
+        usages.follow_besides(found.schedule, found.sending)
+    exact = known.counts.profile_in_own(base)
+    places = {moved[place] for place in known.places} | {*highest(exact, NEARLY_FULL * target)}
     mixture = None
     for _ in range(_MOST_MIXED):
         network = usages.network(target, places)
+        if mixed:
+            network = usages.network(target, places, _beyond(network, base, exact, sorted(places)))
         mixtures = Mixtures(network, extended(network, base.solution.choices), [extended(network, o) for o in others])
         mixture, work = mixtures.within(target)
         known.spent += work + _SECONDS_PER_VARIABLE * len(network)
         if mixture is None:
             return None
-        above = {*known.places_above(known.within(mixture, base.lifetimes), target)} - places
-        if not above:
+        found = known.within(mixture, base.lifetimes)
+        above = {*known.places_above(found, target)}
+        if above <= places and (known.best is None or not above):
             break
         places |= above
+        if known.best is not None:
+            usages.follow_besides(found.schedule, Sending())
     return mixture
+
+
+def _beyond(network: Network, base: Found, exact: NDArray[np.float64], places: Sequence[int]) -> dict[int, float]:
+    """Per place, what the schedule holds more than the network counts."""
+    times, used = network.profile(extended(network, base.solution.choices))
+    used = np.append(0.0, used)[np.searchsorted(times, np.arange(len(places)), side="right")]
+    return {place: max(0.0, float(exact[place] - size)) for place, size in zip(places, used.tolist(), strict=True)}

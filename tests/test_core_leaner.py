@@ -11,8 +11,10 @@ import shardplan
 from shardplan import InfeasibleError, finding, searching
 from shardplan.correcting import Corrections
 from shardplan.leanest import Leanest
+from shardplan.memory.usages import Usages
 from shardplan.models import load
 from shardplan.relieving import relieve
+from shardplan.search import Solution, extended
 from shardplan.search.pricing import Pricing
 from tests.core_limited import MESH, plan_within, training
 
@@ -117,6 +119,34 @@ def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner
     relieve(corrections, math.inf)
     assert corrections.best.peak_bytes <= corrections.limit_bytes
     assert first.solution.cost < corrections.best.solution.cost < lean.objective
+
+
+def test_what_is_brought_counts_for_as_long_as_in_what_was_mixed_before():
+    model = load("gpt")
+    training = model.training(model.SMALL)
+    arguments = training.train_step, MESH, training.state, training.batch
+    free = shardplan.plan(*arguments)
+    lean = shardplan.plan(*arguments, memory_limit=0.9 * free.peak_bytes)
+    problem, choices = free.schedule.problem, np.array(lean.recipe.choices)
+    search = finding.Search("auto", 60.0, math.inf, frozenset())
+    counts = finding.Counts(problem, search)
+    first, other = (
+        counts.own(Solution(np.array(plan.recipe.choices), 0.0, 0.0, "feasible", "auto")) for plan in (free, lean)
+    )
+    usages = Usages(first.lifetimes, problem, frozenset())
+    usages.follow(first.schedule)
+    places = range(first.lifetimes.end + 1)
+
+    def used():
+        network = usages.network(math.inf, places)
+        times, amounts = network.profile(extended(network, choices))
+        return np.append(0.0, amounts)[np.searchsorted(times, places, side="right")]
+
+    before = used()
+    usages.follow_besides(other.schedule, other.sending)
+    after = used()
+    assert (after >= before).all()
+    assert after.sum() > before.sum()
 
 
 def test_trials_take_any_schedule_that_is_not_far_too_dear_and_prune_nothing(monkeypatch):

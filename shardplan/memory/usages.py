@@ -24,7 +24,6 @@ reduces or gathers together in the schedule found before are taken as such.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +32,7 @@ from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
+from shardplan.memory.brought import Brought
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.held import Lifetime
@@ -41,7 +41,6 @@ from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.slicing import is_sliced
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -53,35 +52,6 @@ Array = NDArray[np.float64]
 
 _NEGLIGIBLE = 1e-6
 """The smallest values, which together have this share of the limit, are not counted: most of a program's values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Brought:
-    """A tensor that a device holds besides while something needs it in another layout than the one that is there.
-
-    source, target: the variables whose choices say which layouts these are: ``there`` and ``wanted``, per choice, the
-    latter None where none is needed. Held is the one that is wanted; of an operation's result the one that is there.
-    """
-
-    value: int
-    source: int
-    target: int
-    there: tuple[Layout, ...]
-    wanted: tuple[Layout | None, ...]
-    result: bool = False
-    fused: bool = False
-
-    def amounts(self, problem: Problem) -> Array:
-        """float [choices of the source, choices of the target]: bytes on one device."""
-        domain = problem.domain(self.value)
-        there = np.array([domain.position[layout] for layout in self.there])
-        wanted = np.array([-1 if layout is None else domain.position[layout] for layout in self.wanted])
-        sizes = problem.program.values[self.value].total_bytes / domain.degrees
-        held = sizes[there][:, None] if self.result else sizes[wanted][None, :]
-        if self.fused:
-            part = [[layout is not None and is_sliced(own, layout) for layout in self.wanted] for own in self.there]
-            held = np.where(part, 0.0, held)
-        return np.where((there[:, None] == wanted[None, :]) | (wanted[None, :] < 0), 0.0, held)
 
 
 class Usages:
@@ -150,6 +120,23 @@ class Usages:
         self._last |= self._largest_copied(schedule)  # these and others twice stay: else schedules alternate
         after = self._lifetimes, self._reduced, self._begun, self._twice, self._turned, self._spans, self._last
         return before != after
+
+    def follow_besides(self, schedule: Schedule, sending: Sending) -> None:
+        """Lets what collectives bring, and what they reduce, live as long as with this schedule too, where that is
+        longer, with its collectives under way as they are in its own order."""
+        place = self.lifetimes.place
+        together = gathered_from(self.lifetimes, schedule, sending)
+        for index, last in reduced_at(self.lifetimes, schedule).items():
+            self._reduced[index] = max(last, self._reduced.get(index, last))
+        for index, before in sending.ends.items():
+            self._reduced[index] = max(place[before], self._reduced.get(index, place[before]))
+        for gather, first in together.items():
+            if gather.alone is None:
+                self._begun[gather.value] = min(first, self._begun.get(gather.value, first))
+        for gather, (index, first, last) in brought_spans(self.lifetimes, schedule, together).items():
+            if first < last:
+                known = self._spans.get((gather.value, index), Lifetime(first, last))
+                self._spans[gather.value, index] = Lifetime(min(first, known.start), max(last, known.end))
 
     def _largest_copied(self, schedule: Schedule) -> frozenset[tuple[int, int]]:
         """The output of which the largest result of a gather at the end is copied, and the input that it replaces."""
