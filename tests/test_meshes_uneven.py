@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh
 
 import shardplan
 from shardplan.errors import ShardplanWarning
+from shardplan.hardware import load
 from shardplan.layout import LayoutSpace, MeshAxes, padding
 from shardplan.padding import padded_sizes
 from shardplan.partitioner import usable_padded_splits
@@ -247,3 +249,12 @@ def test_blocks_that_do_not_lie_within_others_are_gathered_first() -> None:
     domain = problem.space.domain((50, 6))
     path = problem.transitions.path(domain, ((0, 1), ()), ((0,), ()))
     assert [step.kind for step in path] == ["all-gather", "slice"] and path[0].fraction > 0.75
+
+
+def test_the_gradient_of_a_sort_of_rows_that_no_axis_divides():
+    """The places that it scatters to are unsigned: XLA aborts where it pads those."""
+    mesh, weights, batch = mesh_of((8,)), values(12, 20), values(12, 12, seed=1)
+    gradient = jax.grad(lambda w, x: jnp.sum(jnp.sort(x @ w, axis=0) ** 2))
+    h100 = load("h100")
+    slow = replace(h100, flops=dict.fromkeys(h100.flops, 1e9), memory_bytes_per_second=1e9)
+    assert_equal_trees(shardplan.auto(gradient, mesh, hardware=slow)(weights, batch), gradient(weights, batch))
