@@ -251,6 +251,7 @@ def test_blocks_that_do_not_lie_within_others_are_gathered_first() -> None:
     assert [step.kind for step in path] == ["all-gather", "slice"] and path[0].fraction > 0.75
 
 
+@pytest.mark.filterwarnings("ignore:no mesh axis")
 def test_the_gradient_of_a_sort_of_rows_that_no_axis_divides():
     """The places that it scatters to are unsigned: XLA aborts where it pads those."""
     mesh, weights, batch = mesh_of((8,)), values(12, 20), values(12, 12, seed=1)
