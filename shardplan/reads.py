@@ -97,7 +97,8 @@ def read_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Call
                 padding[dim], first = (window, window, 0), first & (number == 0)
                 own = starts[dim].astype(jnp.int32) - number * data.shape[dim] + window
                 starts[dim] = jnp.clip(own, 0, data.shape[dim] + window)
-        zero = jnp.zeros((), data.dtype)
+        zero, kind = jnp.zeros((), data.dtype), jnp.result_type(*starts)
+        starts = [start.astype(kind) for start in starts]
         found = jax.lax.dynamic_slice(jax.lax.pad(data, zero, padding), starts, sizes)
         if operation.primitive.name != "gather":
             return found

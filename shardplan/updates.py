@@ -100,9 +100,10 @@ def _slice_updated(
     operation: Operation, blocks: dict[int, int], first: First, bind: Bind, data: Any, update: Any, *starts: Any
 ) -> Any:
     own, inside = [], jnp.bool_(True)
+    signed = jnp.promote_types(jnp.result_type(*starts), jnp.int32)
     for dim, start in enumerate(starts):
         size, window = data.shape[dim], update.shape[dim]
-        place = between(start, size * blocks.get(dim, 1) - window) - first(dim, size)
+        place = between(start, size * blocks.get(dim, 1) - window).astype(signed) - first(dim, size)
         own.append(jnp.clip(place, 0, size - window))
         inside &= own[-1] == place
     data = jax.lax.optimization_barrier(data)

@@ -54,7 +54,7 @@ def test_a_higher_limit_never_sends_more():
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
-    limits = [share * free.peak_bytes for share in (0.85, 0.9, 0.95, 0.98)]
+    limits = [share * free.peak_bytes for share in (0.85, 0.92, 0.95, 0.98)]
     plans = [shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit) for limit in limits]
     assert all(plan.peak_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
     sent = [plan.communication_bytes for plan in plans]

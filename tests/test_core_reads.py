@@ -50,6 +50,15 @@ def test_values() -> None:
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_a_window_of_two_dimensions_in_a_program_of_64_bits() -> None:
+    with jax.enable_x64(True):
+        mesh, x, read = mesh_of((8,)), jnp.arange(256.0).reshape(16, 16), lambda x: jnp.cos(x)[2:4, 1:3] * 2
+        plan = shardplan.plan(read, mesh, x, pins={"0": P("x")})
+        strategies, operations = plan.schedule.assignment.strategies, plan.schedule.program.operations
+        assert any(o.index in strategies and reads_place(o, strategies[o.index]) for o in operations)
+        assert_equal_trees(run(plan, mesh, x), read(x))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("y"), P(None, ("x", "y")), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", READS)
