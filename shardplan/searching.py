@@ -77,8 +77,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     if corrections.best is not None:
         fill(corrections)
         return corrections.best_proven()
-    least = min(counts.counted(), key=lambda found: found.peak_bytes)
-    late = time.perf_counter() > deadline and leanest.bound <= search.limit_bytes
+    least, late = leanest.found, time.perf_counter() > deadline and leanest.bound <= search.limit_bytes
     raise InfeasibleError(
         _does_not_fit(counts.problem, least, min(leanest.bound, least.peak_bytes), search, late), least.peak_bytes
     )
