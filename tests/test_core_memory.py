@@ -37,8 +37,7 @@ def test_an_operation_runs_after_what_it_reads_and_every_operation_runs_once():
     order = execution_order(program)
     assert sorted(order) == list(range(len(program.operations)))
     made = set()
-    for index in order:
-        operation = program.operations[index]
+    for operation in (program.operations[index] for index in order):
         makers = {r for o in program.operations for r in o.results if o.region == operation.region}
         assert {o for o in operation.operands if isinstance(o, int) and o in makers} <= made
         made |= set(operation.results)

@@ -57,11 +57,10 @@ class Lifetimes:
         program, kernels = problem.program, kernels or kernels_of(problem)
         self._problem = problem
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
-        self.adding = kernels.adding
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         sending = sending or Sending()
         self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
-        self.turned = kernels.turned
+        self.adding, self.turned = kernels.adding, kernels.turned
         self.filled = {index: self.place[before] for index, before in sending.filling.items()}
         self.end = len(program.operations)
         outputs = {o for o in program.outputs if isinstance(o, int)}
@@ -70,9 +69,8 @@ class Lifetimes:
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
-        self.from_copies = copied_operands(program, pointwise_operations(problem), kernels.masked)
-        for read in sending.side_by_side & self.from_copies.keys():
-            del self.from_copies[read]
+        copied = copied_operands(program, pointwise_operations(problem), kernels.masked)
+        self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         self.held: dict[int, Lifetime] = {}
         last_read = dict.fromkeys(outputs, self.end)
