@@ -142,6 +142,16 @@ def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int
 _REDUCTIONS = {"psum": jax.lax.reduce_sum_p, "pmax": jax.lax.reduce_max_p, "pmin": jax.lax.reduce_min_p}
 
 
+def one_by_one(equation: Equation) -> list[Equation]:
+    """An equation that moves several arrays (``jax.device_put`` of a tree) as one for each; others as they are."""
+    operands, results, params = equation.invars, equation.outvars, equation.params
+    if equation.primitive.name != "device_put" or len(operands) == 1:
+        return [equation]
+    apart = [{name: (of_all[place],) for name, of_all in params.items()} for place in range(len(operands))]
+    moved = zip(operands, results, apart, strict=True)
+    return [equation.replace(invars=[o], outvars=[r], params=own) for o, r, own in moved]
+
+
 def unbatched(equation: Equation) -> Equation:
     """An equation that ``vmap`` left in a form of its own, in the usual one; others as they are.
 

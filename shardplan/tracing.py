@@ -114,8 +114,9 @@ class _Builder:
         def read(atom: Any) -> int | Constant:
             return Constant(atom.val, atom.aval) if isinstance(atom, _jax.Literal) else environment[atom]
 
-        again = [position for position, equation in enumerate(jaxpr.eqns) if any(_jax.barrier_mask(equation))]
-        for position, equation in enumerate(map(_jax.unbatched, jaxpr.eqns)):
+        equations = [single for equation in jaxpr.eqns for single in _jax.one_by_one(equation)]
+        again = [position for position, equation in enumerate(equations) if any(_jax.barrier_mask(equation))]
+        for position, equation in enumerate(map(_jax.unbatched, equations)):
             operands = [read(atom) for atom in equation.invars]
             body = _jax.call_body(equation) or _undescribed_body(equation)
             results: Sequence[int | Constant]

@@ -30,6 +30,12 @@ def input_names(program: Program) -> list[str | None]:
 # ---- flattening
 
 
+def test_arrays_that_are_moved_together_are_moved_one_by_one():
+    program = trace_program(lambda tree: jax.device_put(jax.tree.map(jnp.sin, tree)), ({"a": X, "b": S((8,), "f4")},))
+    assert names(program).count("device_put") == 2
+    assert all(len(o.operands) == len(o.results) == 1 for o in program.operations)
+
+
 @jax.custom_jvp
 def with_jvp(x: Any) -> Any:
     return jnp.sin(x)
