@@ -45,6 +45,7 @@ def build_problem(
     """The cost network of a program over a mesh; for the objective "time" priced at a share (`shardplan.balancing`),
     for "bytes" with the memory traffic of repeated work where it is given (`shardplan.repeating`)."""
     axes = mesh_axes(mesh)
+    program = program.on(axes.device_count)
     timed = options.objective == "time"
     hardware = load(options.hardware or DEFAULT_HARDWARE)
     prices = Prices(options.objective, hardware, axes, share if timed else None)

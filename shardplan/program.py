@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -111,8 +111,14 @@ class Program:
     output_names: tuple[str, ...]
     in_tree: Any
     out_tree: Any
+    devices: int = 1
+    """How many run it, which is how far a compiler sees large operations split."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was derived of the program, see `shardplan.once`."""
+
+    def on(self, devices: int) -> Program:
+        """The same program where so many devices run it."""
+        return self if devices == self.devices else _on(self, devices)
 
     @property
     def effects(self) -> set[Any]:
@@ -177,6 +183,11 @@ class Program:
         digest.update(repr((self.inputs, [o for o in self.outputs if isinstance(o, int)], self.ties)).encode())
         digest.update(repr([region.times for region in self.regions]).encode())
         return digest.hexdigest()
+
+
+@once
+def _on(program: Program, devices: int) -> Program:
+    return replace(program, devices=devices)
 
 
 @once

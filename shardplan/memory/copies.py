@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardplan.memory.combining import reducing
 from shardplan.memory.convolutions import POOLING_GRADIENT, neighbour_bytes
+from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.held import Held, Lifetime
-from shardplan.memory.sizes import bytes_in
+from shardplan.memory.rows import weighted_rows
+from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.sums import reads_slowly, summed_products
 from shardplan.memory.workspaces import window_bytes
+from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -40,6 +45,40 @@ def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Hel
         image, layout = gradient.operands[1], schedule.assignment.strategies[gradient.index].operands[1]
         if isinstance(image, int) and layout is not None:
             yield Held(None, layout, bytes_in(schedule, image, layout), Lifetime(first, last))
+
+
+def multiplied_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What kernels store of products of a matrix and a vector that XLA multiplies and adds up: the products, where it
+    takes longer to read them while they are added up, or where the rows are weighted by what they have been reduced to
+    (`shardplan.memory.rows`): not where devices have parts of the rows, whose sums are reduced in between."""
+    strategies, sent = schedule.assignment.strategies, reducing(schedule)
+    weighted = weighted_rows(schedule.program, pointwise_operations(schedule.problem))
+    for operation in summed_products(schedule.program):
+        if operation.index not in strategies:
+            continue
+        position, other = weighted.get(operation.index, (0, None))
+        size, place = _largest_read(schedule, operation), lifetimes.place[operation.index]
+        apart = reads_slowly(schedule.program, operation, size, _made(schedule, operation))
+        if other is not None and other not in sent and other in strategies:
+            weights, first = operation.operands[1 - position], schedule.program.operations[other]
+            read = strategies[operation.index].operands[1 - position]
+            as_made = isinstance(weights, int) and schedule.assignment.values.get(weights) == read
+            apart |= as_made and _largest_read(schedule, first) == size
+        if apart:
+            yield Held(None, (), size, Lifetime(place, place))
+
+
+def _largest_read(schedule: Schedule, operation: Operation) -> float:
+    """The bytes on one device of the larger operand of a product."""
+    read = zip(operation.operands, schedule.assignment.strategies[operation.index].operands, strict=True)
+    sizes = [bytes_in(schedule, o, layout) for o, layout in read if isinstance(o, int) and layout is not None]
+    return max(sizes, default=0.0)
+
+
+def _made(schedule: Schedule, operation: Operation) -> float:
+    """The bytes on one device of what an operation makes, before any reduction."""
+    left = layout_left(schedule.problem, operation, schedule.assignment.strategies[operation.index], 0)
+    return bytes_in(schedule, operation.results[0], left)
 
 
 def operand_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

@@ -34,7 +34,7 @@ from shardplan.memory.cycles import REDUCING_CYCLES
 from shardplan.memory.fusion import merged_scatters
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT
-from shardplan.memory.sums import waiting_for_blocks
+from shardplan.memory.sums import LAUNCH, waiting_for_blocks
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
@@ -44,9 +44,6 @@ _CYCLES_PER_BYTE = 20.0
 
 _BESIDE = 0.95
 """How much of the shorter one of computing and of reading and writing runs beside the longer one."""
-
-_LAUNCH = 3.35e6
-"""Bytes that an H100 reads in the microsecond in which a kernel starts."""
 
 _CACHES = ((270e3, 20.0), (50e6, 2.5))
 """What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
@@ -263,7 +260,7 @@ class _Fusion:
         for reader in saved:
             saved[reader] = self._saving(value, reader)
         own = self._kernels[value]
-        gain = inf if value in self._renamed else _LAUNCH + _time(own.cycles, own.moved, own.rows) + sum(saved.values())
+        gain = inf if value in self._renamed else LAUNCH + _time(own.cycles, own.moved, own.rows) + sum(saved.values())
         self._offer(value, gain)
 
     def _offer(self, value: int, gain: float) -> None:

@@ -33,7 +33,8 @@ from shardplan.strategy import operand_type
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
 
 _SUMMED = 1e7
-"""A product of a vector and a matrix is a multiplication and a sum where the matrix has fewer elements than this."""
+"""A product of a vector and a matrix is a multiplication and a sum where the matrix has fewer elements than this on
+each device; one of two vectors always is."""
 
 _MULTIPLE = 8
 """Dimensions of products of 16-bit numbers are padded to multiples of this, which tensor cores need."""
@@ -62,15 +63,19 @@ class ProductOperand:
 
 
 def is_sum(program: Program, operation: Operation) -> bool:
-    """Whether a product is one of a vector and a small matrix, per batch: XLA multiplies and adds up, in one kernel."""
+    """Whether a product is one of a vector and a small matrix, per batch: XLA multiplies and adds up, in one kernel.
+
+    Nothing is known of layouts here: devices are taken to split the batch, and what it leaves of them the matrix.
+    """
     if operation.primitive.name != PRODUCT:
         return False
-    free, contracted = [], 1
+    free, contracted, batches = [], 1, 1
     for operand, contraction, batch in zip(operation.operands, *operation.params["dimension_numbers"], strict=True):
         shape = operand_type(program, operand).shape
         free.append(prod(size for dim, size in enumerate(shape) if dim not in (*contraction, *batch)))
-        contracted = prod(shape[dim] for dim in contraction)
-    return min(free) == 1 and contracted * sum(free) < _SUMMED
+        contracted, batches = prod(shape[dim] for dim in contraction), prod(shape[dim] for dim in batch)
+    split = max(program.devices / max(batches, 1), 1.0)
+    return max(free) == 1 or (min(free) == 1 and contracted * sum(free) < _SUMMED * split)
 
 
 def is_outer(program: Program, operation: Operation) -> bool:

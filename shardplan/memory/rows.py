@@ -8,6 +8,10 @@ is left of the scores is stored, in the type in which it was computed.
 The reduction must have no other reader, so that of a softmax the largest score is one, and the sum, which the backward
 pass reads again, is not.
 
+A product of a matrix and a vector that XLA multiplies and adds up is such a reduction too. Where its result alone, or
+what is computed from it element by element, weights the rows of the same matrix in another product, which adds these
+up (``x.T @ (x @ v)``, a step of conjugate gradients), that kernel stores all weighted rows.
+
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.tracing import trace_program
 >>> scores = jax.ShapeDtypeStruct((64, 64), "float32")
@@ -22,10 +26,12 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterator
+from math import prod
 
 from shardplan.memory.lying import lying_of
+from shardplan.memory.products import is_sum
 from shardplan.memory.repeated import repeated_in
-from shardplan.memory.sums import REDUCTIONS
+from shardplan.memory.sums import REDUCTIONS, adds_few
 from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
 from shardplan.strategy import operand_type
@@ -54,6 +60,20 @@ def row_results(program: Program, pointwise: Collection[int]) -> dict[int, float
     found = [operation.results[0] for operation in program.operations if rows.ends(operation)]
     lengths = {value: program.values[value].shape[-1] for value in found}
     return {value: 2 ** (length - 1).bit_length() / length for value, length in lengths.items()}
+
+
+@once
+def weighted_rows(program: Program, pointwise: Collection[int]) -> dict[int, tuple[int, int]]:
+    """The products, by index, that add up the rows of a matrix, weighted by what another product has reduced these rows
+    to: the position of the matrix, and the index of the other product."""
+    rows, found = None, {}
+    for operation in program.operations:
+        if is_sum(program, operation):
+            rows = rows or _Rows(program, pointwise)
+            weighting = rows.weighting(operation)
+            if weighting is not None:
+                found[operation.index] = weighting
+    return found
 
 
 class _Rows:
@@ -87,6 +107,32 @@ class _Rows:
             return False
         source = self._first(read)
         return source == rows or (self._users[rows] == 1 and source in self._back(rows))
+
+    def weighting(self, operation: Operation) -> tuple[int, int] | None:
+        """The position of the matrix whose rows a product adds up, and the index of the product that has reduced each
+        of the rows to what weights it, if one has."""
+        position = _matrix(self._program, operation)
+        matrix, dims = self._as_stored(operation, position)
+        weights = operation.operands[1 - position]
+        if not isinstance(weights, int) or matrix is None:
+            return None
+        last = len(self._program.values[matrix].shape) - 1
+        for value in self._back(self._known(weights)) if last not in dims else ():
+            maker = self._makers.get(value)
+            if maker is not None and self._users[value] == 1 and is_sum(self._program, maker):
+                reduces = not adds_few(self._program, maker) and self._program.values[matrix].shape[last] <= _LONGEST
+                same = self._as_stored(maker, _matrix(self._program, maker)) == (matrix, (last,))
+                return (position, maker.index) if reduces and same else None
+        return None
+
+    def _as_stored(self, product: Operation, position: int) -> tuple[int | None, tuple[int, ...]]:
+        """The value that a product reads, maybe transposed, and its dimensions over which that adds up."""
+        value, dims = product.operands[position], tuple(product.params["dimension_numbers"][0][position])
+        while isinstance(value, int) and (maker := self._makers.get(value)) is not None:
+            if maker.primitive.name != "transpose":
+                break
+            value, dims = maker.operands[0], tuple(maker.params["permutation"][dim] for dim in dims)
+        return (self._known(value) if isinstance(value, int) else None), dims
 
     def _reduced(self, value: int, dimension: int) -> int | None:
         """What is reduced along a dimension to what a value is computed from, and nothing else is."""
@@ -124,3 +170,9 @@ class _Rows:
             return False
         dimensions, last = operation.params["broadcast_dimensions"], len(operation.params["shape"]) - 1
         return last not in dimensions or operand_type(self._program, operation.operands[0]).shape[-1] == 1
+
+
+def _matrix(program: Program, product: Operation) -> int:
+    """The position of the larger operand."""
+    sizes = [prod(operand_type(program, operand).shape) for operand in product.operands]
+    return int(sizes[1] > sizes[0])

@@ -22,7 +22,9 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 from math import prod
 
+from shardplan import _jax
 from shardplan.memory.products import is_sum
+from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
 
@@ -36,6 +38,9 @@ _WHOLE, _BUSY = 4096, 53.0
 """Sums down columns of up to so many rows are made by one block of threads for each 32 columns, or for each 64 if there
 are as many, and an even number. With fewer blocks than the second, by XLA's count, an H100 reads slower: one reads
 63 GB/s, whether from memory or from the caches. Of more rows, more blocks sum up parts."""
+
+LAUNCH = 3.35e6
+"""Bytes that an H100 reads in the microsecond in which a kernel starts."""
 
 _SHORT = ((2, 32), (4, 8), (8, 3))
 """Reductions over fewer warps' worth than the first, with less inside of them than the second, are short."""
@@ -115,3 +120,29 @@ def waiting_for_blocks(columns: int, read: float, made: float) -> float:
     own = max(1.0, min(columns, made))
     of_block = 2 * _WARP if own >= 2 * _WARP and columns % 2 == 0 else _WARP
     return _BUSY * own / (-(-own // of_block) * made)
+
+
+@once
+def summed_products(program: Program) -> list[Operation]:
+    """The products that XLA multiplies and adds up, with threads that work together."""
+    return [o for o in program.operations if is_sum(program, o) and not adds_few(program, o)]
+
+
+def reads_slowly(program: Program, product: Operation, read: float, made: float) -> bool:
+    """Whether XLA multiplies a matrix by a vector in a kernel of its own, and stores it, before it adds that up down
+    columns: where so few columns keep too little of the device busy, and it is quicker to write and read what is
+    multiplied once than to read both there. ``read`` and ``made`` are the bytes on one device of the matrix and of the
+    result.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from shardplan.tracing import trace_program
+    >>> def apart(rows, columns):
+    ...     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((rows,), (rows, columns))]
+    ...     program = trace_program(jnp.dot, shapes, {})
+    ...     return reads_slowly(program, program.operations[0], 4 * rows * columns, 4 * columns)
+    >>> apart(2048, 1024), apart(2048, 2048), apart(256, 512), apart(8192, 512)
+    (True, False, False, False)
+    """
+    columns, width = columns_of(program, product)[0], _jax.item_bytes(program.values[product.results[0]].dtype)
+    slower = waiting_for_blocks(columns, read / width, made / width) if columns else 0.0
+    return (slower - 2) * read > LAUNCH

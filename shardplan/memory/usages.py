@@ -34,12 +34,14 @@ from shardplan.layout import Layout
 from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
 from shardplan.memory.brought import Brought
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
+from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import gathered_at_the_end
 from shardplan.memory.held import Lifetime
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
+from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
 from shardplan.once import once
@@ -310,6 +312,9 @@ class Usages:
                 amounts = [neighbour_bytes(self.problem, operation, strategy) for strategy in strategies]
                 if any(amounts):
                     yield Usage(variable, np.array(amounts), place, place + 1)
+        for index, (position, _) in weighted_rows(self.program, pointwise_operations(self.problem)).items():
+            place = self.lifetimes.place[index]
+            yield from self._operand_copy(self.program.operations[index], position, 1.0, (place, place))
         for reader, position, times, first, last in self.lifetimes.spread:
             yield from self._operand_copy(reader, position, times, (first, last))
         for gradient, first, last in self.lifetimes.zeros():
