@@ -22,7 +22,7 @@ from typing import Any
 
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
-from shardplan.memory.fusion import is_view, pointwise_operations
+from shardplan.memory.fusion import is_view, pointwise_operations, readers_in
 from shardplan.memory.order import operands_first, order_of
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import Apart, apart_in, repeated_in
@@ -41,6 +41,9 @@ _MOST_PARTNERS = 8
 """Reductions that one kernel reads, of those that are looked at."""
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+_PLACING = frozenset({"sharding_constraint", "device_put", "layout_constraint", "reshard"})
+"""Primitives that say where a value is, and compute nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,9 @@ def _reductions_of(
 
 
 def _kind(schedule: Schedule, value: int, steps: Sequence[Step], reducer: str | None) -> tuple[object, ...]:
-    reducing = tuple((step.kind, step.axes) for step in steps if step.kind in REDUCTIONS)
+    # what all devices get is the same in whatever order these are named, but not what each gets a part of
+    found = [(step.kind, step.axes) for step in steps if step.kind in REDUCTIONS]
+    reducing = tuple((kind, tuple(sorted(axes)) if kind == "all-reduce" else axes) for kind, axes in found)
     return reducing, reducer, schedule.program.values[value].dtype
 
 
@@ -361,6 +366,35 @@ def ending_at_reductions(schedule: Schedule, kernels: Kernels) -> Kernels:
     """What XLA:GPU fuses with this schedule: what is summed up over devices is stored for that, not computed later.
 
     Of logits that are split over the vocabulary, so, the picked one of each row is found once, and no kernel that reads
-    it later reads all logits.
+    it later reads all logits. Nor is what collectives bring to other layouts computed in what reads it there: it is
+    stored for them, and what it is computed from is not held for its readers.
     """
-    return replace(kernels, fused=kernels.fused - reducing(schedule))
+    moved = frozenset(value for moved in _moved(schedule) for value in _stored_for(schedule.program, kernels, moved))
+    return replace(kernels, fused=kernels.fused - reducing(schedule), read=kernels.read | moved)
+
+
+def _moved(schedule: Schedule) -> Iterator[int]:
+    """The values that collectives bring to the layouts in which they are read, as they are made."""
+    for pairs in read_otherwise(schedule).values():
+        for value, layout in pairs:
+            steps = schedule.route(value, layout).steps
+            if steps and steps[0].kind != "slice":
+                yield value
+
+
+def _stored_for(program: Program, kernels: Kernels, value: int) -> Iterator[int]:
+    """What a kernel stores for a collective that moves a value: this, or what it is another shape of. Another order of
+    dimensions is that of what is in memory already, or a copy for the collective where others read it as well."""
+    makers, in_memory = program.makers, kernels.read | kernels.stored
+    while (maker := makers.get(value)) is not None and (is_view(program, maker) or maker.primitive.name in _PLACING):
+        operand = maker.operands[0]
+        if not isinstance(operand, int):
+            return
+        value = operand
+    if maker is not None and maker.primitive.name == "transpose":
+        operand = maker.operands[0]
+        turned = makers.get(operand) if isinstance(operand, int) else None
+        computed = turned is not None and turned.index in kernels.fused and operand not in in_memory
+        if not computed or len(readers_in(program)[value]) > 1:
+            return
+    yield value

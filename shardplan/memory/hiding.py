@@ -91,20 +91,17 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
 
 
 def _add_sending(sending: Sending, graph: Graph, placed: Sequence[int]) -> None:
-    """Adds when collectives run beside kernels, and kernels that end no operation. What one gather brings waits where
-    others end before it is read: that is not counted, since how many wait for one another depends on the times of all;
-    so it begins by as many kernels before its first reader as run beside it. What is gathered together begins there."""
+    """Adds when collectives run beside kernels, and kernels that end no operation. What a gather brings is there from
+    where that begins to its reader, however many others begin and end between: several wait for one another."""
     ran: list[int] = []
     after: dict[int, int] = {}  # per node, how many kernels run before it
-    read: dict[int, int] = {}  # per end, how many do before its first reader
+    read: set[int] = set()  # ends of collectives
     for node in placed:
         after[node] = len(ran)
-        for need in graph.needs[node] if graph.runs(node) else ():
-            read.setdefault(need, len(ran))
+        read.update(graph.needs[node] if graph.runs(node) else ())
         if node < len(graph.program.operations):
             ran.append(node)
-    waits = {end: 0 if end in graph.merged else first - after[end] for end, first in read.items()}
-    begun = {gather: after[graph.starts[end]] + waits[end] for gather, end in graph.gathers.items() if end in waits}
+    begun = {gather: after[graph.starts[end]] for gather, end in graph.gathers.items() if end in read}
     sending.begins.update({gather: ran[place] for gather, place in begun.items()})
     sending.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
     sending.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})

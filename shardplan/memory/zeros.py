@@ -13,8 +13,8 @@ than there are scatters, which the gradients of rectifiers read.
 >>> table, ids = jax.ShapeDtypeStruct((64, 8), "float32"), jax.ShapeDtypeStruct((16,), "int32")
 >>> problem = shardplan.plan(jax.grad(step), 1, table, ids, ids).schedule.problem
 >>> [filling] = fillings_of(problem)
->>> [[operation.primitive.name for operation in part] for part in (filling.scatters, filling.readers)]
-[['scatter-add', 'scatter-add'], ['max', 'gt', 'max', 'gt', 'select_n', 'select_n']]
+>>> [[operation.primitive.name for operation in part] for part in (filling.readers, filling.scatters, filling.behind)]
+[['max', 'gt', 'max', 'gt'], ['scatter-add', 'scatter-add'], ['select_n', 'select_n']]
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Filling:
     """Operations that use tensors of one shape filled with one number: scatters that write into them, and kernels that
-    read them (``readers``)."""
+    read them (``readers``), of which some are computed from a scatter's result (``behind``)."""
 
     scatters: list[Operation] = field(default_factory=list)
     readers: list[Operation] = field(default_factory=list)
+    behind: list[Operation] = field(default_factory=list)
 
 
 @once
@@ -64,7 +65,19 @@ def fillings_of(problem: Problem) -> list[Filling]:
             tensor = values[value]
             filling = found.setdefault((str(number), tensor.shape, tensor.dtype, operation.region), Filling())
             (filling.scatters if scatters else filling.readers).append(operation)
-    return [one for one in found.values() if one.scatters]
+    return [_parted(problem, filling) for filling in found.values() if filling.scatters]
+
+
+def _parted(problem: Problem, filling: Filling) -> Filling:
+    """A filling with the readers apart that are computed from what its scatters make."""
+    behind = {result for scatter in filling.scatters for result in scatter.results}
+    for operation in problem.program.operations[filling.scatters[0].index :]:
+        if not behind.isdisjoint([o for o in operation.operands if isinstance(o, int)]):
+            behind.update(operation.results)
+    parts: tuple[list[Operation], list[Operation]] = [], []
+    for reader in filling.readers:
+        parts[not behind.isdisjoint(reader.results)].append(reader)
+    return Filling(filling.scatters, *parts)
 
 
 def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, Any]) -> Iterator[tuple[Any, int]]:
@@ -92,16 +105,17 @@ def _filled_by(problem: Problem, operation: Operation, numbers: Container[int]) 
 
 
 def fill_apart(graph: Graph, fused: Collection[int]) -> None:
-    """Adds a kernel to a graph for the scatters into equal zeros that no other kernel reads, or for the only one. Of
-    its results, numbered after all values, each scatter writes into one."""
+    """Adds a kernel to a graph for the scatters into equal zeros that no other kernel reads before, or for the only
+    one. Of its results, numbered after all values, each scatter writes into one."""
     schedule = graph.schedule
     for filling in fillings_of(schedule.problem):
-        for (_, degree), (scatters, readers) in _alike(schedule, filling, fused).items():
+        for (_, degree), (scatters, readers, behind) in _alike(schedule, filling, fused).items():
             here = [index for index in scatters if index in graph.reads]
             if here and not readers:
-                moved = len(here) * schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
+                made = len(here) + bool(behind)
+                moved = made * schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
                 node = graph.add(here[0] - 0.5, set(), set(), moved / BYTES_MOVED)
-                graph.parts |= {node} if len(here) > 1 else set()
+                graph.parts |= {node} if made > 1 else set()
                 for index in here:
                     graph.filling[index] = node
                     graph.needs[index].add(node)
@@ -123,15 +137,16 @@ def copy_for_poolings(graph: Graph) -> None:
 
 def _alike(
     schedule: Schedule, filling: Filling, fused: Collection[int]
-) -> dict[tuple[Layout, float], tuple[list[int], list[int]]]:
-    """The scatters and the readers of a filling, by their indices, per layout and number of parts.
+) -> dict[tuple[Layout, float], tuple[list[int], list[int], list[int]]]:
+    """The scatters and the readers of a filling, and those behind a scatter, by their indices, per layout and number of
+    parts.
 
     What is added to something is scattered into that instead (such scatters are ``fused``), but where the sum of all
     devices' parts comes in between.
     """
     problem = schedule.problem
-    alike: dict[tuple[Layout, float], tuple[list[int], list[int]]] = {}
-    for kind, operations in enumerate((filling.scatters, filling.readers)):
+    alike: dict[tuple[Layout, float], tuple[list[int], list[int], list[int]]] = {}
+    for kind, operations in enumerate((filling.scatters, filling.readers, filling.behind)):
         for operation in operations:
             strategy = schedule.assignment.strategies.get(operation.index)
             if strategy is None:
@@ -140,7 +155,7 @@ def _alike(
             if not merged:
                 layout, domain = layout_left(problem, operation, strategy, 0), problem.domain(operation.results[0])
                 degree = float(domain.degrees[domain.position[layout]])
-                alike.setdefault((layout, degree), ([], []))[kind].append(operation.index)
+                alike.setdefault((layout, degree), ([], [], []))[kind].append(operation.index)
     return alike
 
 
@@ -154,7 +169,8 @@ def filled_before(
     place = lifetimes.place
     for filling in fillings_of(schedule.problem):
         whole = schedule.program.values[filling.scatters[0].results[0]].total_bytes
-        for (layout, degree), (scatters, readers) in _alike(schedule, filling, lifetimes.fused).items():
+        for (layout, degree), (scatters, before, behind) in _alike(schedule, filling, lifetimes.fused).items():
+            readers = before + behind
             first = min(place[begins.get(index, index)] for index in scatters + readers)
             for last in scatters:
                 yield layout, whole / degree, first, place[last] - 1

@@ -1,0 +1,79 @@
+"""Predicted peaks: what collectives move and reduce together, and zeros that are made where that fills a wait."""
+
+import jax
+import jax.numpy as jnp
+
+import shardplan
+from shardplan.memory.combining import combined_reductions, ending_at_reductions
+from shardplan.memory.hiding import hiding_order
+from shardplan.memory.recomputing import kernels_in
+from shardplan.memory.zeros import fillings_of
+
+MESH = jax.sharding.AbstractMesh((8,), ("x",))
+ROWS, COLUMNS = jax.P("x", None), jax.P(None, "x")
+
+
+def _shape(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_what_computes_with_zeros_behind_a_scatter_reads_them_from_the_kernel_that_makes_the_scatters():
+    def step(table, ids, rows):
+        added = jnp.zeros(table.shape).at[ids].add(rows)
+        return table * jax.lax.select(added > 1, added, jnp.zeros(added.shape))
+
+    schedule = shardplan.plan(step, 1, _shape(512, 512), _shape(4096, dtype="int32"), _shape(4096, 512)).schedule
+    [filling] = fillings_of(schedule.problem)
+    assert (len(filling.scatters), filling.readers) == (1, [])
+    assert [operation.primitive.name for operation in filling.behind] == ["select_n"]
+    _, sending = hiding_order(schedule, kernels_in(schedule))
+    assert [*sending.filling] == [filling.scatters[0].index]
+
+
+def _constrained(x, spec):
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(MESH, spec))
+
+
+def test_what_collectives_move_is_stored_and_what_it_is_computed_from_is_not_held_for_its_readers():
+    def step(x):
+        return _constrained(jnp.tanh(x).astype("bfloat16"), ROWS) * 2
+
+    schedule = shardplan.plan(step, MESH, _shape(4096, 4096), pins={"0": COLUMNS}).schedule
+    kernels = kernels_in(schedule)
+    [made] = [o.results[0] for o in schedule.program.operations if o.primitive.name == "convert_element_type"]
+    assert made not in kernels.read and made in ending_at_reductions(schedule, kernels).read
+
+
+def test_a_view_of_what_is_in_memory_is_not_stored_for_a_collective():
+    def step(x, w):
+        return _constrained(_constrained((x @ w).reshape(64, 64, 4096), jax.P(None, None, "x")), ROWS) * 2
+
+    pins = {"0": jax.P(), "1": COLUMNS}
+    schedule = shardplan.plan(step, MESH, _shape(4096, 4096), _shape(4096, 4096), pins=pins).schedule
+    kernels = kernels_in(schedule)
+    stored = ending_at_reductions(schedule, kernels).read - kernels.read
+    assert stored == {schedule.program.operations[0].results[0]}  # which is in memory anyway
+
+
+def test_all_reduces_over_the_same_axes_are_merged_in_whatever_order_they_are_named():
+    def step(x, y):
+        return jnp.sum(x), jnp.sum(y)
+
+    mesh, square = jax.sharding.AbstractMesh((2, 4), ("x", "y")), _shape(512, 512)
+    plan = shardplan.plan(step, mesh, square, square, pins={"0": jax.P("x", "y"), "1": jax.P("y", "x")})
+    [group] = combined_reductions(plan.schedule)
+    assert len(group) == 2
+
+
+def test_what_is_gathered_alone_waits_where_other_collectives_end_before_it_is_read():
+    def step(weights, x):
+        for w in weights:
+            x = x @ w
+        return x
+
+    pins = {f"0/{number}": (ROWS, COLUMNS)[number % 2] for number in range(4)} | {"1": ROWS}
+    plan = shardplan.plan(step, MESH, [_shape(2048, 2048)] * 4, _shape(16384, 2048), pins=pins)
+    _, sending = hiding_order(plan.schedule, kernels_in(plan.schedule))
+    begins = {gather.value: index for gather, index in sending.begins.items()}
+    first, second, third, _ = plan.program.inputs[:4]
+    assert begins[first] == begins[second] == begins[third] == 0  # one product hides two of them
