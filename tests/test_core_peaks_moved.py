@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import shardplan
 from shardplan.memory.combining import combined_reductions, ending_at_reductions
 from shardplan.memory.hiding import hiding_order
-from shardplan.memory.recomputing import kernels_in
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_profile
+from shardplan.memory.merging import cut_for_reductions, side_by_side
+from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.memory.zeros import fillings_of
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",))
@@ -77,3 +80,32 @@ def test_what_is_gathered_alone_waits_where_other_collectives_end_before_it_is_r
     begins = {gather.value: index for gather, index in sending.begins.items()}
     first, second, third, _ = plan.program.inputs[:4]
     assert begins[first] == begins[second] == begins[third] == 0  # one product hides two of them
+
+
+@pytest.mark.parametrize(("spec", "copied"), [(ROWS, False), (COLUMNS, True)])
+def test_what_a_transposing_kernel_updates_lies_beside_the_old_state_until_the_end(spec, copied):
+    def step(state, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(state["w"])
+        return {"w": state["w"] - gradient}
+
+    pins = {"0/w": spec, "1": ROWS}
+    schedule = shardplan.plan(step, MESH, {"w": _shape(512, 512)}, _shape(8192, 512), pins=pins).schedule
+    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_in(schedule)))
+    order, sending = hiding_order(schedule, kernels)
+    profile = memory_profile(Lifetimes(schedule.problem, order, kernels, sending), schedule, frozenset({0}), sending)
+    [new] = schedule.program.outputs
+    assert (new in kernels.leaving) == copied
+    assert profile[-1] == (512 * 512 * (1 + copied) + 8192 * 512) * 4 / 8
+
+
+def test_parts_of_merged_products_that_are_reduced_lie_beside_these_for_a_moment():
+    def step(x, y, z):
+        return x.T @ y, x.T @ z
+
+    rows, pins = _shape(8192, 2048), dict.fromkeys("012", ROWS)
+    schedule = shardplan.plan(step, MESH, rows, rows, rows, pins=pins).schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)), kernels_in(schedule))
+    [(size, first, last)] = cut_for_reductions(lifetimes, schedule)
+    assert first == last == schedule.program.operations[-1].index
+    beside = sum(size for size, *_ in side_by_side(lifetimes, schedule))
+    assert size == 2 * 2048 * 2048 * 4 - beside - WORKSPACE_BYTES > 0

@@ -35,6 +35,7 @@ from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.joining import join_kernels
+from shardplan.memory.leaving import copy_at_the_end
 from shardplan.memory.merging import join_producers, merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import LATENCY, Placing
@@ -74,6 +75,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     join_producers(graph, kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
+    copy_at_the_end(graph, kernels)
     operations = schedule.program.operations
     bodies = {
         index: [inner for body in operations[index].bodies for inner in _order_in(schedule, kernels, body, sending)]

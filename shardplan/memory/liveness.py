@@ -110,7 +110,7 @@ class Lifetimes:
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
-        self.beside = self._made_beside_arguments()
+        self.beside = self._made_beside_arguments() | kernels.leaving
 
     def _leaving_bodies(self) -> dict[int, int]:
         """What leaves a body, with the place of its loop or branch, where it is read."""

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere, merged_in
-from shardplan.memory.combining import Gather
+from shardplan.memory.combining import Gather, reducing
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.sizes import bytes_in
+from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.times import BYTES_MOVED
+from shardplan.memory.workspaces import WORKSPACE_BYTES
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -86,6 +87,19 @@ def beside_merged(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[fl
     """What merged products take besides operands and results, in bytes, and from where to where."""
     yield from side_by_side(lifetimes, schedule)
     yield from taken_out(lifetimes, schedule)
+    yield from cut_for_reductions(lifetimes, schedule)
+
+
+def cut_for_reductions(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
+    """The bytes of parts of merged products that are reduced over devices, where a kernel cuts these out: each is in
+    memory of its own then, beside the merged one, and what the product has read and worked in is gone."""
+    gone = {group[0]: sum(_sizes(schedule, group)) for group in _groups(schedule, lifetimes)}
+    left = {operation.index: (result, layout) for operation, result, layout in left_otherwise(schedule)}
+    sent = reducing(schedule)
+    for group in merged_anywhere(schedule):
+        parts = [bytes_in(schedule, *left[index]) for index in group if index in left and index in sent]
+        place = max(lifetimes.place[index] for index in group)
+        yield max(0.0, sum(parts) - gone.get(group[0], 0.0) - WORKSPACE_BYTES), place, place
 
 
 def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:

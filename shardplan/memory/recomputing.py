@@ -23,6 +23,7 @@ from shardplan.groups import MATRICES, RAGGED, turns_matrices
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, pointwise_operations, readers_in
+from shardplan.memory.leaving import transposed_results
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import is_multiplied, product_operands
@@ -44,7 +45,8 @@ class Kernels:
     to something, by the addition, which is a kernel of which the product is part; what is ``apart`` from what it
     repeats; the operands of products that are ``masked``, since these sum over what is split unevenly; the values that
     are ``views`` of what is in memory; the matrices of rows in groups that products read ``turned``, each with what is
-    in memory of which the kernels compute them that transpose them.
+    in memory of which the kernels compute them that transpose them; the results that are ``leaving`` the step from
+    beside the arguments that they replace.
     """
 
     fused: frozenset[int]
@@ -56,6 +58,7 @@ class Kernels:
     masked: frozenset[tuple[int, int]] = frozenset()
     views: frozenset[int] = frozenset()
     turned: Mapping[tuple[int, int], frozenset[int]] = field(default_factory=dict)
+    leaving: frozenset[int] = frozenset()
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -232,4 +235,5 @@ def adding_products(schedule: Schedule, kernels: Kernels) -> Kernels:
     adding = accumulations(schedule)
     products = {found.product for found in adding.values()}
     fused = (kernels.fused | products) - adding.keys()
-    return replace(kernels, fused=fused, read=kernels.read | {found.onto for found in adding.values()}, adding=adding)
+    read = kernels.read | {found.onto for found in adding.values()}
+    return replace(kernels, fused=fused, read=read, adding=adding, leaving=transposed_results(schedule, kernels))
