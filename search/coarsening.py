@@ -38,6 +38,7 @@ from shardplan.search.among import CLOSER, Parts
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.folding import Start, folded_start
 from shardplan.search.graph import Graph
+from shardplan.search.grouping import coarse
 from shardplan.search.narrowing import Narrowing, kept_twins, lifted, restricted_messages
 from shardplan.search.relaxation import Messages, Relaxation
 from shardplan.search.run import Stop
@@ -50,9 +51,10 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Masks = dict[int, NDArray[np.bool_]]
 
-_WORTH_ENTRIES = 300_000
+_WORTH_ENTRIES, _WORTH_AT_PRICES = 1_000_000, 300_000
 _WORTH_SHARE = 0.5
-"""Graphs with fewer table entries, or that keep more than this share of them, are not searched first."""
+"""Graphs with fewer table entries, the second where they are searched at price after price, or that keep more than this
+share of them, are not searched first."""
 
 _FIRST_SWEEPS, _MOST_SWEEPS = 60, 1000
 """Of the small graph: before it is first seen what the twins of its best assignment cost, and then."""
@@ -86,7 +88,8 @@ def coarse_start(
     start gave before, at other costs.
     """
     unfit = graph.hint is not None or graph.usage_limit is not None
-    if unfit or not graph.twins or (before := graph.entries()) < _WORTH_ENTRIES:
+    worth = _WORTH_ENTRIES if above is None else _WORTH_AT_PRICES
+    if unfit or not graph.twins or (before := graph.entries()) < worth:
         return None
     if _entries(graph, places := places_of(graph)) > _WORTH_SHARE * before:
         return None
@@ -185,29 +188,6 @@ def _entries(graph: Graph, places: dict[int, Index]) -> int:
     return sum(size * sizes[w] for v, size in sizes.items() for w in graph.neighbours[v] if v < w)
 
 
-def coarse(graph: Graph, places: dict[int, Index]) -> Graph:
-    """The graph with twins taken together, where each choice of each variable becomes the one that ``places`` says."""
-    small = graph.copy()
-    small.twins, small.hint = {}, None
-    keys = {v: place.tobytes() for v, place in places.items()}
-    made: dict[tuple[object, ...], Array] = {}
-
-    for v, place in places.items():
-        costs = graph.costs[v]
-        assert costs is not None
-        key: tuple[object, ...] = (id(costs), keys[v])
-        if key not in made:
-            made[key] = _least(costs, place)
-        small.costs[v] = made[key]
-        for w, table in graph.neighbours[v].items():
-            if v < w:
-                key = (id(table), keys[v], keys[w])
-                if key not in made:
-                    made[key] = np.ascontiguousarray(_least(_least(table, place).T, places[w]).T)
-                small.set_edge(v, w, made[key])
-    return small
-
-
 def _taken_together(messages: Messages, places: dict[int, Index]) -> Messages:
     """Messages into the choices of a graph, equal for twins, as messages into those of the small one."""
     found = {}
@@ -215,13 +195,6 @@ def _taken_together(messages: Messages, places: dict[int, Index]) -> Messages:
         if v in places and w in places and len(into) == len(places[v]):
             found[v, w] = into[np.unique(places[v], return_index=True)[1]]
     return found
-
-
-def _least(array: Array, places: Index) -> Array:
-    """The least of the rows that become one, per place."""
-    order = np.argsort(places, kind="stable")
-    starts = np.flatnonzero(np.diff(places[order], prepend=-1))
-    return np.minimum.reduceat(array[order], starts, axis=0)
 
 
 def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index], count: int) -> Masks:

@@ -17,7 +17,8 @@ class Effort:
     in all. closing: CP-SAT's deterministic time; closable: table entries up to which it is tried.
     dives: whether to try the choices near the relaxation's best alone.
     merging: table entries up to which neighbours are merged where messages stall.
-    fitting: whether choices that raise the bound by little are looked through where messages stall.
+    fitting: whether choices that raise the bound by little, and groups of the others, are looked through where messages
+    stall or creep.
     enough: the gap at which what twins taken together give is not searched on.
     """
 

@@ -1,10 +1,12 @@
-"""Dynamic programming among the choices that fit: those of pairs that raise the bound by little.
+"""Dynamic programming on the choices that fit, those of pairs that raise the bound by little, and the others as one.
 
 Where messages stall, many choices of a variable look as good as each other, twins above all, and a few promising ones
-of each variable leave out those that go together. But no assignment that is better than the best known takes a pair of
-choices that raises the bound by the gap. A choice whose pairs with some neighbour all raise it by more than a share of
-the gap is left out here: with all of the gap, nothing better is lost, and with a small share of it hardly ever. So the
-largest share is taken of which dynamic programming can look at everything.
+of each variable leave out those that go together. But what is better than the best known hardly takes a choice whose
+pairs with some neighbour all raise the bound by a good share of the gap. All such choices of a variable are taken
+together (`shardplan.search.grouping`), for the largest share of which dynamic programming can look at everything that
+is left. That sees cycles of any length, which messages do not, and what it finds is a bound. Where it takes choices
+that were taken together, these are split, and it is asked again: until it takes none, and is the best there is, or the
+gap is closed, or tables get too large.
 
 >>> from shardplan.search.effort import Effort, Watch
 >>> from shardplan.search.network import Network
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.elimination import Elimination, Plan, adjacency, plan
 from shardplan.search.graph import Graph
+from shardplan.search.grouping import Groups
 from shardplan.search.relaxation import Relaxation
 
 if TYPE_CHECKING:
@@ -40,62 +43,86 @@ __all__ = ["settle_fitting"]
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
-_SHARES = 1.0, 0.5, 0.25, 0.1, 0.05
-"""Of the gap, of which the first one is taken that is affordable; fewer choices hardly have anything better."""
+_SHARES = 1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01
+"""Of the gap, of which the first one is taken that is affordable; with fewer choices the bound hardly rises."""
 _ENTRIES, _LARGEST = 1e8, 1e7
 """Table entries, in all and of one table: less than a second's."""
+_GROWTH = 2.0
+"""Times as many may be needed as groups are split."""
 _WORTH = 0.5
 """The share of the gap that was open when choices were looked through before, up to which they are again."""
-_SECONDS_PER_ENTRY = 7e-9
+_SECONDS_PER_ENTRY, _SECONDS_PER_VARIABLE = 7e-9, 1e-4
 
 
 def settle_fitting(solver: GraphSolver) -> bool:
-    """Takes the best assignment among the choices that fit into account, of as large a share of the gap as is
-    affordable; True where the gap is closed by it."""
+    """Takes what dynamic programming on choices that fit, and groups of the others, finds and proves into account; True
+    where the gap is closed by it."""
     graph, left = solver.graph, solver.upper - solver.lower
     live = graph.live()
     if not live or left == math.inf or left > _WORTH * solver.fitted or any(graph.spans[v] for v in live):
         return False
     solver.fitted = left
+    graph.make_consistent()
     relaxation = Relaxation(graph)
-    bound, _ = relaxation.reduced_costs()
-    upper = max(solver.upper, solver.ceiling)
-    gap = upper - bound + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
-    rises = _rises(relaxation)
-    least, most = 0, len(_SHARES)  # the shares between which the first affordable one is
-    chosen: tuple[dict[int, Index], Plan] | None = None
-    while least < most:
-        middle = (least + most) // 2
-        keep = _fitting(graph, rises, _SHARES[middle] * gap)
-        order = plan({v: len(kept) for v, kept in keep.items()}, adjacency(graph), _LARGEST, _ENTRIES)
-        if order is None or order.fixed:
-            least = middle + 1
-        else:
-            chosen, most = (keep, order), middle
-    if chosen is None:
+    relaxation.reduced_costs()
+    above = relaxation.above_bound()
+    gap = max(solver.upper, solver.ceiling) - above.constant
+    places = _affordable(graph, _rises(relaxation), gap)
+    if places is None:
         return False
-    keep, order = chosen
-    costs: dict[int, Array] = {v: graph.costs[v] for v in live}  # type: ignore[misc]
-    found, cost = Elimination(graph, costs, keep).solve(order, {})
-    solver.estimate += order.entries * _SECONDS_PER_ENTRY
-    solver.accept(found, cost)
-    if most == 0:
-        solver.raise_lower(min(solver.upper, upper))
+    groups, room = Groups(above, places), 1.0
+    while (order := _plan(graph, groups.places, room)) is not None and solver.may_sweep():
+        small, room = groups.small, _GROWTH
+        costs: dict[int, Array] = {v: small.costs[v] for v in live}  # type: ignore[misc]
+        found, cost = Elimination(small, costs, {v: np.arange(len(costs[v])) for v in live}).solve(order, {})
+        solver.estimate += order.entries * _SECONDS_PER_ENTRY + len(live) * _SECONDS_PER_VARIABLE
+        choices = groups.choices(found)
+        solver.accept(choices, graph.cost(choices))
+        solver.raise_lower(min(cost, solver.upper))
+        solver.watch.report()
+        if solver.closed:
+            break
+        if not groups.split(found):  # what is found is the best there is
+            solver.raise_lower(solver.upper)
+            break
     return solver.closed
 
 
-def _fitting(graph: Graph, rises: dict[int, Array], room: float) -> dict[int, Index]:
-    """Per variable, the choices that raise the bound by no more than `room`, the least one, and that of the best known
-    assignment."""
+def _affordable(graph: Graph, rises: dict[int, Array], gap: float) -> dict[int, Index] | None:
+    """Per variable the group of each choice, where those that raise the bound by more than a share of the gap are one:
+    of the largest share of which dynamic programming can look at all groups."""
+    least, most = 0, len(_SHARES)  # the shares between which the first affordable one is
+    chosen = None
+    while least < most:
+        middle = (least + most) // 2
+        places = _places(graph, rises, _SHARES[middle] * gap)
+        if _plan(graph, places, 1.0) is None:
+            least = middle + 1
+        else:
+            chosen, most = places, middle
+    return chosen
+
+
+def _plan(graph: Graph, places: dict[int, Index], room: float) -> Plan | None:
+    """The order in which to look at all groups, where that takes no more than `room` times the table entries that it
+    may take at first."""
+    sizes = {v: int(place.max()) + 1 for v, place in places.items()}
+    order = plan(sizes, adjacency(graph), room * _LARGEST, room * _ENTRIES)
+    return None if order is None or order.fixed else order
+
+
+def _places(graph: Graph, rises: dict[int, Array], room: float) -> dict[int, Index]:
+    """Per variable the groups of its choices: one each of those that raise the bound by no more than `room`, the least
+    one and that of the best known assignment; and one of all others."""
     hint = graph.hint or {}
-    keep = {}
+    places = {}
     for v, rise in rises.items():
         fits = rise <= room
         fits[rise.argmin()] = True
         if v in hint:
             fits[hint[v]] = True
-        keep[v] = np.flatnonzero(fits)
-    return keep
+        places[v] = np.where(fits, np.cumsum(fits) - 1, np.count_nonzero(fits))
+    return places
 
 
 def _rises(relaxation: Relaxation) -> dict[int, Array]:

@@ -252,6 +252,23 @@ class Relaxation:
             left += below[:, None] - left.min()
             yield v, w, left
 
+    def above_bound(self) -> Graph:
+        """The graph, without usage, where each assignment costs the same: the bound, and what is above it, in costs and
+        tables without negative entries. Each choice must have some to go with it at each neighbour."""
+        sweeper, offsets = self.sweeper, self.sweeper.offsets.tolist()
+        above = self.graph.copy()
+        above.constant = self._sweep(self.prices)
+        left = sweeper.beliefs.copy()
+        for low, high, to_low, to_high in sweeper.message_pairs():
+            v, w = self.order[low], self.order[high]
+            share = sweeper.shares[high] * sweeper.beliefs[offsets[high] : offsets[high + 1]]
+            table = self.graph.neighbours[v][w] + (share - to_high)[None, :] - to_low[:, None]
+            above.set_edge(v, w, table - table.min())
+            left[offsets[high] : offsets[high + 1]] -= share
+        for place, v in enumerate(self.order):
+            above.costs[v] = left[offsets[place] : offsets[place + 1]]
+        return above
+
     def messages(self) -> Messages:
         """Copies of the messages: `[v, w]` is the one into `v` from `w`, per choice that `v` had at the beginning."""
         found = {}

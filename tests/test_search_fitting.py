@@ -7,6 +7,7 @@ import pytest
 
 from shardplan.search import Network, fitting, testing
 from shardplan.search.effort import Effort, Watch
+from shardplan.search.elimination import Elimination, Plan
 from shardplan.search.fitting import settle_fitting
 from shardplan.search.graph import Graph
 from shardplan.search.solver import GraphSolver
@@ -46,15 +47,36 @@ def test_all_that_is_better_fits() -> None:
     assert solver.lower == solver.upper == pytest.approx(known.upper)
 
 
-def test_what_fits_best_is_looked_through_where_not_all_is_affordable(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = _ring()
-    known = [v % 6 for v in range(15)]
-    whole, part = _stalled(net, known), _stalled(net, known)
-    settle_fitting(whole)
-    monkeypatch.setattr(fitting, "_ENTRIES", 45_000.0)
-    before = part.upper
-    assert not settle_fitting(part)  # nothing is proven
-    assert whole.upper <= part.upper < before and part.lower <= whole.lower
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The table entries of each time that dynamic programming is asked."""
+    asked: list[int] = []
+    solve = Elimination.solve
+
+    def counted(self: Elimination, order: Plan, hint: dict[int, int]) -> tuple[dict[int, int], float]:
+        asked.append(int(order.entries))
+        return solve(self, order, hint)
+
+    monkeypatch.setattr(Elimination, "solve", counted)
+    return asked
+
+
+def test_groups_are_split_until_the_best_of_them_is_one_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part = _stalled(_ring(), [v % 6 for v in range(15)]), _stalled(_ring(), [v % 6 for v in range(15)])
+    asked = _counted(monkeypatch)
+    assert settle_fitting(whole) and len(asked) == 1
+    monkeypatch.setattr(fitting, "_SHARES", (0.0,))
+    assert settle_fitting(part)
+    assert len(asked) > 2 and asked[1] < asked[-1]
+    assert part.lower == part.upper == pytest.approx(whole.upper)
+
+
+def test_what_is_not_affordable_leaves_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = _stalled(_ring(), [v % 6 for v in range(15)])
+    monkeypatch.setattr(fitting, "_SHARES", (0.0,))
+    monkeypatch.setattr(fitting, "_ENTRIES", 2_000.0)
+    before = part.lower
+    assert not settle_fitting(part)
+    assert before < part.lower < part.upper
     part.fitted = part.upper - part.lower
     monkeypatch.setattr(fitting, "Relaxation", lambda _: pytest.fail("nothing has closed the gap since"))
     assert not settle_fitting(part)
