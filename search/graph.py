@@ -314,7 +314,9 @@ class Graph:
 
 def _exclude(values: Array) -> Array:
     """The same array with everything from `EXCLUDED` on set to `inf`."""
-    return np.where(values >= EXCLUDED, np.inf, values) if values.max() >= EXCLUDED else values
+    if values.max() < EXCLUDED or np.count_nonzero(values >= EXCLUDED) == np.count_nonzero(values == np.inf):
+        return values  # large tables are not copied
+    return np.where(values >= EXCLUDED, np.inf, values)
 
 
 def _merge_ties(network: Network) -> list[int]:

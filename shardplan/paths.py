@@ -7,6 +7,10 @@ method of Bellman and Ford), looks at each step a few times, for all that paths 
 >>> priced, previous = cheapest_paths([{}, {0: (2.0, 1.0)}, {0: (9.0, 1.0), 1: (3.0, 1.0)}])
 >>> float(priced.per_byte[0, 2]), float(priced.fixed[0, 2]), int(previous[0, 2]), float(priced.per_byte[2, 0])
 (5.0, 2.0, 1, inf)
+>>> priced.of(10.0, [2, 0])
+array([[52.,  0.],
+       [31., inf],
+       [ 0., inf]])
 """
 
 from __future__ import annotations
@@ -24,10 +28,16 @@ class Priced:
     per_byte: np.ndarray
     fixed: np.ndarray
 
-    def of(self, total_bytes: float) -> np.ndarray:
-        if total_bytes:
-            return self.per_byte * total_bytes + self.fixed
-        return np.where(np.isfinite(self.per_byte), self.fixed, np.inf)  # what cannot be costs nothing of no bytes
+    def of(self, total_bytes: float, targets: Sequence[int] | None = None) -> np.ndarray:
+        """The prices for a tensor of so many bytes, float [sources, targets]: of some of the targets, or of all."""
+        per_byte, fixed = self.per_byte, self.fixed
+        if targets is not None:
+            per_byte, fixed = (array.take(targets, axis=1) for array in (per_byte, fixed))
+        if not total_bytes:  # what cannot be costs nothing of no bytes
+            return np.where(np.isfinite(per_byte), fixed, np.inf)
+        prices = per_byte * total_bytes
+        prices += fixed
+        return prices
 
 
 def cheapest_paths(into: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[Priced, np.ndarray]:

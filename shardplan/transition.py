@@ -70,8 +70,10 @@ class Transitions:
     def table(self, domain: Domain, targets: tuple[Layout, ...], total_bytes: int) -> np.ndarray:
         """float [layouts of the domain, targets]: the price of each transition of a tensor of so many bytes."""
         places = [domain.position.get(target, -1) for target in targets]
-        table = self._solve(domain)[0].of(total_bytes)[:, places]
-        table[:, [place < 0 for place in places]] = np.inf  # a partial layout that the tensor cannot have
+        every = places == list(range(len(domain)))
+        table = self._solve(domain)[0].of(total_bytes, None if every else places)
+        missing = [number for number, place in enumerate(places) if place < 0]
+        table[:, missing] = np.inf  # a partial layout that the tensor cannot have
         return table
 
     def priced(self, domain: Domain) -> Priced:

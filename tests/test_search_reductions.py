@@ -88,3 +88,16 @@ def test_follow_takes_usage_along() -> None:
     (left,) = graph.live()
     total = np.sum([amounts for amounts, _, _ in graph.spans[left]], axis=0)
     assert sorted(total.tolist()) == [12.0, 21.0]
+
+
+@pytest.mark.parametrize("value", [np.inf, 1e17, 3e18])
+def test_exclusions_become_infinite_and_large_tables_that_have_no_others_are_not_copied(value: float) -> None:
+    rng = np.random.default_rng(4)
+    table = rng.uniform(0.0, 5.0, (40, 40))
+    table[3, 5] = value
+    net = Network()
+    a, b = net.add_variable(np.zeros(40)), net.add_variable(np.zeros(40))
+    net.add_edge(a, b, table)
+    taken = Graph.of(net).neighbours[a][b]
+    assert np.isinf(taken[3, 5]) and np.isfinite(taken).sum() == table.size - 1
+    assert (taken is table) == np.isinf(value)
