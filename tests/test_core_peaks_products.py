@@ -50,6 +50,25 @@ def test_a_part_of_a_merged_product_that_leaves_keeps_all_of_it():
         assert (merged_lifetimes(lifetimes, schedule)[product.results[0]].end == lifetimes.end) == kept
 
 
+def test_products_are_merged_with_one_that_makes_a_carry_and_what_one_multiplies_by_itself_stays_for_both():
+    def step(x, root):
+        def improve(carry, _):
+            x, root = carry
+            made = jnp.tanh(x)
+            return (made @ made, root @ made), None
+
+        return jax.lax.scan(improve, (x, root), None, length=3)[0]
+
+    schedule = shardplan.plan(step, 1, *[_square(64)] * 2).schedule
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)), kernels_in(schedule))
+    made, first, second = (o for o in lifetimes.order if o.region and o.primitive.name in ("tanh", "dot_general"))
+    spans = merged_lifetimes(lifetimes, schedule)
+    assert {first.results[0], second.results[0]} <= spans.keys()
+    assert [size for size, *_ in side_by_side(lifetimes, schedule)] == [2 * 64 * 64 * 4]
+    kept = spans.get(made.results[0], lifetimes.held[made.results[0]])
+    assert kept.end == lifetimes.place[second.index]
+
+
 @pytest.mark.parametrize("taken", [True, False])
 def test_a_part_of_a_merged_product_that_products_read_is_taken_out_of_it(taken):
     def step(x, wide, narrow):

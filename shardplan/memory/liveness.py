@@ -73,6 +73,7 @@ class Lifetimes:
         self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         self.held: dict[int, Lifetime] = {}
+        self.carried: dict[int, Lifetime] = {}  # what lies in a carry, with where it is made
         last_read = dict.fromkeys(outputs, self.end)
         last_copy: dict[int, int] = {}
         self.updating = updates_of(program, kernels.fused)
@@ -192,7 +193,9 @@ class Lifetimes:
                     in_place = link.target in read_by_element(problem, self.fused, self.held, maker)
                 read = last_read.get(link.target, -1) if link.target not in operation.results else -1
                 if read < self.place[maker.index] + in_place:
-                    self.held.pop(source, None)
+                    own = self.held.pop(source, None)
+                    if own is not None:
+                        self.carried[source] = Lifetime(own.start, own.start)
                     product = self._transposed_product(maker)
                     if product is not None and read < self.place[product.index]:
                         self.held.pop(product.results[0], None)

@@ -36,7 +36,7 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
     leaving = leaving_products(schedule.program)
     for group in _groups(schedule, lifetimes):
         results = [schedule.program.operations[index].results[0] for index in group]
-        spans = [lifetimes.held[result] for result in results]
+        spans = [_span(lifetimes, result) for result in results]
         last = lifetimes.end if leaving.intersection(results) else max(_until_taken_out(lifetimes, results).values())
         whole = replace(spans[0], start=min(span.start for span in spans), end=last)
         first, until = _run(lifetimes, group)
@@ -59,7 +59,7 @@ def taken_out(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float,
         until = _until_taken_out(lifetimes, results)
         for result in results:
             first = until[result]
-            if first < min(lifetimes.held[result].end, last := max(until.values())):
+            if first < min(_span(lifetimes, result).end, last := max(until.values())):
                 yield bytes_in(schedule, result, schedule.assignment.values[result]), first, last
 
 
@@ -78,7 +78,7 @@ def _until_taken_out(lifetimes: Lifetimes, results: Iterable[int]) -> dict[int, 
                 copied = (operation.index, operation.operands.index(value)) in lifetimes.from_copies
                 place = lifetimes.place[operation.index]
                 reading.append(-1 if copied or place not in lifetimes.in_libraries else place)
-        end = lifetimes.held[result].end
+        end = _span(lifetimes, result).end
         found[result] = min(reading) if reading and min(reading) >= 0 else end
     return found
 
@@ -115,7 +115,12 @@ def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[flo
 
 @once
 def _groups(schedule: Schedule, lifetimes: Lifetimes) -> list[list[int]]:
-    return merged_in(schedule, lifetimes.order, lifetimes.held)
+    return merged_in(schedule, lifetimes.order, lifetimes.held | lifetimes.carried)
+
+
+def _span(lifetimes: Lifetimes, result: int) -> Lifetime:
+    """When a product's result is in memory; where it is merged with others, a part of these is copied to a carry."""
+    return lifetimes.held.get(result) or lifetimes.carried[result]
 
 
 def _run(lifetimes: Lifetimes, group: Sequence[int]) -> tuple[int, int]:
@@ -135,9 +140,11 @@ def _positions(schedule: Schedule, group: Sequence[int]) -> Iterator[tuple[Opera
 
 
 def _others(schedule: Schedule, group: Sequence[int]) -> list[int]:
-    """What merged products read that they do not share."""
-    found = (operation.operands[position] for operation, position in _positions(schedule, group))
-    return [operand for operand in found if isinstance(operand, int)]
+    """What merged products read that they do not share; what one of them multiplies by itself they do."""
+    positions = list(_positions(schedule, group))
+    shared = [operation.operands[1 - position] for operation, position in positions[:1]]
+    found = [operation.operands[position] for operation, position in positions]
+    return [operand for operand in found if isinstance(operand, int) and operand not in shared]
 
 
 def _sizes(schedule: Schedule, group: Sequence[int]) -> Iterator[float]:
