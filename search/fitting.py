@@ -47,8 +47,12 @@ _SHARES = 1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01
 """Of the gap, of which the first one is taken that is affordable; with fewer choices the bound hardly rises."""
 _ENTRIES, _LARGEST = 1e8, 1e7
 """Table entries, in all and of one table: less than a second's."""
+_MOST_ENTRIES = 3e7
+"""Of the graph, whose tables are copied."""
 _GROWTH = 2.0
 """Times as many may be needed as groups are split."""
+_SHARE_OF_WORK = 0.5
+"""Of the work of sweeps, what splitting them may take."""
 _WORTH = 0.5
 """The share of the gap that was open when choices were looked through before, up to which they are again."""
 _SECONDS_PER_ENTRY, _SECONDS_PER_VARIABLE = 7e-9, 1e-4
@@ -61,6 +65,8 @@ def settle_fitting(solver: GraphSolver) -> bool:
     live = graph.live()
     if not live or left == math.inf or left > _WORTH * solver.fitted or any(graph.spans[v] for v in live):
         return False
+    if graph.entries() > _MOST_ENTRIES:
+        return False
     solver.fitted = left
     graph.make_consistent()
     relaxation = Relaxation(graph)
@@ -71,7 +77,8 @@ def settle_fitting(solver: GraphSolver) -> bool:
     if places is None:
         return False
     groups, room = Groups(above, places), 1.0
-    while (order := _plan(graph, groups.places, room)) is not None and solver.may_sweep():
+    until = solver.estimate + _SHARE_OF_WORK * solver.effort.seconds
+    while (order := _plan(graph, groups.places, room)) is not None and solver.estimate < until:
         small, room = groups.small, _GROWTH
         costs: dict[int, Array] = {v: small.costs[v] for v in live}  # type: ignore[misc]
         found, cost = Elimination(small, costs, {v: np.arange(len(costs[v])) for v in live}).solve(order, {})

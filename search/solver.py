@@ -127,7 +127,7 @@ class GraphSolver:
             if merges and self._unmerged is None and graph.entries() <= effort.closable:
                 self._unmerged = graph.copy(sibling=True)
                 self._unmerged.hint = graph.hint
-            if (self.stalled or self.creeping) and effort.fitting and settle_fitting(self):
+            if (self.stalled or self.creeping or not self.may_sweep()) and effort.fitting and settle_fitting(self):
                 return
             if merges and self.open_cycles():
                 continue

@@ -106,3 +106,10 @@ def test_a_stalled_search_looks_through_what_fits_before_it_merges(monkeypatch: 
     monkeypatch.setattr(solver, "open_cycles", lambda: False)
     solver.solve()
     assert solver.closed
+
+
+def test_a_search_that_may_not_sweep_on_looks_through_what_fits() -> None:
+    effort = Effort(sweeps=1, entries=1, closable=0, promising=1, dives=False, merging=0, fitting=True)
+    solver = GraphSolver(Graph.of(_ring()), math.inf, effort, 1e-9, WATCH)
+    solver.solve()
+    assert solver.closed and not solver.stalled
