@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
+from shardplan.anew import awaited
 from shardplan.beginnings import in_parts
 from shardplan.control import Link, Links
 from shardplan.early import reduced_before_added
@@ -222,7 +223,9 @@ class Replay:
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
                     # XLA merges equal reshards, and would keep the first one; behind a barrier they are not equal.
                     # What is behind it is constrained again: else Shardy gives all that read it later what is read here
-                    anew = jax.lax.optimization_barrier(self._held[operand, stored])
+                    behind = awaited(self._schedule).get((operation.index, operand))
+                    others = () if behind is None else (self._read(*behind),)
+                    anew, *_ = jax.lax.optimization_barrier((self._held[operand, stored], *others))
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardplan import _jax
 from shardplan.layout import Layout
-from shardplan.memory.combining import Gather, combined_reductions, gather_for
+from shardplan.memory.combining import Gather, combined_reductions, gather_for, waits_for
 from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.pipelining import gathered_before, peeled_loops
@@ -126,7 +126,9 @@ def gathered_from(lifetimes: Lifetimes, schedule: Schedule, sending: Sending) ->
     for group in combined_gathers(schedule):
         alone = [lifetimes.place[gather.alone] for gather in group if gather.alone is not None]
         read = [lifetimes.reads[gather.value][0] for gather in group if gather.alone is None]
-        first = min(alone + read)
+        others = [other for gather in group if (other := waits_for(schedule, gather))]
+        made = [lifetimes.place[schedule.program.makers[other.value].index] for other in others]
+        first = max([min(alone + read), *made])
         found |= {gather: min(first, found.get(gather, first)) for gather in group}
     for gather, index in sending.begins.items():
         found[gather] = min(lifetimes.place[index], found.get(gather, lifetimes.end))

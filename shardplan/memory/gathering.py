@@ -23,7 +23,15 @@ import math
 from collections.abc import Iterator
 
 from shardplan.layout import Layout
-from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_before, read_otherwise, with_partners
+from shardplan.memory.combining import (
+    COMBINED_BYTES,
+    Gather,
+    gather_for,
+    read_before,
+    read_otherwise,
+    waits_for,
+    with_partners,
+)
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -50,7 +58,9 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
             if gather not in numbers:
                 size = bytes_in(schedule, gather.value, gather.layout)
                 number, filled = filling.get(kind, (-1, math.inf))
-                if number in behind.get(gather.value, ()) or filled + size > COMBINED_BYTES:
+                other = waits_for(schedule, gather)
+                needed = (gather.value,) if other is None else (gather.value, other.value)
+                if any(number in behind.get(value, ()) for value in needed) or filled + size > COMBINED_BYTES:
                     number, filled = len(groups), 0.0
                     groups.append([])
                 groups[number].append(gather)

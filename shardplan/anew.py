@@ -1,0 +1,66 @@
+"""What is brought to another layout once for each reader, and when each of these collectives can begin.
+
+Within a memory limit a plan may gather a tensor once for each reader instead of keeping the copy (a layer's weights for
+the forward pass, and again for the backward pass). XLA would merge these gathers, so that each further one reads the
+tensor behind a barrier. A weight depends on nothing: behind a barrier of its own it could still be gathered at any
+time, and XLA gathers those of several layers together, long before most of them are read. So where a product reads it,
+the barrier waits for the product's other operand too: a gradient, or what is computed again. That is in memory then
+anyhow, as a library reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardplan.layout import Layout
+from shardplan.once import once
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+class Awaited(NamedTuple):
+    """A value that a collective waits for, in the layout in which the operation reads it that reads both."""
+
+    value: int
+    layout: Layout
+
+
+@once
+def awaited(schedule: Schedule) -> Mapping[tuple[int, int], Awaited]:
+    """What the collectives wait for that bring a value to a further reader: by the reader's index, and the value."""
+    found: dict[tuple[int, int], Awaited] = {}
+    before: dict[tuple[int, Layout], int] = {}  # the last reader of a value in a layout
+    for operation in schedule.program.operations:
+        strategy = schedule.assignment.strategies.get(operation.index)
+        if strategy is None:
+            continue
+        for value, layout in zip(operation.operands, strategy.operands, strict=True):
+            if isinstance(value, int) and layout is not None and _is_anew(schedule, value, layout):
+                last = before.get((value, layout))
+                other = None if last is None else _other(schedule, operation, value, last)
+                if other is not None:
+                    found[operation.index, value] = other
+                before[value, layout] = operation.index
+    return found
+
+
+def _is_anew(schedule: Schedule, value: int, layout: Layout) -> bool:
+    values = schedule.assignment.values
+    return value in values and layout != values[value] and schedule.gathered_anew(value, layout)
+
+
+def _other(schedule: Schedule, operation: Operation, value: int, last: int) -> Awaited | None:
+    """The other operand of a product that reads a value, where that is made after another operation has read this."""
+    if operation.primitive.name not in _PRODUCTS:
+        return None
+    strategy, makers = schedule.assignment.strategies[operation.index], schedule.program.makers
+    for other, layout in zip(operation.operands, strategy.operands, strict=True):
+        if not isinstance(other, int) or layout is None or other == value or other not in makers:
+            continue
+        stored = other in schedule.assignment.values and not _is_anew(schedule, other, layout)
+        if stored and makers[other].region == operation.region and makers[other].index > last:
+            return Awaited(other, layout)
+    return None
