@@ -97,7 +97,7 @@ def _generated_until(
                     strategy = schedule.assignment.strategies.get(reader.index)
                     as_stored = strategy and strategy.operands[reader.operands.index(value)] == gather.layout
                     if as_stored and not _is_transposed(lifetimes, makers, generated, reader):
-                        yield gather, gather, _computed_until(lifetimes, schedule, reader)
+                        yield gather, gather, computed_until(lifetimes, reader, schedule)
 
 
 def _is_transposed(
@@ -157,7 +157,7 @@ def brought_for(
         kept = operation.index not in lifetimes.updating or place <= lifetimes.copied[operand][1]
         copied = layout == schedule.copy(operand) and kept  # also where what a product reads was copied before
         if layout != values[operand] and not copied:
-            last = ends[operand] if operand in ends else _computed_until(lifetimes, schedule, operation)
+            last = ends[operand] if operand in ends else computed_until(lifetimes, operation, schedule)
             beside = lifetimes.put_beside.get((operation.index, operation.operands.index(operand)), last)
             yield operand, layout, min(first, beside), min(last, beside)
 
@@ -238,13 +238,14 @@ def _last_as_whole(lifetimes: Lifetimes, schedule: Schedule, value: int, maker: 
             else:
                 parts = True
     if len(wholes) > 1:
-        wholes += [_computed_until(lifetimes, schedule, reader) for reader in on_the_way]
+        wholes += [computed_until(lifetimes, reader, schedule) for reader in on_the_way]
     return max(wholes) if parts else None
 
 
-def _computed_until(lifetimes: Lifetimes, schedule: Schedule, operation: Operation) -> int:
-    """The last place at which an operation is computed: on the way, that of the last kernel of which it is part."""
-    values, strategies = schedule.assignment.values, schedule.assignment.strategies
+def computed_until(lifetimes: Lifetimes, operation: Operation, schedule: Schedule | None = None) -> int:
+    """The last place at which an operation is computed: on the way, that of the last kernel of which it is part. Where
+    a schedule is given, only what reads results as they are made is taken to be."""
+    strategies = {} if schedule is None else schedule.assignment.strategies
     last, seen, stack = lifetimes.place[operation.index], {operation.index}, [operation]
     while stack:
         made = stack.pop()
@@ -253,7 +254,9 @@ def _computed_until(lifetimes: Lifetimes, schedule: Schedule, operation: Operati
         for result in made.results:
             for reader in lifetimes.readers.get(result, ()):
                 strategy = strategies.get(reader.index)
-                as_made = strategy is None or strategy.operands[reader.operands.index(result)] == values.get(result)
+                as_made = strategy is None or schedule is None
+                if not as_made:
+                    as_made = strategy.operands[reader.operands.index(result)] == schedule.assignment.values.get(result)
                 if as_made and reader.index not in seen:
                     last = max(last, lifetimes.place[reader.index])
                     seen.add(reader.index)

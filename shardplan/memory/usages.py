@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
-from shardplan.memory.bringing import Sending, brought_spans, gathered_from, reduced_at
+from shardplan.memory.bringing import Sending, brought_spans, computed_until, gathered_from, reduced_at
 from shardplan.memory.brought import Brought
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.fusion import pointwise_operations
@@ -268,7 +268,8 @@ class Usages:
             choices = problem.choices.get(operation.index)
             generates = not operation.results or operation.results[0] in problem.generated
             last = self._reduced.get(operation.index, place)
-            counts = place in running or last > place or operation.index in longer
+            until = computed_until(lifetimes, operation) if choices is not None and not generates else place
+            counts = place in running or max(last, until) > place or operation.index in longer
             alike = operation.index in lifetimes.updating, operation.index in lifetimes.fused
             moves = counts and choices is not None and not generates
             for brought, amounts in _brought_by(problem, operation.index, *alike) if moves else ():
@@ -278,7 +279,7 @@ class Usages:
                 elif own is not None:
                     during = own
                 elif not any(s.start <= place <= s.end for s in spans.get(brought.value, ())):
-                    during = Lifetime(place, place)
+                    during = Lifetime(place, until)
                 else:  # it is there
                     continue
                 yield PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
