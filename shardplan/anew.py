@@ -28,21 +28,21 @@ class Awaited(NamedTuple):
     layout: Layout
 
 
+def awaited(schedule: Schedule, reader: Operation, value: int) -> tuple[Awaited, ...]:
+    """What the collectives that bring a value to a further reader wait for besides: nothing, or one other operand."""
+    return _awaited(schedule).get((reader.index, value), ())
+
+
 @once
-def awaited(schedule: Schedule) -> Mapping[tuple[int, int], Awaited]:
-    """What the collectives wait for that bring a value to a further reader: by the reader's index, and the value."""
-    found: dict[tuple[int, int], Awaited] = {}
+def _awaited(schedule: Schedule) -> Mapping[tuple[int, int], tuple[Awaited, ...]]:
+    found: dict[tuple[int, int], tuple[Awaited, ...]] = {}
     before: dict[tuple[int, Layout], int] = {}  # the last reader of a value in a layout
     for operation in schedule.program.operations:
         strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is None:
-            continue
-        for value, layout in zip(operation.operands, strategy.operands, strict=True):
+        for value, layout in zip(operation.operands, strategy.operands, strict=True) if strategy is not None else ():
             if isinstance(value, int) and layout is not None and _is_anew(schedule, value, layout):
-                last = before.get((value, layout))
-                other = None if last is None else _other(schedule, operation, value, last)
-                if other is not None:
-                    found[operation.index, value] = other
+                if (value, layout) in before:
+                    found[operation.index, value] = _others(schedule, operation, value, before[value, layout])
                 before[value, layout] = operation.index
     return found
 
@@ -52,15 +52,15 @@ def _is_anew(schedule: Schedule, value: int, layout: Layout) -> bool:
     return value in values and layout != values[value] and schedule.gathered_anew(value, layout)
 
 
-def _other(schedule: Schedule, operation: Operation, value: int, last: int) -> Awaited | None:
+def _others(schedule: Schedule, operation: Operation, value: int, last: int) -> tuple[Awaited, ...]:
     """The other operand of a product that reads a value, where that is made after another operation has read this."""
     if operation.primitive.name not in _PRODUCTS:
-        return None
+        return ()
     strategy, makers = schedule.assignment.strategies[operation.index], schedule.program.makers
     for other, layout in zip(operation.operands, strategy.operands, strict=True):
         if not isinstance(other, int) or layout is None or other == value or other not in makers:
             continue
-        stored = other in schedule.assignment.values and not _is_anew(schedule, other, layout)
-        if stored and makers[other].region == operation.region and makers[other].index > last:
-            return Awaited(other, layout)
-    return None
+        kept = other in schedule.assignment.values and not _is_anew(schedule, other, layout)
+        if kept and makers[other].region == operation.region and makers[other].index > last:
+            return (Awaited(other, layout),)
+    return ()

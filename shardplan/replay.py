@@ -90,9 +90,7 @@ class Replay:
         for position, value in enumerate(operation.results):
             if value in self._schedule.problem.stacks and self._schedule.is_partial(value, layouts[value]):
                 results[position] = jax.numpy.swapaxes(results[position], 0, 1)  # a partial tensor's parts are in front
-        placed = [
-            self._constrain(array, layouts[value]) for value, array in zip(operation.results, results, strict=True)
-        ]
+        placed = map(self._constrain, results, [layouts[value] for value in operation.results])
         self._hold(operation.results, placed)
 
     @contextmanager
@@ -223,8 +221,7 @@ class Replay:
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
                     # XLA merges equal reshards, and would keep the first one; behind a barrier they are not equal.
                     # What is behind it is constrained again: else Shardy gives all that read it later what is read here
-                    behind = awaited(self._schedule).get((operation.index, operand))
-                    others = () if behind is None else (self._read(*behind),)
+                    others = [self._read(*other) for other in awaited(self._schedule, operation, operand)]
                     anew, *_ = jax.lax.optimization_barrier((self._held[operand, stored], *others))
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:

@@ -349,12 +349,12 @@ def test_a_search_within_a_limit_counts_the_zeros_of_a_pooling_gradient():
 def test_the_least_peak_is_near_its_bound_and_no_higher_on_a_finer_mesh():
     step, state, batch = _training()
     least = []
-    for sizes in ((8,), (2, 4)):
-        mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
+    for mesh in (MESH, jax.sharding.AbstractMesh((2, 4), ("x", "y"))):
         with pytest.raises(InfeasibleError, match="none is below") as caught:
             shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e5)
         least.append(caught.value.least_peak_bytes)
-    assert least[1] <= 1.02 * least[0]
+        assert least[-1] <= 1.13e6 * float(str(caught.value).split("none is below ")[1].split(" MB")[0])
+    assert least[1] <= 1.04 * least[0]
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=1.001 * least[0])
 
 

@@ -126,7 +126,7 @@ def gathered_from(lifetimes: Lifetimes, schedule: Schedule, sending: Sending) ->
     for group in combined_gathers(schedule):
         alone = [lifetimes.place[gather.alone] for gather in group if gather.alone is not None]
         read = [lifetimes.reads[gather.value][0] for gather in group if gather.alone is None]
-        others = [other for gather in group if (other := waits_for(schedule, gather))]
+        others = [other for gather in group for other in waits_for(schedule, gather)]
         made = [lifetimes.place[schedule.program.makers[other.value].index] for other in others]
         first = max([min(alone + read), *made])
         found |= {gather: min(first, found.get(gather, first)) for gather in group}
@@ -245,7 +245,6 @@ def _last_as_whole(lifetimes: Lifetimes, schedule: Schedule, value: int, maker: 
 def computed_until(lifetimes: Lifetimes, operation: Operation, schedule: Schedule | None = None) -> int:
     """The last place at which an operation is computed: on the way, that of the last kernel of which it is part. Where
     a schedule is given, only what reads results as they are made is taken to be."""
-    strategies = {} if schedule is None else schedule.assignment.strategies
     last, seen, stack = lifetimes.place[operation.index], {operation.index}, [operation]
     while stack:
         made = stack.pop()
@@ -253,12 +252,14 @@ def computed_until(lifetimes: Lifetimes, operation: Operation, schedule: Schedul
             continue
         for result in made.results:
             for reader in lifetimes.readers.get(result, ()):
-                strategy = strategies.get(reader.index)
-                as_made = strategy is None or schedule is None
-                if not as_made:
-                    as_made = strategy.operands[reader.operands.index(result)] == schedule.assignment.values.get(result)
-                if as_made and reader.index not in seen:
+                if reader.index not in seen and (schedule is None or _reads_as_made(schedule, reader, result)):
                     last = max(last, lifetimes.place[reader.index])
                     seen.add(reader.index)
                     stack.append(reader)
     return last
+
+
+def _reads_as_made(schedule: Schedule, reader: Operation, result: int) -> bool:
+    strategy = schedule.assignment.strategies.get(reader.index)
+    made = schedule.assignment.values.get(result)
+    return strategy is None or strategy.operands[reader.operands.index(result)] == made

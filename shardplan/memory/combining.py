@@ -100,9 +100,10 @@ def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Lay
     return Gather(value, layout, operation.index if alone else None)
 
 
-def waits_for(schedule: Schedule, gather: Gather) -> Awaited | None:
+def waits_for(schedule: Schedule, gather: Gather) -> tuple[Awaited, ...]:
     """What a gather for a further reader waits for, beside what it gathers."""
-    return None if gather.alone is None else awaited(schedule).get((gather.alone, gather.value))
+    alone = gather.alone
+    return () if alone is None else awaited(schedule, schedule.program.operations[alone], gather.value)
 
 
 @once

@@ -58,8 +58,7 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
             if gather not in numbers:
                 size = bytes_in(schedule, gather.value, gather.layout)
                 number, filled = filling.get(kind, (-1, math.inf))
-                other = waits_for(schedule, gather)
-                needed = (gather.value,) if other is None else (gather.value, other.value)
+                needed = (gather.value, *(other.value for other in waits_for(schedule, gather)))
                 if any(number in behind.get(value, ()) for value in needed) or filled + size > COMBINED_BYTES:
                     number, filled = len(groups), 0.0
                     groups.append([])

@@ -347,14 +347,12 @@ class Graph:
 
     def _awaited(self, gather: Gather, sent: Mapping[int, int], place: int) -> set[int]:
         """What makes, or brings, the value that a gather waits for beside what it gathers."""
-        other = waits_for(self.schedule, gather)
-        if other is None or gather.alone is None:
-            return set()
-        makers = {value: self.maker(value) for value in self.sources(other.value)}
-        found = {sent.get(value, maker) for value, maker in makers.items() if maker is not None}
-        if any(step.kind != "slice" for step in self.schedule.route(*other).steps):
-            reader = self.program.operations[gather.alone]
-            found.add(self._gather(gather_for(self.schedule, reader, *other), place))
+        found = set[int]()
+        for other in waits_for(self.schedule, gather):
+            makers = {value: self.maker(value) for value in self.sources(other.value)}
+            found |= {sent.get(value, maker) for value, maker in makers.items() if maker is not None}
+            if any(step.kind != "slice" for step in self.schedule.route(*other).steps):
+                found.add(self._gather(gather_for(self.schedule, self.program.operations[place + 1], *other), place))
         return found
 
     def _read_otherwise(self, operation: Operation) -> Iterator[Gather]:

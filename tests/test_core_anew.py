@@ -1,0 +1,115 @@
+"""What is gathered once for each reader, within a memory limit: when XLA can begin it, and what that saves."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from math import inf
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+import shardplan
+from shardplan.anew import awaited
+from shardplan.audit import measure
+from shardplan.memory.bringing import computed_until
+from shardplan.memory.gathering import combined_gathers
+from shardplan.memory.hiding import hiding_order
+from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.recomputing import kernels_in
+from shardplan.memory.usages import Usages
+from shardplan.schedule import Schedule
+from shardplan.target import gpu_mesh
+from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
+
+compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+
+
+def _step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        y = x
+        for w in weights:
+            y = jnp.tanh(y @ w)
+        return jnp.sum(y)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def _planned(layers: int, width: int, mesh: Mesh | AbstractMesh) -> tuple[shardplan.Plan, Schedule]:
+    """A plan whose weights are stored in parts, and its schedule with each of them gathered for each reader."""
+    square = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    pins = {"0/*": PartitionSpec(None, "x"), "1": PartitionSpec("x", None)}
+    plan = shardplan.plan(_step, mesh, [square] * layers, square, donate_argnums=0, pins=pins, memory_limit=inf)
+    assignment = plan.schedule.assignment
+    stored = {weight: assignment.values[weight] for weight in plan.program.inputs[:layers]}
+    return plan, Schedule(plan.schedule.problem, replace(assignment, copies=assignment.copies | stored))
+
+
+def test_gathers_for_the_backward_pass_wait_for_its_gradients() -> None:
+    plan, schedule = _planned(4, 64, AbstractMesh((8,), ("x",)))
+    program, weights = plan.program, plan.program.inputs[:4]
+    for weight in weights[1:]:  # the first weight's product passes no gradient on
+        forward, backward = (
+            o for o in program.operations if o.primitive.name == "dot_general" and weight in o.operands
+        )
+        assert awaited(schedule, forward, weight) == ()
+        [other] = awaited(schedule, backward, weight)
+        assert {other.value, weight} == {*backward.operands}
+    groups = [[gather.value for gather in group] for group in combined_gathers(schedule)]
+    [together] = groups  # those of the forward pass: the others depend on each other
+    assert together[1:] == [*weights[1:]]
+
+
+def test_what_waits_for_a_gradient_begins_behind_it() -> None:
+    _, schedule = _planned(4, 64, AbstractMesh((8,), ("x",)))
+    order, sending = hiding_order(schedule, kernels_in(schedule))
+    place = {index: number for number, index in enumerate(order)}
+    waiting = [gather for gather in sending.begins if gather.alone is not None]
+    checked = 0
+    for gather in waiting:
+        for other in awaited(schedule, schedule.program.operations[gather.alone or 0], gather.value):
+            assert place[sending.begins[gather]] > place[schedule.program.makers[other.value].index]
+            checked += 1
+    assert checked == 3
+
+
+def test_gathers_for_further_readers_change_nothing_that_is_computed() -> None:
+    mesh = mesh_of((8,))
+    plan, schedule = _planned(4, 64, mesh)
+    drawn = with_schedule(plan, schedule)
+    keys = jax.random.split(jax.random.key(0), 5)
+    *weights, x = (jax.random.normal(key, (64, 64)) / 8 for key in keys)
+    assert_equal_trees(run(drawn, mesh, weights, x), _step(weights, x))
+
+
+def test_what_is_brought_for_a_kernel_counts_as_long_as_that_may_compute_it() -> None:
+    """What a kernel brings to another layout, which no schedule before has done: until the last kernel that computes on
+    the way what is made of it."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        wide = w.T * 2
+        return jnp.tanh(x @ wide) @ wide
+
+    square, rows = (jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (64, 8192))
+    pins = {"0": PartitionSpec("x", None), "1": PartitionSpec("x", None)}
+    plan = shardplan.plan(step, AbstractMesh((2,), ("x",)), square, rows, pins=pins)
+    problem, operations = plan.schedule.problem, plan.program.operations
+    lifetimes = Lifetimes(problem, range(len(operations)))
+    transposed, doubled = operations[:2]
+    assert lifetimes.fused >= {transposed.index} and doubled.results[0] in lifetimes.held
+    assert computed_until(lifetimes, transposed) == doubled.index
+    assert computed_until(lifetimes, doubled) == doubled.index
+    usages = Usages(lifetimes, problem, frozenset())
+    weight = problem.variables.values[plan.program.inputs[0]]
+    spans = [(usage.start, usage.end) for usage in usages._brought(np.arange(3)) if usage.u == weight]
+    assert (transposed.index, doubled.index + 1) in spans
+
+
+@compiles_for_gpus
+def test_weights_gathered_for_each_pass_are_in_memory_for_each_alone() -> None:
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    plan, schedule = _planned(16, 1024, mesh)
+    compiled = measure(with_schedule(plan, schedule).lower(mesh))
+    assert compiled.communication_bytes == pytest.approx(sum(sent.bytes for sent in schedule.collectives()), rel=0.01)
+    assert compiled.memory.peak < 0.7 * measure(plan.lower(mesh)).memory.peak
