@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from shardplan.anew import Awaited, awaited
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
 from shardplan.memory.fusion import is_view, pointwise_operations, readers_in
@@ -98,12 +97,6 @@ def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Lay
     """The gather that brings a value to the layout that an operation reads, if one does."""
     alone = not operation.bodies and schedule.gathered_anew(value, layout)
     return Gather(value, layout, operation.index if alone else None)
-
-
-def waits_for(schedule: Schedule, gather: Gather) -> tuple[Awaited, ...]:
-    """What a gather for a further reader waits for, beside what it gathers."""
-    alone = gather.alone
-    return () if alone is None else awaited(schedule, schedule.program.operations[alone], gather.value)
 
 
 @once

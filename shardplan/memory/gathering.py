@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from shardplan.anew import Awaited, awaited
 from shardplan.layout import Layout
 from shardplan.memory.combining import (
     COMBINED_BYTES,
@@ -29,7 +30,6 @@ from shardplan.memory.combining import (
     gather_for,
     read_before,
     read_otherwise,
-    waits_for,
     with_partners,
 )
 from shardplan.memory.sizes import bytes_in
@@ -77,6 +77,12 @@ def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gath
         gathered = last_gathered(schedule, operand, layout)
         if gathered is not None:
             yield gather_for(schedule, operation, operand, layout), (operation.region, *gathered)
+
+
+def waits_for(schedule: Schedule, gather: Gather) -> tuple[Awaited, ...]:
+    """What a gather for a further reader waits for, beside what it gathers."""
+    alone = gather.alone
+    return () if alone is None else awaited(schedule, schedule.program.operations[alone], gather.value)
 
 
 def last_gathered(schedule: Schedule, value: int, layout: Layout) -> tuple[tuple[int, ...], int] | None:

@@ -36,12 +36,11 @@ from shardplan.memory.combining import (
     gather_for,
     read_otherwise,
     reduced_together,
-    waits_for,
     without_leading,
 )
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
-from shardplan.memory.gathering import combined_gathers
+from shardplan.memory.gathering import combined_gathers, waits_for
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.leaving import copy_at_the_end
 from shardplan.memory.merging import join_producers, merge_nodes, wait_for_slices
