@@ -23,7 +23,7 @@ from shardplan.finding import Counts, Found, Search, find
 # The least peak is looked for half-way between the least that is found and what is proven, until they are this near or
 # as many trials one after the other have found nothing lower, and then in the order of the least, from such a share of
 # it on. Any schedule that is not far too dear will do.
-_MOST_TRIALS, _MOST_IN_VAIN = 8, 2
+MOST_TRIALS, _MOST_IN_VAIN = 8, 2
 _NEAR_LEAST = 0.01
 _BELOW_OWN = 0.9
 _PRECISION_OF_TRIALS = 0.2
@@ -55,10 +55,10 @@ class Leanest:
         if not self._trials:
             self._try()
 
-    def look(self) -> None:
-        """Looks for schedules of lower peaks, until one is within the limit."""
+    def look(self, most: int = MOST_TRIALS) -> None:
+        """Looks for schedules of lower peaks, by so many trials at most, until one is within the limit."""
         limit = self._search.limit_bytes
-        while self._trials < _MOST_TRIALS and self.found.peak_bytes > limit and time.perf_counter() <= self._deadline:
+        while self._trials < most and self.found.peak_bytes > limit and time.perf_counter() <= self._deadline:
             if self._in_vain == _MOST_IN_VAIN or (self._nearest_reached() and not self._go_over()):
                 return
             before = self.found

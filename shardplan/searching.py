@@ -16,7 +16,7 @@ from shardplan.correcting import Corrections
 from shardplan.errors import InfeasibleError
 from shardplan.filling import fill
 from shardplan.finding import CLEARLY, Counts, Found, Search, find
-from shardplan.leanest import Leanest
+from shardplan.leanest import MOST_TRIALS, Leanest
 from shardplan.memory.liveness import memory_profile
 from shardplan.problem import Problem
 from shardplan.relieving import relieve
@@ -27,6 +27,10 @@ from shardplan.tables import megabytes
 _FAR_TOO_DEAR = 0.35
 """The gap, to what is needed without a limit, above which a schedule that fits is held against leaner ones, and the
 best of these is searched on from."""
+
+
+_TRIALS_BESIDE = 2
+"""So many trials are made for it: they need not find one within the limit, as is needed where nothing else is."""
 
 
 def search_within(problem: Problem, search: Search) -> Found:
@@ -70,7 +74,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
 
     corrections.follow(first[0], otherwise)
     if corrections.best is None or far_too_dear(corrections.best):
-        leanest.look()
+        leanest.look(MOST_TRIALS if corrections.best is None else _TRIALS_BESIDE)
         corrections.take_leaner()
         if corrections.best is not None and far_too_dear(corrections.best):
             corrections.search_from_best()
