@@ -31,7 +31,7 @@ def test_what_a_first_search_finds_above_the_limit_takes_over_parts_of_leaner_sc
 
     monkeypatch.setattr(searching, "relieve", relieved)
     monkeypatch.setattr(Corrections, "take", lambda known, own: own)  # nothing is ever within the limit
-    monkeypatch.setattr(Leanest, "look", lambda leanest: None)
+    monkeypatch.setattr(Leanest, "look", lambda leanest, most: None)
     with pytest.raises(InfeasibleError):
         plan_within()
     assert done[:3] == ["search", "lean", "relieve"]
@@ -62,7 +62,7 @@ def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monk
 def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeypatch, times, searches):
     searched = []
 
-    def look(leanest):
+    def look(leanest, most):
         counts, lean = leanest._counts, leanest._known.first
         fits = replace(lean, peak_bytes=0.0)
         monkeypatch.setattr(counts, "counted", lambda: [fits])
@@ -168,5 +168,26 @@ def test_what_fits_in_no_order_of_a_search_is_counted_in_its_own(monkeypatch):
     training = model.training(model.BENCHMARK)
     arguments = training.train_step, MESH, training.state, training.batch
     limit = 0.963 * shardplan.plan(*arguments, donate_argnums=0).peak_bytes  # where nothing fits in the first order
-    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
+    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest, most: None)
     assert shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
+
+
+@pytest.mark.parametrize(("fits", "most"), [(True, 2), (False, 8)])
+def test_few_trials_are_made_beside_a_dear_schedule_that_fits(monkeypatch, fits, most):
+    asked = []
+
+    def follow(corrections, found, otherwise):
+        if fits:
+            corrections.take(replace(found, peak_bytes=0.0))
+
+    monkeypatch.setattr(Corrections, "follow", follow)
+    monkeypatch.setattr(Corrections, "cost", lambda known, choices: 20.0 * known.unlimited)
+    monkeypatch.setattr(Corrections, "search_from_best", lambda known: None)
+    monkeypatch.setattr(Leanest, "look", lambda leanest, most: asked.append(most))
+    monkeypatch.setattr(searching, "fill", lambda known: None)
+    if fits:
+        plan_within()
+    else:
+        with pytest.raises(shardplan.InfeasibleError):
+            plan_within()
+    assert asked == [most]

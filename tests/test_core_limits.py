@@ -90,7 +90,7 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
     monkeypatch.setattr(Corrections, "_search_once", lambda *given: (searched.append(1), once(*given))[1])
     monkeypatch.setattr(correcting, "LEAST_PATIENCE", 1e-3)
     monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 1e-6)
-    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
+    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest, most: None)
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     with pytest.raises(InfeasibleError):
