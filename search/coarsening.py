@@ -87,9 +87,8 @@ def coarse_start(
     they are kept, where what is found need not be the best among its twins and those near it. known: messages that a
     start gave before, at other costs.
     """
-    unfit = graph.hint is not None or graph.usage_limit is not None
-    worth = _WORTH_ENTRIES if above is None else _WORTH_AT_PRICES
-    if unfit or not graph.twins or (before := graph.entries()) < worth:
+    unfit = graph.hint is not None or graph.usage_limit is not None or not graph.twins
+    if unfit or (before := graph.entries()) < (_WORTH_ENTRIES if above is None else _WORTH_AT_PRICES):
         return None
     if _entries(graph, places := places_of(graph)) > _WORTH_SHARE * before:
         return None

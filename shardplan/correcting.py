@@ -225,9 +225,7 @@ class Corrections:
     def _counted(self, found: Found) -> dict[int, float]:
         """What the network counts at the places."""
         places = sorted(self.places)
-        network = self.network(self.search.limit_bytes, places)
-        times, used = network.profile(extended(network, found.solution.choices))
-        used = np.append(0.0, used)[np.searchsorted(times, np.arange(len(places)), side="right")]
+        used = counted_at(self.network(self.search.limit_bytes, places), found.solution.choices, len(places))
         return dict(zip(places, (used - [self.beyond.get(place, 0.0) for place in places]).tolist(), strict=True))
 
     def network(self, limit: float, places: Collection[int]) -> Network:
@@ -319,6 +317,12 @@ def hint_of(network: Network, found: Found, prices: Mapping[int, float], places:
     """What is known before a search: a schedule, and the prices of places in the search before."""
     by_time = {time: prices.get(place, 0.0) for time, place in enumerate(sorted(places))}
     return Hint(extended(network, found.solution.choices), by_time)
+
+
+def counted_at(network: Network, choices: NDArray[np.int64], places: int) -> NDArray[np.float64]:
+    """float [places]: what a network of so many places counts at each of them."""
+    times, used = network.profile(extended(network, choices))
+    return np.append(0.0, used)[np.searchsorted(times, np.arange(places), side="right")]
 
 
 def highest(profile: NDArray[np.float64], limit: float) -> Iterator[int]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import NEARLY_FULL, Corrections, highest
+from shardplan.correcting import NEARLY_FULL, Corrections, counted_at, highest
 from shardplan.finding import Found
 from shardplan.memory.bringing import Sending
 from shardplan.memory.usages import Usages
@@ -96,6 +96,5 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
 
 def _beyond(network: Network, base: Found, exact: NDArray[np.float64], places: Sequence[int]) -> dict[int, float]:
     """Per place, what the schedule holds more than the network counts."""
-    times, used = network.profile(extended(network, base.solution.choices))
-    used = np.append(0.0, used)[np.searchsorted(times, np.arange(len(places)), side="right")]
+    used = counted_at(network, base.solution.choices, len(places))
     return {place: max(0.0, float(exact[place] - size)) for place, size in zip(places, used.tolist(), strict=True)}

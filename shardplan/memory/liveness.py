@@ -54,11 +54,10 @@ class Lifetimes:
     def __init__(
         self, problem: Problem, order: Sequence[int], kernels: Kernels | None = None, sending: Sending | None = None
     ) -> None:
-        program, kernels = problem.program, kernels or kernels_of(problem)
+        program, kernels, sending = problem.program, kernels or kernels_of(problem), sending or Sending()
         self._problem = problem
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
-        sending = sending or Sending()
         self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
         self.adding, self.turned = kernels.adding, kernels.turned
         self.filled = {index: self.place[before] for index, before in sending.filling.items()}
