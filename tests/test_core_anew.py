@@ -102,7 +102,7 @@ def test_what_is_brought_for_a_kernel_counts_as_long_as_that_may_compute_it() ->
     assert computed_until(lifetimes, doubled) == doubled.index
     usages = Usages(lifetimes, problem, frozenset())
     weight = problem.variables.values[plan.program.inputs[0]]
-    spans = [(usage.start, usage.end) for usage in usages._brought(np.arange(3)) if usage.u == weight]
+    spans = [(usage.start, usage.end) for usage in usages._brought(np.arange(3.0)) if usage.u == weight]
     assert (transposed.index, doubled.index + 1) in spans
 
 
