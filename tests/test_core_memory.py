@@ -354,7 +354,7 @@ def test_the_least_peak_is_near_its_bound_and_no_higher_on_a_finer_mesh():
             shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e5)
         least.append(caught.value.least_peak_bytes)
         assert least[-1] <= 1.13e6 * float(str(caught.value).split("none is below ")[1].split(" MB")[0])
-    assert least[1] <= 1.04 * least[0]
+    assert least[1] <= 1.02 * least[0]
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=1.001 * least[0])
 
 
