@@ -24,14 +24,7 @@ from collections.abc import Iterator
 
 from shardplan.anew import Awaited, awaited
 from shardplan.layout import Layout
-from shardplan.memory.combining import (
-    COMBINED_BYTES,
-    Gather,
-    gather_for,
-    read_before,
-    read_otherwise,
-    with_partners,
-)
+from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_before, read_otherwise, with_partners
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation

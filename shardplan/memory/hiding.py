@@ -30,14 +30,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import (
-    Gather,
-    Reduced,
-    gather_for,
-    read_otherwise,
-    reduced_together,
-    without_leading,
-)
+from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers, waits_for
@@ -333,7 +326,7 @@ class Graph:
             brought += tuple(self._read_otherwise(self.program.operations[product]))
         for gather in brought:
             end = self._gather(gather, index - 1)
-            self.needs[self.starts[end]] |= self._awaited(gather, sent, index - 1)
+            self.needs[self.starts[end]] |= self._awaited(gather, sent, index)
             operand = gather.value
             for value in self._sources.get(operand, frozenset((operand,))):
                 maker = self.maker(value)
@@ -344,14 +337,14 @@ class Graph:
                 found.append((value, end))
         return found
 
-    def _awaited(self, gather: Gather, sent: Mapping[int, int], place: int) -> set[int]:
-        """What makes, or brings, the value that a gather waits for beside what it gathers."""
+    def _awaited(self, gather: Gather, sent: Mapping[int, int], reader: int) -> set[int]:
+        """What makes, or brings, the value that a gather for a reader waits for beside what it gathers."""
         found = set[int]()
         for other in waits_for(self.schedule, gather):
             makers = {value: self.maker(value) for value in self.sources(other.value)}
             found |= {sent.get(value, maker) for value, maker in makers.items() if maker is not None}
             if any(step.kind != "slice" for step in self.schedule.route(*other).steps):
-                found.add(self._gather(gather_for(self.schedule, self.program.operations[place + 1], *other), place))
+                found.add(self._gather(gather_for(self.schedule, self.program.operations[reader], *other), reader - 1))
         return found
 
     def _read_otherwise(self, operation: Operation) -> Iterator[Gather]:

@@ -18,7 +18,9 @@ exceeds the limit elsewhere, that place is added: everything that is not alive a
 eliminated as without a limit. What is never counted (reshards that XLA merges and keeps), and what other places need,
 can only raise the peak: a bound of the network's cost, or of its peak, is one of the schedules'. Which products XLA
 merges depends on their sizes, and what it reduces or gathers together depends on what is sent: those that it merges,
-reduces or gathers together in the schedule found before are taken as such.
+reduces or gathers together in the schedule found before are taken as such. What a kernel brings to another layout,
+which that schedule does not, is taken to be there until the last kernel that may compute it on the way: less where one
+reads it otherwise, so that bounds within a limit are those of this count.
 """
 
 from __future__ import annotations
