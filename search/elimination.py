@@ -11,37 +11,35 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph import Graph
+from shardplan.search.summing import Decision, Factor, Scratch, Taken, take_out
 
 __all__ = ["Elimination", "adjacency", "plan", "settled"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
-Factor = tuple[tuple[int, ...], Array]
-Decision = Callable[[dict[int, int]], int]
 _MOST_DIMENSIONS = 32
-_EVERY = slice(None)
-_MOST_KEPT = 5e7
-"""Table entries in all up to which tables are kept, rather than which choice is the cheapest for each of the others':
-that is asked for once in the end."""
+_MOST_KEPT = 2.5e7
+"""Entries of the tables that variables leave, up to which they are kept, rather than which choice is the cheapest for
+each of the others': that is asked for once in the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The order in which variables go, and those that are to be fixed when their turn comes.
 
-    entries: of all tables together, the work to do.
+    entries: of all tables together, the work to do. kept: of those that variables leave.
     """
 
     steps: list[int]
     fixed: frozenset[int]
     entries: float
+    kept: float
 
 
 def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float, most: float = math.inf) -> Plan | None:
@@ -62,7 +60,7 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
     heapq.heapify(heap)
     steps: list[int] = []
     fixed: set[int] = set()
-    entries = 0.0
+    entries = kept = 0.0
     while current:
         value, v = heapq.heappop(heap)
         if current.get(v) != value:
@@ -73,6 +71,7 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
             fixed.add(v)
         else:
             entries += math.exp(value)
+            kept += math.exp(value - widths[v])
         if entries > most:
             return None
         steps.append(v)
@@ -86,28 +85,34 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
         for w in around:
             current[w] = width(w)
             heapq.heappush(heap, (current[w], w))
-    return Plan(steps, frozenset(fixed), entries)
+    return Plan(steps, frozenset(fixed), entries, kept)
 
 
 class Elimination:
     """The best assignment of a graph's variables within some of their choices.
 
     costs: per variable, of all its choices (with prices, where there are any).
-    keep: per variable, the choices to consider, ascending. hint: the choices that fixed variables take.
+    keep: per variable, the choices to consider, ascending. known: per variable, what taking it out gave before, which
+    is used again where all that it was made of is the same, or else replaced. Tables that have changed are to be other
+    arrays.
     """
 
-    def __init__(self, graph: Graph, costs: dict[int, Array], keep: dict[int, Index]) -> None:
+    def __init__(
+        self, graph: Graph, costs: dict[int, Array], keep: dict[int, Index], known: dict[int, Taken] | None = None
+    ) -> None:
         self.keep = keep
         self.tick = graph.tick
         self.constant = graph.constant
-        self.costs = {v: costs[v][picked] for v, picked in keep.items()}
+        self.known, self._scratch = known, Scratch()
+        every = {v for v, picked in keep.items() if len(picked) == len(costs[v])}
+        self.costs = {v: costs[v] if v in every else costs[v][picked] for v, picked in keep.items()}
         self.factors: dict[int, list[Factor]] = {v: [] for v in keep}
         self.neighbours: dict[int, set[int]] = {v: set() for v in keep}
         for v, picked in keep.items():
             for w, table in graph.neighbours[v].items():
                 self.neighbours[v].add(w)
                 if v < w:
-                    smaller = table[picked[:, None], keep[w]] if table.size else table
+                    smaller = table if v in every and w in every else table[picked[:, None], keep[w]]
                     self.factors[v].append(((v, w), smaller))
                     self.factors[w].append(((v, w), smaller))
 
@@ -116,7 +121,8 @@ class Elimination:
         return {v: len(picked) for v, picked in self.keep.items()}
 
     def solve(self, order: Plan, hint: dict[int, int]) -> tuple[dict[int, int], float]:
-        """Eliminates in this order; returns the assignment and its cost."""
+        """Eliminates in this order, where fixed variables take the choices of `hint`; returns the assignment and its
+        cost."""
         undo: list[tuple[int, Decision]] = []
         found: dict[int, int] = {}
         for number, v in enumerate(order.steps):
@@ -126,76 +132,40 @@ class Elimination:
                 found[v] = int(np.searchsorted(self.keep[v], hint[v]))
                 self._fix(v, found[v])
             else:
-                undo.append((v, self._eliminate(v, order.entries <= _MOST_KEPT)))
+                undo.append((v, self._eliminate(v, order.kept <= _MOST_KEPT)))
         for v, decide in reversed(undo):
             found[v] = decide(found)
         return {v: int(self.keep[v][place]) for v, place in found.items()}, self.constant
 
     def _fix(self, v: int, place: int) -> None:
         self.constant += float(self.costs[v][place])
-        for scope, table in self._take(v)[0]:
+        for scope, table in self._take(v):
             axis = scope.index(v)
             self._put(scope[:axis] + scope[axis + 1 :], np.asarray(table.take(place, axis=axis)))
-
-    def _eliminate(self, v: int, keeps: bool) -> Decision:
-        """Takes `v` out; returns what says which of its choices is the cheapest, given the others'."""
-        costs = self.costs[v]
-        factors, scope = self._take(v)
-        factors.sort(key=_size)  # sums grow to the full size only at the end
-        full = (len(costs), *[len(self.keep[w]) for w in scope])
-        first = total = costs.reshape(-1, *[1] * len(scope))
-        for names, table in factors:  # whose axes are in ascending order, like those of the scope
-            axis = names.index(v)
-            if axis:
-                table = table.transpose(axis, *range(axis), *range(axis + 1, len(names)))
-            if len(names) < len(full):
-                table = table[tuple([_EVERY, *[_EVERY if w in names else None for w in scope]])]
-            if total.shape == full and total is not first:
-                total += table
-            else:
-                total = total + table
-        self._put(scope, np.minimum.reduce(total))
-        return _of_sums(v, costs, factors) if keeps else _of_all(scope, total)
-
-    def _take(self, v: int) -> tuple[list[Factor], tuple[int, ...]]:
-        """Removes the factors that have `v`; returns them, and their other variables."""
-        factors = self.factors.pop(v)
-        around = {w for names, _ in factors for w in names}
-        around.discard(v)
-        for w in around:
-            self.factors[w] = [factor for factor in self.factors[w] if v not in factor[0]]
-        return factors, tuple(sorted(around))
 
     def _put(self, scope: tuple[int, ...], table: Array) -> None:
         if not scope:
             self.constant += float(table)
-        elif len(scope) == 1:
-            self.costs[scope[0]] = self.costs[scope[0]] + table
-        else:
-            for w in scope:
-                self.factors[w].append((scope, table))
+        for w in scope:
+            self.factors[w].append((scope, table))
 
+    def _eliminate(self, v: int, keeps: bool) -> Decision:
+        """Takes `v` out; returns what says which of its choices is the cheapest, given the others'."""
+        costs, factors = self.costs[v], self._take(v)
+        taken = None if self.known is None else self.known.get(v)
+        if taken is None or not taken.of(costs, factors):
+            taken = take_out(v, costs, factors, self._scratch, keeps)
+        if self.known is not None and keeps:
+            self.known[v] = taken
+        self._put(taken.scope, taken.least)
+        return taken.decide
 
-def _of_sums(v: int, costs: Array, factors: list[Factor]) -> Decision:
-    """The choice of `v` of the least cost and entries of its tables, given the choices of all others."""
-
-    def decide(found: dict[int, int]) -> int:
-        total = costs
-        for names, table in factors:
-            total = total + table[tuple([_EVERY if w == v else found[w] for w in names])]
-        return int(total.argmin())
-
-    return decide
-
-
-def _of_all(scope: tuple[int, ...], total: Array) -> Decision:
-    """The same of their sum, of which only the choices are kept."""
-    best = total.argmin(axis=0).astype(np.uint16)
-    return lambda found: int(best[tuple([found[w] for w in scope])])
-
-
-def _size(factor: Factor) -> int:
-    return factor[1].size
+    def _take(self, v: int) -> list[Factor]:
+        """Removes the factors that have `v`; returns them."""
+        factors = self.factors.pop(v)
+        for w in {w for names, _ in factors for w in names if w != v}:
+            self.factors[w] = [factor for factor in self.factors[w] if v not in factor[0]]
+        return factors
 
 
 def adjacency(graph: Graph) -> dict[int, set[int]]:

@@ -34,6 +34,7 @@ from shardplan.search.elimination import Elimination, Plan, adjacency, plan
 from shardplan.search.graph import Graph
 from shardplan.search.grouping import Groups
 from shardplan.search.relaxation import Relaxation
+from shardplan.search.summing import Taken
 
 if TYPE_CHECKING:
     from shardplan.search.solver import GraphSolver
@@ -77,11 +78,13 @@ def settle_fitting(solver: GraphSolver) -> bool:
     if places is None:
         return False
     groups, room = Groups(above, places), 1.0
+    known: dict[int, Taken] = {}  # of groups that are not split, most of what was found stays
     until = solver.estimate + _SHARE_OF_WORK * solver.effort.seconds
     while (order := _plan(graph, groups.places, room)) is not None and solver.estimate < until:
         small, room = groups.small, _GROWTH
         costs: dict[int, Array] = {v: small.costs[v] for v in live}  # type: ignore[misc]
-        found, cost = Elimination(small, costs, {v: np.arange(len(costs[v])) for v in live}).solve(order, {})
+        keep = {v: np.arange(len(costs[v])) for v in live}
+        found, cost = Elimination(small, costs, keep, known).solve(order, {})
         solver.estimate += order.entries * _SECONDS_PER_ENTRY + len(live) * _SECONDS_PER_VARIABLE
         choices = groups.choices(found)
         solver.accept(choices, graph.cost(choices))
