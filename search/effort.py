@@ -18,7 +18,7 @@ class Effort:
     dives: whether to try the choices near the relaxation's best alone.
     merging: table entries up to which neighbours are merged where messages stall.
     fitting: whether choices that raise the bound by little, and groups of the others, are looked through where messages
-    stall, creep, or have been swept enough.
+    stall, raise the bound by little, or have been swept enough.
     enough: the gap at which what twins taken together give is not searched on.
     """
 

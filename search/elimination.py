@@ -104,6 +104,8 @@ class Elimination:
         self.tick = graph.tick
         self.constant = graph.constant
         self.known, self._scratch = known, Scratch()
+        self.entries = 0
+        """Of the tables that variables were taken out of: the work that it took."""
         every = {v for v, picked in keep.items() if len(picked) == len(costs[v])}
         self.costs = {v: costs[v] if v in every else costs[v][picked] for v, picked in keep.items()}
         self.factors: dict[int, list[Factor]] = {v: [] for v in keep}
@@ -155,6 +157,7 @@ class Elimination:
         taken = None if self.known is None else self.known.get(v)
         if taken is None or not taken.of(costs, factors):
             taken = take_out(v, costs, factors, self._scratch, keeps)
+            self.entries += costs.size * taken.least.size
         if self.known is not None and keeps:
             self.known[v] = taken
         self._put(taken.scope, taken.least)

@@ -46,6 +46,7 @@ class Relaxation:
         self.order = [self.live[i] for i in np.argsort(self.sweeper.place)]
         self.base: Array = self.sweeper.costs.copy()
         self.bound, self.cost = -math.inf, math.inf
+        self._bounds: list[float] = []  # after each time that it was improved
         self.choices: Index | None = None
         self.sweeps = 0
         self.extrapolation = Extrapolation(self.sweeper)
@@ -71,6 +72,7 @@ class Relaxation:
         gain = bound - self.bound
         if gain > 0:
             self.bound, self.best_prices = bound, self.prices
+        self._bounds.append(self.bound)
         if self.profile is None:
             if self.sweeps == 1 or self.sweeps % 10 == 5:
                 self.offer(self.sweeper.decode())
@@ -90,6 +92,10 @@ class Relaxation:
     def seconds_per_sweep(self) -> float:
         """An estimate of how long `improve` takes on one core: 3 ns a table entry each way, 40 us a level."""
         return 6e-9 * self.sweeper.entries + 8e-5 * self.sweeper.levels + 3e-8 * self.amounts.size
+
+    def risen(self, sweeps: int) -> float:
+        """By how much so many last sweeps have raised the bound; infinity where there were not more than that."""
+        return self._bounds[-1] - self._bounds[-1 - sweeps] if len(self._bounds) > sweeps else math.inf
 
     @property
     def settled(self) -> bool:

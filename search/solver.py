@@ -31,6 +31,8 @@ __all__ = ["GraphSolver"]
 Index = NDArray[np.intp]
 _SWEEPS = 20
 _FIRST_SWEEPS = 2
+_LAST_SWEEPS, _SLOW = 5, 0.1
+"""Where so many sweeps close less than this share of the gap, all of it takes longer than dynamic programming."""
 _WORTH_SWEEPING_ON = 0.75
 _WORTH_PRUNING = 0.2
 _FEW_CHOICES = 4000
@@ -71,8 +73,8 @@ class GraphSolver:
         """Whether `sweep_until_prunable` ends where much can be pruned."""
         self.patience = 2
         """After so many turns that hardly raise the bound, messages count as stalled."""
-        self.stalled = False
-        """Whether the messages have stopped to help."""
+        self.stalled = self.slow = False
+        """Whether the messages have stopped to help; and whether the last sweeps have raised the bound by little."""
         self.contradicted = False  # whether twins may be what leaves the gap open, and are worth telling apart
         self.opens = self.creeping = False
         """Whether `sweep_until_prunable` ends where messages creep far from closed; and whether it has."""
@@ -127,7 +129,7 @@ class GraphSolver:
             if merges and self._unmerged is None and graph.entries() <= effort.closable:
                 self._unmerged = graph.copy(sibling=True)
                 self._unmerged.hint = graph.hint
-            if (self.stalled or self.creeping or not self.may_sweep()) and effort.fitting and settle_fitting(self):
+            if (self.stalled or self.slow or not self.may_sweep()) and effort.fitting and settle_fitting(self):
                 return
             if merges and self.open_cycles():
                 continue
@@ -158,8 +160,7 @@ class GraphSolver:
 
     def finish(self) -> None:
         """Dynamic programming or CP-SAT on the graph as it is, where it is small enough."""
-        entries = self.effort.entries
-        if not self.closed and not self.settle(40 * entries, entries):
+        if not self.closed and not self.settle(40 * self.effort.entries, self.effort.entries):
             self._close()
 
     def _may_merge(self) -> bool:
@@ -274,6 +275,7 @@ class GraphSolver:
             if self.opens and not self.messages and self._creeps(relaxation, left):
                 self.creeping = True
                 break
+        self.slow = self.creeping or relaxation.risen(_LAST_SWEEPS) < _SLOW * (self.upper - self.lower)
         self.prices = relaxation.price_by_time()
         return relaxation
 

@@ -215,3 +215,22 @@ def test_messages_that_stay_where_they_are_stall_soon() -> None:
     solver.prunes = False
     solver.sweep_until_prunable()
     assert solver.stalled and not solver.closed and solver.sweeps == 80
+
+
+@pytest.mark.parametrize(("slow", "first"), [(0.1, 20), (0.0, 100)])
+def test_choices_that_fit_are_looked_through_where_sweeps_hardly_raise_the_bound(
+    slow: float, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def none_fit(one: GraphSolver) -> bool:
+        asked.append(one.sweeps)
+        return False
+
+    monkeypatch.setattr(solver, "settle_fitting", none_fit)
+    monkeypatch.setattr(solver, "_SLOW", slow)
+    monkeypatch.setattr(solver, "_QUICKLY_OPENED", 0)
+    monkeypatch.setattr(Relaxation, "prunable", lambda *_: 1.0)
+    effort = Effort(sweeps=100, entries=1, closable=0, dives=False, merging=0, fitting=True)
+    GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, Watch(_nothing, lambda: 60.0)).solve()
+    assert asked[0] == first
