@@ -52,6 +52,28 @@ def test_a_copy_for_a_loop_is_held_while_the_loop_runs():
     assert plan.peak_bytes == pytest.approx(size / 8 + size + 8 * block + 2 * block + WORKSPACE_BYTES, rel=0.01)
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_what_a_loop_alone_reads_in_another_layout_is_gone_while_it_runs(both):
+    n, rows = 512, jax.ShapeDtypeStruct((8192, 512), jnp.bfloat16)
+
+    def step(w, x):
+        halves = w.astype(jnp.bfloat16)
+        x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ halves), None), x, None, length=3)
+        return x @ halves if both else x
+
+    plan = shardplan.plan(step, MESH, _square(n), rows, pins={"0": jax.P("x"), "1": jax.P("x")})
+    [gather] = plan.collectives
+    assert (gather.kind, gather.times) == ("all-gather", 1)
+    half, block = 2 * n * n, 2 * 8192 * n // 8
+    # the argument, what others read as well, what was gathered; the rows, the carry or result, and a product
+    expected = (2 + both) * half / 8 + half + 3 * block + WORKSPACE_BYTES
+    assert plan.peak_bytes == pytest.approx(expected, rel=0.001)
+    lifetimes = Lifetimes(plan.schedule.problem, range(len(plan.program.operations)))
+    assert len(lifetimes.handed) == (not both)
+    tight = shardplan.plan(step, MESH, _square(n), rows, pins={"0": jax.P("x"), "1": jax.P("x")}, memory_limit=expected)
+    assert tight.communication_bytes == plan.communication_bytes
+
+
 def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():
     def step(cache, rows):
         def body(place, cache):

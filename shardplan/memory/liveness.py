@@ -8,6 +8,7 @@ value read what it is computed from instead, so these live longer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -111,6 +112,18 @@ class Lifetimes:
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
         self.beside = self._made_beside_arguments() | kernels.leaving
+        self.handed = dict(self._handed_over())
+
+    def _handed_over(self) -> Iterator[tuple[int, tuple[Link, int]]]:
+        """What one loop alone reads, through one link, with that and the last place before the loop: in the layout in
+        which it was made it is there no longer than that, if the loop reads another one."""
+        for operation in self.order:
+            found = [*self.kept_around(operation)] if operation.bodies else []
+            sources = Counter(source for _, source in found)
+            for link, source in found:
+                only = sources[source] == 1 == len(self.readers[source]) and source not in self._problem.program.outputs
+                if only and self.held.get(source, Lifetime(0, 0)).end == self.place[operation.index]:
+                    yield source, (link, self.start(operation) - 1)
 
     def _leaving_bodies(self) -> dict[int, int]:
         """What leaves a body, with the place of its loop or branch, where it is read."""
@@ -322,6 +335,9 @@ def memory_held(
         layout, copy = schedule.assignment.values[value], schedule.copy(value)
         if copy != layout and value not in inputs:
             end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
+        elif value in lifetimes.handed and value not in inputs:
+            link, before = lifetimes.handed[value]
+            end = min(end, max(lifetime.start, before)) if schedule.link_layout(link) != layout else end
         start = lifetime.start
         if value in sliced and value in lifetimes.reads:  # what is read once more later is stored as a slice
             first = min(end, max(start, lifetimes.reads[value][0]))

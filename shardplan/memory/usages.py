@@ -6,6 +6,7 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 |---|---|
 | a held value | its variable; where a copy in another layout takes over, up to the copy's first reader |
 | the copy that several readers share | the value and its copy: a copy in the value's own layout takes none |
+| what a loop alone reads, while it runs | its variable and the loop's: of another layout there is the copy alone |
 | an operand that an operation has brought to another layout, a result before it is | the two variables of that table |
 | what a library works in, the places that a pooling's gradient looks for | the operation |
 | a result, once it is made, and a donated argument until it is read last | the variable of either |
@@ -199,10 +200,11 @@ class Usages:
     def _taken_over(self, value: int, lifetime: Lifetime) -> int:
         """Until when a value is in memory whatever the layout of its copy is."""
         _, copy = self.problem.variables_of(value)
-        stays = value in self._leaving or value in self._inputs
-        if copy is None or stays:
+        if value in self._leaving or value in self._inputs:
             return lifetime.end
-        return min(lifetime.end, max(lifetime.start, self.lifetimes.reads[value][0]))
+        if copy is not None:
+            return min(lifetime.end, max(lifetime.start, self.lifetimes.reads[value][0]))
+        return min(lifetime.end, max(lifetime.start, self.lifetimes.handed.get(value, (None, lifetime.end))[1]))
 
     def _of_copies(self, counted: frozenset[int]) -> Iterator[PairUsage]:
         """Copies that several readers share."""
@@ -265,6 +267,9 @@ class Usages:
                     ends = variables.read(value), variables.values[link.target]
                     brought = Brought(value, *ends, self._layouts(value), wanted)
                     yield self._pair(brought, during)
+                    stored = self._held(value)
+                    if value in lifetimes.handed and stored is not None:
+                        yield self._read_as_made(brought, Lifetime(max(start, stored.start + 1), stored.end))
                     if value in self._twice and self._twice[value][1] < start:
                         yield self._left_by_a_gather(brought, Lifetime(*self._twice[value]))
             choices = problem.choices.get(operation.index)
@@ -288,6 +293,12 @@ class Usages:
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
+
+    def _read_as_made(self, brought: Brought, during: Lifetime) -> PairUsage:
+        """What a loop alone reads, while that runs: where the loop reads it in the layout in which it was made."""
+        equal = [[own == layout for layout in brought.wanted] for own in brought.there]
+        amounts = np.where(equal, self._sizes(brought.value)[:, None], 0.0)
+        return PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
 
     def _left_by_a_gather(self, brought: Brought, during: Lifetime) -> PairUsage:
         """What a gather leaves beside its copy: where it goes over another dimension than the first."""
