@@ -206,6 +206,7 @@ def copying_kernel(graph: Graph, reader: tuple[int, Operation], read: Gather, ta
     makers = {maker for value in sources if (maker := graph.maker(value)) is not None}
     ends = {graph.reduced[maker] for maker in makers & graph.reduced.keys()}
     needs, values = graph.needs[node] & (makers | ends), graph.values[node] & sources
-    brought = (read, replace(read, alone=operation.index), *graph.brought(read.value))
+    alone = replace(read, alone=operation.index)  # what this reader has brought anew: another copy may come later
+    brought = (alone if alone in graph.gathers else read, *graph.brought(read.value))
     needs |= {graph.gathers[gather] for gather in brought if gather in graph.gathers}
     return graph.add(node - 0.5, needs, values, takes)
