@@ -39,7 +39,7 @@ from shardplan.search.summing import Taken
 if TYPE_CHECKING:
     from shardplan.search.solver import GraphSolver
 
-__all__ = ["settle_fitting"]
+__all__ = ["MOST_ENTRIES", "settle_fitting"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -48,7 +48,7 @@ _SHARES = 1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01
 """Of the gap, of which the first one is taken that is affordable; with fewer choices the bound hardly rises."""
 _ENTRIES, _LARGEST = 1e8, 1e7
 """Table entries, in all and of one table: less than a second's."""
-_MOST_ENTRIES = 3e7
+MOST_ENTRIES = 3e7
 """Of the graph, whose tables are copied."""
 _GROWTH = 2.0
 """Times as many may be needed as groups are split."""
@@ -66,7 +66,7 @@ def settle_fitting(solver: GraphSolver) -> bool:
     live = graph.live()
     if not live or left == math.inf or left > _WORTH * solver.fitted or any(graph.spans[v] for v in live):
         return False
-    if graph.entries() > _MOST_ENTRIES:
+    if graph.entries() > MOST_ENTRIES:
         return False
     solver.fitted = left
     graph.make_consistent()

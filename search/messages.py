@@ -221,6 +221,11 @@ class Sweeper:
         )
 
     @property
+    def ends(self) -> tuple[Index, Index]:
+        """Places of the lower and the higher end of each edge."""
+        return self._ends
+
+    @property
     def entries(self) -> int:
         """Number of table entries, each of which a sweep reads twice."""
         large = sum(edge.table.size for level in self._up for edge in level.large)

@@ -220,6 +220,13 @@ class Relaxation:
         room = upper - self.bound
         return float(np.mean(self.sweeper.beliefs > room)) if room < math.inf else 0.0
 
+    def entries_left(self, upper: float) -> int:
+        """Table entries that `prune` would about leave."""
+        fits = self.sweeper.beliefs <= upper - self.bound
+        sizes = np.maximum(np.add.reduceat(fits, self.sweeper.offsets[:-1]), 1) if len(fits) else fits
+        lows, highs = self.sweeper.ends
+        return int((sizes[lows] * sizes[highs]).sum())
+
     def prune(self, upper: float) -> None:
         """Drops choices that no assignment below `upper` takes, from the graph, which this relaxation then describes
         no more; only `reparametrise` and `messages` may follow."""

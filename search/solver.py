@@ -19,7 +19,7 @@ from shardplan.search.cycles import open_cycles
 from shardplan.search.diving import dive
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.elimination import Elimination, adjacency, plan, settled
-from shardplan.search.fitting import settle_fitting
+from shardplan.search.fitting import MOST_ENTRIES, settle_fitting
 from shardplan.search.graph import Graph
 from shardplan.search.merging import merge_neighbours
 from shardplan.search.reductions import shrink
@@ -83,8 +83,7 @@ class GraphSolver:
         """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced, self._merges = False, True
         self._untried, self._wait = 0, 1  # turns of sweeps until the next trial, and between two
-        self._unmerged: Graph | None = None
-        """The graph before the first merging, where CP-SAT could take it."""
+        self._unmerged: Graph | None = None  # before the first merging, where CP-SAT could take it
 
     def begin(self, messages: Messages, choices: dict[int, int] | None) -> None:
         """Starts from messages and an assignment of the reduced graph, which may turn out not to be valid."""
@@ -120,6 +119,8 @@ class GraphSolver:
                 dive(self, relaxation)
             if self.closed:
                 return
+            if not self.may_sweep() and relaxation.entries_left(max(self.upper, self.ceiling)) > MOST_ENTRIES:
+                break  # nothing that follows could take so many, whose tables would all be copied
             self.prune(relaxation)
             shrink(graph, dominance=before < _FEW_CHOICES)
             self.watch.report()
@@ -165,8 +166,7 @@ class GraphSolver:
 
     def _may_merge(self) -> bool:
         # Where usage binds, what stays open is mostly the price of it, which no merging closes.
-        graph = self.graph
-        return self._merges and self.effort.merging > 0 and not any(graph.spans[v] for v in graph.live())
+        return self._merges and self.effort.merging > 0 and not any(self.graph.spans[v] for v in self.graph.live())
 
     def _merge(self) -> None:
         """Merges neighbours until the bound rises again, or there is nothing left to merge."""

@@ -234,3 +234,23 @@ def test_choices_that_fit_are_looked_through_where_sweeps_hardly_raise_the_bound
     effort = Effort(sweeps=100, entries=1, closable=0, dives=False, merging=0, fitting=True)
     GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, Watch(_nothing, lambda: 60.0)).solve()
     assert asked[0] == first
+
+
+@pytest.mark.parametrize(("most", "prunes"), [(10, False), (10**9, True)])
+def test_what_is_too_large_for_anything_is_not_pruned_in_the_end(
+    most: int, prunes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pruned: list[int] = []
+    prune = GraphSolver.prune
+
+    def counted(one: GraphSolver, relaxation: Relaxation) -> None:
+        pruned.append(relaxation.entries_left(one.upper))
+        prune(one, relaxation)
+        assert one.graph.entries() <= pruned[-1]
+
+    monkeypatch.setattr(GraphSolver, "prune", counted)
+    monkeypatch.setattr(solver, "MOST_ENTRIES", most)
+    effort = Effort(sweeps=20, entries=1, closable=0, dives=False)
+    one = GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, Watch(_nothing, lambda: 60.0))
+    one.solve()
+    assert bool(pruned) == prunes and one.lower < one.upper < math.inf
