@@ -35,6 +35,7 @@ from math import prod
 import numpy as np
 
 from shardplan import _jax
+from shardplan.memory.activations import activated
 from shardplan.memory.convolutions import forward_convolutions
 from shardplan.memory.products import is_multiplied, merged_products
 from shardplan.memory.repeated import apart_in, repeated_in
@@ -53,8 +54,9 @@ class Accumulation:
     """A product that adds itself to a value, by the indices of operations.
 
     between: what turns the product's result into the operand of the addition: views, and a bias.
+    addition: or what ends a rectifier, or such a unit, that the product applies (`shardplan.memory.activations`).
     onto: the value in memory that it is added to, of which the addition reads a view, or the bias; ``in_place``, where
-        it is overwritten with the sum.
+        it is overwritten with the sum. -1 where it is added to nothing.
     """
 
     product: int
@@ -86,6 +88,7 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     merged = {index for group in merged_anywhere(schedule) for index in group}
     convolutions = forward_convolutions(program)
     found, biases = dict[int, Accumulation](), dict[int, Accumulation]()
+    units = list[Accumulation]()
     for operation in program.operations:
         result, name = next(iter(operation.results), -1), operation.primitive.name
         convolved = operation.index in convolutions
@@ -93,6 +96,11 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
             if operation.index not in merged and graph.stays(operation):
                 graph.open[result] = _Open(operation.index, convolved=convolved)
             continue
+        unit = graph.unit(operation)
+        if unit is not None:
+            product, between = unit
+            added = biases.pop(product.product, None)
+            units.append(Accumulation(product.product, between, operation.index, added.onto if added else -1, False))
         position = graph.existing(operation) if name in _VIEWS | _ADDITIONS | {_CONVERSION} else None
         if position is None:
             continue
@@ -116,7 +124,7 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
             found[operation.index] = Accumulation(product.product, product.between, operation.index, onto, alone)
             biases.pop(product.product, None)
             graph.open[result] = replace(product, between=(), added=True)
-    return found | {bias.addition: bias for bias in biases.values()}
+    return found | {last.addition: last for last in (*biases.values(), *units)}
 
 
 @once
@@ -228,6 +236,19 @@ class _Graph:
             if operand in self.open and self._reads[operand] == 1 and self.reads_as_stored(operation, position):
                 found.append((not self.open[operand].viewed, position))
         return min(found)[1] if found else None
+
+    def unit(self, operation: Operation) -> tuple[_Open, tuple[int, ...]] | None:
+        """The product that applies the unit of which an operation is the end, and all that is between, if one does."""
+        value, between = activated(self._program, operation) or (-1, ())
+        product, operations = self.open.get(value), [*(self._program.operations[index] for index in between), operation]
+        if product is None or product.convolved or product.added or product.widened:
+            return None
+        inside = {value, *(one.results[0] for one in operations[:-1])}
+        read = [(o, at) for o in operations for at in range(len(o.operands)) if self.operand(o, at) in inside]
+        alone = sum(self._reads[one] for one in inside) == len(read)  # nothing else reads any of it
+        if alone and all(self.stays(one) for one in operations) and all(self.reads_as_stored(*one) for one in read):
+            return product, (*product.between, *between)
+        return None
 
     def widens(self, operation: Operation, product: _Open) -> bool:
         """Whether an operation converts to float32 what a product makes in 16-bit numbers, as cuBLAS makes it: each of

@@ -235,5 +235,5 @@ def adding_products(schedule: Schedule, kernels: Kernels) -> Kernels:
     adding = accumulations(schedule)
     products = {found.product for found in adding.values()}
     fused = (kernels.fused | products) - adding.keys()
-    read = kernels.read | {found.onto for found in adding.values()}
+    read = kernels.read | {found.onto for found in adding.values() if found.onto >= 0}
     return replace(kernels, fused=fused, read=read, adding=adding, leaving=transposed_results(schedule, kernels))
