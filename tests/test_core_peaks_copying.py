@@ -66,3 +66,19 @@ def test_a_product_applies_a_rectifier_or_a_gaussian_unit_that_alone_reads_it(st
     # what is in memory besides: arguments and the result
     others = peak - wide * large - WORKSPACE_BYTES
     assert 0 < others < 0.5 * large
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.bfloat16])
+def test_products_of_numbers_of_8_bits_read_what_they_sum_over_innermost(dtype):
+    n, rows = 1024, jax.ShapeDtypeStruct((64, 1024), dtype)
+
+    def copied(contracted):
+        def step(x, w):
+            return jax.lax.dot_general(x, w, ((contracted), ((), ())))
+
+        plan = shardplan.plan(step, 1, rows, jax.ShapeDtypeStruct((n, n), dtype))
+        made = sum(plan.program.values[value].total_bytes for value in range(3))
+        return plan.peak_bytes - made - WORKSPACE_BYTES
+
+    assert copied(((1,), (1,))) == 0
+    assert copied(((1,), (0,))) == (n * n if jnp.dtype(dtype).itemsize == 1 else 0)

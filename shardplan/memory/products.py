@@ -3,7 +3,8 @@
 A product over batch dimensions reads each operand with these in front, and the contracted dimensions side by side.
 Heads of attention lie behind the sequence, so that XLA writes transposed copies of queries, keys and values: one per
 order of dimensions that is read, from which forward and backward pass may both read. The value itself need not be
-stored for them, if what it is computed from is. Without batch dimensions, a transposition is part of the product.
+stored for them, if what it is computed from is. Without batch dimensions, a transposition is part of the product, but
+for numbers of 8 bits: what is summed over lies innermost in these, or they are copied so (a matrix of `x @ w`).
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.tracing import trace_program
@@ -161,6 +162,8 @@ def _product_operand(
     orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
     if batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted)):
         orders, middle = [orders[position]] * 2, []  # joined in this order, behind which no transposition is seen
+    if read == 1:  # cuBLAS reads numbers of 8 bits along what it sums over
+        orders, middle = orders[:1] * 2, middle[:1]
     as_it_is = tuple(d for d in lying.get(operand, range(len(dimensions))) if value.shape[d] > 1)
     order = as_it_is if as_it_is in (*orders, *middle) else orders[position]
     copied = padding > 1 or read != own or order != as_it_is
