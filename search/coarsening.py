@@ -150,6 +150,7 @@ def _dropped(graph: Graph, choices: dict[int, int], keep: Masks) -> dict[int, in
     """The assignment, of a graph that has lost all choices but those to keep."""
     graph.hint = choices
     graph.restrict_all(keep)
+    graph.forget()
     graph.make_consistent()
     choices_left, graph.hint = graph.hint, None
     return choices_left

@@ -41,7 +41,6 @@ from numpy.typing import NDArray
 from shardplan.search.graph import Graph, Keep
 from shardplan.search.reductions import fold_follower
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.tables import Tables
 
 __all__ = ["Opened", "open_cycles"]
 
@@ -105,10 +104,9 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
     if total < _WORTH * gap:
         return Opened(0, seconds)
     relaxation.reparametrise()
-    graph.tables = Tables()  # hardly two tables are the same any more
     for cycle, pairs in chosen:
         _open(graph, cycle, pairs)
-    graph.tables = Tables()
+    graph.forget()
     return Opened(len(chosen), seconds)
 
 

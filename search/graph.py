@@ -147,6 +147,10 @@ class Graph:
         self.twins, self.undo, self.hint = other.twins, other.undo, other.hint
         self.unsupported, self.unfollowed, self.undominated = other.unsupported, other.unfollowed, other.undominated
 
+    def forget(self) -> None:
+        """Frees what was computed of tables that are gone. What is computed of those that are left is shared anew."""
+        self.tables = Tables()
+
     def touch(self, variables: Iterable[int]) -> None:
         """Notes that costs or tables of these variables changed."""
         variables = list(variables)

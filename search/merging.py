@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from shardplan.search.graph import Graph, Keep
 from shardplan.search.reductions import fold_follower
 from shardplan.search.relaxation import Relaxation
-from shardplan.search.tables import Tables
 
 __all__ = ["merge", "merge_neighbours"]
 
@@ -84,7 +83,6 @@ def merge_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: i
     allowed = upper - bound + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
     candidates = sorted(_candidates(graph, relaxation, allowed), key=lambda pairs: (pairs.growth, pairs.v, pairs.w))
     relaxation.reparametrise()
-    graph.tables = Tables()  # hardly two tables are the same any more
     near: set[int] = set()
     count, most = 0, max(1, int(_SHARE * len(candidates)))
     for pairs in candidates:
@@ -98,7 +96,7 @@ def merge_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: i
         merge(graph, v, w, pairs.first, pairs.second)
         room -= max(0, pairs.after - pairs.before)
         count += 1
-    graph.tables = Tables()
+    graph.forget()
     return count
 
 

@@ -213,6 +213,7 @@ class Narrowing:
         graph, mark = self.graph, len(self.graph.undo)
         graph.hint = choices
         graph.restrict_all({v: np.isin(self.places[v], left) for v, left in kept.items()})
+        graph.forget()
         graph.make_consistent()
         for v, left in kept_choices(graph.undo[mark:]).items():
             self.places[v] = self.places[v][left]

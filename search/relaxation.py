@@ -303,6 +303,7 @@ class Relaxation:
         """Moves the messages into the graph's costs and tables. Every assignment keeps its cost, and the bound of
         another relaxation starts where this one's ended. Where `prune` came before, that takes less memory."""
         sweeper, graph, kept = self.sweeper, self.graph, self._kept
+        graph.forget()  # hardly two tables are the same any more
         added = sweeper.message_sums()
         offsets = sweeper.offsets.tolist()
         for place, v in enumerate(self.order):

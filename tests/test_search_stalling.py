@@ -1,6 +1,7 @@
 """Where messages stall, what others know is asked for before anything dearer is tried."""
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -254,3 +255,11 @@ def test_what_is_too_large_for_anything_is_not_pruned_in_the_end(
     one = GraphSolver(Graph.of(_contradicting()), math.inf, effort, 1e-9, Watch(_nothing, lambda: 60.0))
     one.solve()
     assert bool(pruned) == prunes and one.lower < one.upper < math.inf
+
+
+def test_tables_are_freed_once_messages_have_moved_into_new_ones() -> None:
+    one = GraphSolver(Graph.of(_contradicting()), math.inf, Effort(), 1e-9, Watch(_nothing, lambda: 60.0))
+    before = [weakref.ref(table) for around in one.graph.neighbours for table in around.values()]
+    assert all(table() is not None for table in before)
+    one.prune(one.relax_again())
+    assert one.graph.live() and not any(table() is not None for table in before)
