@@ -19,6 +19,7 @@ from jax._src import config, dispatch, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
 from jax._src.interpreters import mlir
 from jax._src.lax import lax as lax_internal
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -255,6 +256,11 @@ def wanted_spec(equation: Equation) -> jax.sharding.PartitionSpec | None:
 
 
 optimization_barrier: Primitive = jax.lax.optimization_barrier_p
+
+
+def lying_in(array: jax.Array, order: Sequence[int]) -> jax.Array:
+    """An array of one device whose dimensions lie in this order in memory, the last one's elements side by side."""
+    return with_layout_constraint(array, Layout(tuple(order)))
 
 
 def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from shardplan.layout import Layout
 from shardplan.program import Constant
 from shardplan.schedule import REDUCTIONS, Schedule
 
-_ADDITIONS = frozenset({"add", "add_any"})
-_MOVING = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"})
+ADDITIONS = frozenset({"add", "add_any"})
+MOVING = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"})
 """Operations that stand between a gradient's product and its addition; XLA moves them into one of the two."""
 
 
@@ -31,7 +31,7 @@ def reduced_before_added(schedule: Schedule) -> frozenset[int]:
             steps = (*schedule.route(value, layout).steps, *schedule.result_steps(maker, maker.results.index(value)))
             if any(step.kind in REDUCTIONS for step in steps):
                 return value
-            if maker.primitive.name not in _MOVING:
+            if maker.primitive.name not in MOVING:
                 break
             value, layout = maker.operands[0], strategy.operands[0]
         return None
@@ -39,7 +39,7 @@ def reduced_before_added(schedule: Schedule) -> frozenset[int]:
     found: set[int] = set()
     for operation in schedule.program.operations:
         strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is not None and operation.primitive.name in _ADDITIONS:
+        if strategy is not None and operation.primitive.name in ADDITIONS:
             read = map(reduced, operation.operands, strategy.operands)
             values = {value for value in read if value is not None}
             if len(values) > 1:

@@ -110,10 +110,13 @@ def _as_it_is(problem: Problem, solution: Solution) -> Solution:
 
 
 class Counts:
-    """What a device holds with schedules of a problem, in their own orders and in others: each is counted once."""
+    """What a device holds with schedules of a problem, in their own orders and in others: each is counted once.
 
-    def __init__(self, problem: Problem, search: Search) -> None:
-        self.problem, self.search = problem, search
+    ``running``: whether these keep sums of products running, see `shardplan.running`.
+    """
+
+    def __init__(self, problem: Problem, search: Search, running: bool = False) -> None:
+        self.problem, self.search, self._running = problem, search, running
         self.work = 0.0
         """Estimated seconds of all counts, the same on every machine."""
         self._own: dict[bytes, Found] = {}
@@ -157,7 +160,7 @@ class Counts:
         key = choices.tobytes()
         if key not in self._schedules:
             self.work += _SECONDS_PER_SCHEDULE * len(self.problem.program.operations)
-            self._schedules[key] = Schedule(self.problem, self.problem.decode(choices))
+            self._schedules[key] = Schedule(self.problem, self.problem.decode(choices), self._running)
         return self._schedules[key]
 
 

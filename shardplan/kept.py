@@ -33,6 +33,7 @@ def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
         "mesh": plan.mesh_axes,
         "choices": " ".join(map(str, plan.recipe.choices)),
         "network": plan.recipe.network,
+        "running": plan.recipe.running,
         "objective": plan.objective,
         "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
         "peak_bytes": float(plan.peak_bytes),
@@ -45,7 +46,7 @@ def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
 
 def restored(program: Program, mesh: Mesh | AbstractMesh, options: Options, entry: Mapping[str, Any]) -> Plan:
     """The plan of an entry over the same program, traced anew."""
-    recipe = Recipe(options, tuple(map(int, entry["choices"].split())), entry["network"])
+    recipe = Recipe(options, tuple(map(int, entry["choices"].split())), entry["network"], entry["running"])
     bound = entry["lower_bound"]
     return Plan(
         mesh=mesh,

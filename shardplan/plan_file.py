@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
@@ -79,6 +79,7 @@ def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None
             options=_options(document["options"]),
             choices=tuple(map(int, document["choices"].split())),
             network=document["network"],
+            running=document["running"],
             fingerprint=document["fingerprint"],
         ),
         built=None,
@@ -112,6 +113,7 @@ def _content(plan: Plan) -> dict[str, Any]:
         "collectives": [asdict(collective) for collective in plan.collectives],
         "statistics": plain(plan.statistics),
         "network": plan.recipe.network,
+        "running": plan.recipe.running,
         "choices": " ".join(map(str, plan.recipe.choices)),
     }
 

@@ -114,7 +114,7 @@ def plan_problem(
         collectives=_planned_collectives(schedule),
         statistics=statistics,
         arguments=_arguments(schedule),
-        recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest()),
+        recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest(), schedule.running),
         built=schedule,
         donated=donated,
     )
@@ -144,7 +144,7 @@ def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> 
         raise PlanMismatchError(
             "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"
         )
-    return Schedule(problem, problem.decode(np.array(recipe.choices)))
+    return Schedule(problem, problem.decode(np.array(recipe.choices)), recipe.running)
 
 
 def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:

@@ -19,7 +19,6 @@ from shardplan import _jax
 from shardplan.anew import awaited
 from shardplan.beginnings import in_parts
 from shardplan.control import Link, Links
-from shardplan.early import reduced_before_added
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
@@ -28,6 +27,7 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.reversing import bring
+from shardplan.running import behind_barriers, lying_until_scattered
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import in_order, is_gathered_out_of_order, ordered, slices_gathered_behind, stacked_in_order
@@ -46,7 +46,7 @@ class Replay:
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
         self._ordered = slices_gathered_behind(schedule) if schedule.problem.islands else frozenset[int]()
-        self._early = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
+        self._behind = behind_barriers(schedule)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
@@ -236,7 +236,7 @@ class Replay:
     ) -> tuple[tuple[Any, ...], list[int]]:
         """Runs an operation block by block, with explicit reductions; gives its results and how many steps it did."""
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
-        island = self._island(tuple(sorted(strategy.pending[0])), steps, travelling)
+        island = Island(self._mesh, self._schedule.space.mesh, tuple(sorted(strategy.pending[0])), steps, travelling)
         own = strategy.results[0]
         result = run_on_blocks(self._on_blocks(operation, strategy), operands, strategy.operands, own, island)
         return (result,), [len(steps)]
@@ -304,9 +304,6 @@ class Replay:
         adds = operation.primitive.name == "scatter-add"
         return adding_block(strategy, self._schedule.space.mesh, run) if adds else run
 
-    def _island(self, pending: tuple[int, ...], steps: Sequence[Step], travelling: Any) -> Island:
-        return Island(self._mesh, self._schedule.space.mesh, pending, steps, travelling)
-
     def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
         is_partial, barrier = self._schedule.is_partial, operation.primitive is _jax.optimization_barrier
@@ -335,9 +332,7 @@ class Replay:
             steps = [step for step in self._schedule.result_steps(operation, number) if step.kind in REDUCTIONS]
             done.append(len(steps))
             if steps:
-                pending, *own = layout
-                island = self._island(pending, steps, self._schedule.problem.travelling(index))
-                stacked[number] = island.reduce_stacked(self._constrain(stacked[number], layout), tuple(own))
+                stacked[number] = self._reduced(index, self._constrain(stacked[number], layout), layout, steps)
         return tuple(stacked), done
 
     def _read(self, operand: int | Constant, layout: Layout | None) -> Any:
@@ -357,18 +352,16 @@ class Replay:
         steps = list(route.steps)
         if self._schedule.is_partial(value, route.source) and steps:
             reducing = [step for step in steps if step.kind in REDUCTIONS]
-            pending, *own = route.source
-            island = self._island(pending, reducing, self._schedule.problem.travelling(value))
-            reduced = island.reduce_stacked(held, tuple(own))
+            reduced = self._reduced(value, held, route.source, reducing)
             held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]
         before = route.source
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
                 brought = bring(self._schedule, value, held, (before, step.layout), self._constrain)
-                behind = is_gathered_out_of_order(self._schedule, value, step.layout)
-                held = in_order(brought, step.layout, self._schedule, self._mesh) if behind else brought
-                self._held[value, step.layout] = held
+                if is_gathered_out_of_order(self._schedule, value, step.layout):
+                    brought = in_order(brought, step.layout, self._schedule, self._mesh)
+                self._held[value, step.layout] = brought
             held, before = self._held[value, step.layout], step.layout
 
     def _generate(self, value: int, layout: Layout) -> Any:
@@ -381,9 +374,15 @@ class Replay:
         operands = [self._read(o, wanted) for o, wanted in zip(operation.operands, strategy.operands, strict=True)]
         return self._constrain(self._bind(operation, operands)[0], layout)
 
+    def _reduced(self, value: int, parts: Any, layout: Layout, steps: Sequence[Step]) -> Any:
+        """A value whose parts are stacked, reduced by these steps."""
+        pending, *own = layout
+        island = Island(self._mesh, self._schedule.space.mesh, pending, steps, self._schedule.problem.travelling(value))
+        return island.reduce_stacked(parts, tuple(own), lying_until_scattered(self._schedule, value, steps))
+
     def _apart(self, value: int, array: Any, layout: Layout) -> Any:
-        """A value, behind a barrier where XLA would not reduce it before it is added up."""
-        return self._constrain(jax.lax.optimization_barrier(array), layout) if value in self._early else array
+        """A value, behind a barrier where XLA would not make it before others are added to it."""
+        return self._constrain(jax.lax.optimization_barrier(array), layout) if value in self._behind else array
 
     def _constrain(self, array: Any, layout: Layout) -> Any:
         if not _jax.is_array_type(jax.typeof(array)):

@@ -45,14 +45,18 @@ class Sent:
 
 
 class Schedule:
-    """An assignment over a program, as routes."""
+    """An assignment over a program, as routes.
 
-    def __init__(self, problem: Problem, assignment: Assignment) -> None:
+    ``running``: whether sums of products are kept running, see `shardplan.running`.
+    """
+
+    def __init__(self, problem: Problem, assignment: Assignment, running: bool = False) -> None:
         self.program = problem.program
         self.space = problem.space
         self.choices = problem.choices
         self.assignment = assignment
         self.problem = problem
+        self.running = running
         self._routes: dict[tuple[int, Layout], Route] = {}
         self._steps: dict[tuple[int, int], tuple[Step, ...]] = {}
         self._sent: tuple[Sent, ...] | None = None

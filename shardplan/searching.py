@@ -20,6 +20,7 @@ from shardplan.leanest import MOST_TRIALS, Leanest
 from shardplan.memory.liveness import memory_profile
 from shardplan.problem import Problem
 from shardplan.relieving import relieve
+from shardplan.running import sums_of_products
 from shardplan.search import Solution
 from shardplan.search.solution import relative_gap
 from shardplan.tables import megabytes
@@ -36,14 +37,16 @@ _TRIALS_BESIDE = 2
 def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
-    limit_bytes, counts = search.limit_bytes, Counts(problem, search)
+    limit_bytes, ways = search.limit_bytes, [Counts(problem, search)]
+    if limit_bytes < np.inf and sums_of_products(problem).running:
+        ways.append(Counts(problem, search, running=True))
     begun: list[Solution] = []
 
     def serves(choices: NDArray[np.int64]) -> bool:
         known = Solution(choices, np.inf, -np.inf, "feasible", search.method)
         if not begun:  # whatever the limit is: it has decided nothing so far
             begun.append(known)
-        return counts.own(known).peak_bytes <= CLEARLY * limit_bytes
+        return any(counts.own(known).peak_bytes <= CLEARLY * limit_bytes for counts in ways)
 
     asked = serves if limit_bytes < np.inf else None
     best = find(problem, problem.network, search, search.seconds, serves=asked)
@@ -51,9 +54,10 @@ def search_within(problem: Problem, search: Search) -> Found:
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
-    found = counts.own(best)
-    if found.peak_bytes <= limit_bytes:
-        return found
+    for counts in ways:
+        found = counts.own(best)
+        if found.peak_bytes <= limit_bytes:
+            return found
     return _search_again(counts, search, [found, counts.own(begun[0] if begun else best)], deadline)
 
 

@@ -121,6 +121,52 @@ def test_what_may_be_merged_with_several_is_merged_with_those_that_share_what_is
     assert pairs == [[first.index, fourth.index], [second.index, third.index]]
 
 
+def _backwards(formula, *read):
+    """Timesteps of a recurrent net, backwards: each goes on by one weight, and gives something by another. ``read``:
+    the shape in which each reads what it goes on from, but for the batch."""
+
+    def step(w, v, x):
+        given = []
+        for _ in range(3):
+            x = jnp.cos(x).reshape(x.shape[0], *read)
+            given.append(jnp.einsum(formula, x, v))
+            x = jnp.einsum(formula, x, w)
+        return x, [jnp.sin(g) for g in given]
+
+    return step
+
+
+def test_a_weight_that_is_turned_or_flattened_is_made_for_its_first_product():
+    n, found = 8, []
+    gates = (2, n // 2)
+    for formula, read, shape in (
+        ("bgh,igh->bi", gates, (n, *gates)),
+        ("bgh,ghi->bi", gates, (*gates, n)),
+        ("bi,io->bo", (n,), (n, n)),
+    ):
+        weight = jax.ShapeDtypeStruct(shape, "float32")
+        program = trace_program(_backwards(formula, *read), (weight, weight, _square(n)), {})
+        products = [o.index for o in program.operations if o.primitive.name == "dot_general"]
+        groups = merged_products(program, program.operations, dict.fromkeys(products, 1.0))
+        found.append([[products.index(index) for index in group] for group in groups])
+    # as compiled; what is read as it is stored is there before
+    pairs = [[0, 1], [2, 3], [4, 5]]
+    assert found == [pairs, pairs, [[0, 2, 4]]]
+
+
+def test_what_several_merged_products_put_side_by_side_is_in_memory_once():
+    n = 512
+    weight = jax.ShapeDtypeStruct((n, 2, n // 2), "float32")
+    schedule = shardplan.plan(_backwards("bgh,igh->bi", 2, n // 2), 1, weight, weight, _square(n)).schedule
+    kernels = adding_products(schedule, kernels_of(schedule.problem))
+    order, sending = hiding_order(schedule, kernels)
+    lifetimes = Lifetimes(schedule.problem, order, kernels, sending)
+    assert [len(group) for group in merged_anywhere(schedule)] == [2, 2, 2]
+    [(size, first, last)] = side_by_side(lifetimes, schedule)
+    products = [lifetimes.place[o.index] for o in schedule.program.operations if o.primitive.name == "dot_general"]
+    assert size == 2 * 4 * n * n and first <= min(products) and last >= max(products) - 1
+
+
 def test_products_that_read_what_they_share_in_other_layouts_stay_apart():
     def step(x, w, v):
         return w @ x, v @ x
@@ -397,3 +443,25 @@ def test_what_makes_an_operand_of_a_product_may_read_what_is_made_from_nothing()
     graph = Graph(schedule, kernels, [], [])
     turn_operands(graph, kernels)
     assert len(graph.further) == 1 and schedule.assignment.generated
+
+
+def test_parts_of_a_merged_product_that_products_add_themselves_to_are_taken_out_together():
+    n = 512
+
+    def step(x, y, z, w, v):  # two products of one weight, to each of which another product is added, one after another
+        first = x @ w + z @ v
+        return first, jnp.tanh(first) @ v + y @ w
+
+    schedule = shardplan.plan(step, 1, *[_square(n)] * 5).schedule
+    kernels = adding_products(schedule, kernels_of(schedule.problem))
+    order, sending = hiding_order(schedule, kernels)
+    lifetimes = Lifetimes(schedule.problem, order, kernels, sending)
+    [group] = merged_anywhere(schedule)
+    assert {found.onto for found in kernels.adding.values()} == {
+        schedule.program.operations[index].results[0] for index in group
+    }
+    # while the second part is taken out with the first, whose sum is in its copy's place by then, both are there
+    [(size, first, last)] = taken_out(lifetimes, schedule)
+    assert size == 4 * n * n and first == last == min(lifetimes.place[index] for index in kernels.adding)
+    spans = merged_lifetimes(lifetimes, schedule)
+    assert sorted(spans[schedule.program.operations[index].results[0]].end == first for index in group) == [False, True]

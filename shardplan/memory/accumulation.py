@@ -42,6 +42,7 @@ from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation, Program
+from shardplan.running import running_sums
 from shardplan.schedule import Schedule
 
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -85,7 +86,7 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     """The products that XLA:GPU adds to something, by the index of the addition that becomes part of each."""
     program = schedule.program
     graph = _Graph(schedule)
-    merged = {index for group in merged_anywhere(schedule) for index in group}
+    merged, running = {index for group in merged_anywhere(schedule) for index in group}, running_sums(schedule)
     convolutions = forward_convolutions(program)
     found, biases = dict[int, Accumulation](), dict[int, Accumulation]()
     units = list[Accumulation]()
@@ -123,7 +124,8 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
             alone = alone and graph.reads_as_stored(operation, 1 - position) and not product.convolved
             found[operation.index] = Accumulation(product.product, product.between, operation.index, onto, alone)
             biases.pop(product.product, None)
-            graph.open[result] = replace(product, between=(), added=True)
+            if result not in running:
+                graph.open[result] = replace(product, between=(), added=True)
     return found | {last.addition: last for last in (*biases.values(), *units)}
 
 
@@ -191,7 +193,8 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
             continue
         if operation.results[0] not in same if among is None else operation.results[0] in among:
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
-            layouts[operation.index] = strategy.operands
+            inside = schedule.island_dtype(operation) is not None
+            layouts[operation.index] = [(layout, inside) for layout in strategy.operands]
             sizes[operation.index] = sum(
                 bytes_in(schedule, value, layout)
                 for value, layout in pairs

@@ -281,9 +281,8 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
             if 0 < len(found) <= _MOST_PARTNERS:
                 sources[result] = found
             if len(found) > max((len(sources[o]) for o in read), default=0):
-                others = needed & ~sum([bits[index] for index in found])
                 for index in found:
-                    if not leading[index] & others:  # else what else reads it leads here
+                    if not leading[index] & needed:  # else what else reads it leads here
                         partners.setdefault(index, []).extend(sorted(found - {index}))
     several = _read_by_several(program, sources, parts)
     return tuple((index, tuple(others)) for index, others in partners.items() if index in several)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere, merged_in
-from shardplan.memory.combining import Gather, reducing
+from shardplan.memory.combining import Gather, gather_for, reducing
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
@@ -54,19 +54,23 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
 def taken_out(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
     """The bytes of parts of merged products that are copied for other products, and from where to where they lie beside
     the merged ones."""
+    added_to = {found.onto for found in lifetimes.adding.values()}
     for group in _groups(schedule, lifetimes):
         results = [schedule.program.operations[index].results[0] for index in group]
         until = _until_taken_out(lifetimes, results)
+        last = max(until.values())
         for result in results:
             first = until[result]
-            if first < min(_span(lifetimes, result).end, last := max(until.values())):
+            if first < _span(lifetimes, result).end and (first < last or result in added_to):
                 yield bytes_in(schedule, result, schedule.assignment.values[result]), first, last
 
 
 def _until_taken_out(lifetimes: Lifetimes, results: Iterable[int]) -> dict[int, int]:
     """The last place where something reads each of these results from the merged product's: of one that only products
-    read, as it is, a kernel makes a copy for the first of them, from which all read."""
-    found = {}
+    read, as it is, a kernel makes a copy for the first of them, from which all read. Those that products add themselves
+    to are taken out by one kernel, for the first of these."""
+    found, together = dict[int, int](), set[int]()
+    added_to = {one.onto: addition for addition, one in lifetimes.adding.items()}
     for result in results:
         reading, stack = list[int](), [result]
         while stack:
@@ -75,12 +79,14 @@ def _until_taken_out(lifetimes: Lifetimes, results: Iterable[int]) -> dict[int, 
                 if operation.primitive.name in _VIEWS:
                     stack += operation.results
                     continue
-                copied = (operation.index, operation.operands.index(value)) in lifetimes.from_copies
+                apart = (operation.index, operation.operands.index(value)) in lifetimes.from_copies
                 place = lifetimes.place[operation.index]
-                reading.append(-1 if copied or place not in lifetimes.in_libraries else place)
-        end = _span(lifetimes, result).end
-        found[result] = min(reading) if reading and min(reading) >= 0 else end
-    return found
+                library = place in lifetimes.in_libraries or added_to.get(result) == operation.index
+                reading.append(place if library and not apart else -1)
+        copied = min(reading, default=-1) >= 0
+        found[result] = min(reading) if copied else _span(lifetimes, result).end
+        together |= {result} if copied and result in added_to else set()
+    return found | dict.fromkeys(together, min((found[result] for result in together), default=0))
 
 
 def beside_merged(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
@@ -103,14 +109,19 @@ def cut_for_reductions(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tup
 
 
 def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
-    """The bytes of the operands that are put side by side for merged products, and from where to where they are."""
+    """The bytes of the operands that are put side by side for merged products, and from where to where they are: the
+    same ones once (two weights that each timestep of a recurrent net multiplies by)."""
+    found = dict[object, tuple[float, int, int]]()
     for group in _groups(schedule, lifetimes):
         first, until = _run(lifetimes, group)
         if until > first:
             places = [
                 lifetimes.put_beside.get((o.index, position), first) for o, position in _positions(schedule, group)
             ]
-            yield sum(_sizes(schedule, group)), min(places), until
+            key, size = _put_beside(schedule, group), sum(_sizes(schedule, group))
+            _, before, after = found.get(key, (size, min(places), until))
+            found[key] = size, min(before, *places), max(after, until)
+    yield from found.values()
 
 
 @once
@@ -137,6 +148,20 @@ def _positions(schedule: Schedule, group: Sequence[int]) -> Iterator[tuple[Opera
     shared = 0 if len({operation.operands[0] for operation in operations}) == 1 else 1
     for operation in operations:
         yield operation, 1 - shared
+
+
+def _put_beside(schedule: Schedule, group: Sequence[int]) -> tuple[Gather | int, ...]:
+    """What is put side by side for merged products: values in the layouts in which these read them, or what is made for
+    one of them."""
+    found = list[Gather | int]()
+    for operation, position in _positions(schedule, group):
+        operand, layout = operation.operands[position], schedule.assignment.strategies[operation.index].operands
+        if isinstance(operand, int) and (own := layout[position]) is not None:
+            moved = own != schedule.assignment.values.get(operand, own)
+            found.append(gather_for(schedule, operation, operand, own) if moved else Gather(operand, own))
+        else:
+            found.append(operation.index)
+    return tuple(found)
 
 
 def _others(schedule: Schedule, group: Sequence[int]) -> list[int]:
@@ -175,21 +200,24 @@ def merge_nodes(graph: Graph) -> None:
             for index, other in owner.items():
                 graph.joined.setdefault(other, []).extend([index, *graph.joined.pop(index, ())])
             parts = {part: node for node, parts in graph.joined.items() for part in parts}
+            made = dict[object, int]()
             for group in some:
-                _put_side_by_side(graph, group, parts)
+                _put_side_by_side(graph, group, parts, made)
         elif len(some) > 1:
             waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
 
 
-def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, int]) -> None:
-    """Adds the kernel to a graph that puts side by side what merged products do not share, which these need instead."""
+def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, int], made: dict[object, int]) -> None:
+    """Adds the kernel to a graph that puts side by side what merged products do not share, which these need instead,
+    unless it was ``made`` for others."""
     node, others = group[0], list(_positions(graph.schedule, group))
     shared = [(operation, 1 - position) for operation, position in others]
     needs, values = _needed_for(graph, owner, others)
     kept = _needed_for(graph, owner, shared)
     needs, values = needs & graph.needs[node], values & graph.values[node]
     takes = 2 * sum(_sizes(graph.schedule, group)) / BYTES_MOVED
-    beside = graph.add(node - 0.5, needs, values, takes)
+    key = _put_beside(graph.schedule, group)
+    beside = made[key] = made[key] if key in made else graph.add(node - 0.5, needs, values, takes)
     graph.needs[node] = graph.needs[node] - (needs - kept[0]) | {beside}
     graph.values[node] = graph.values[node] - (values - kept[1])
     graph.beside |= {(operation.index, position): beside for operation, position in others}

@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from shardplan import _jax
-from shardplan.layout import Layout
 from shardplan.memory.lying import PRODUCT, lying_of
+from shardplan.memory.order import order_of
 from shardplan.memory.repeated import Apart, repeated_in
 from shardplan.once import once
 from shardplan.program import Operation, Program
@@ -182,7 +182,7 @@ def merged_products(
     program: Program,
     operations: Iterable[Operation],
     sizes: Mapping[int, float],
-    layouts: Mapping[int, Sequence[Layout | None]] | None = None,
+    layouts: Mapping[int, Sequence[object]] | None = None,
     apart: Apart = (),
 ) -> list[list[int]]:
     """Products that read the same operand and become one, as lists of operation indices.
@@ -219,7 +219,7 @@ def merged_products(
                 alike.append([operation.index])
     merged: list[list[int]] = []
     taken: set[int] = set()
-    for _, alike in sorted(groups.items(), key=lambda item: item[0][0]):
+    for _, alike in sorted(groups.items(), key=lambda item: _made_at(program, *item)):
         for group in alike:
             remaining = [index for index in group if index not in taken]
             if len(remaining) > 1:
@@ -228,25 +228,50 @@ def merged_products(
     return merged
 
 
+def _made_at(program: Program, key: tuple[Any, ...], groups: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """When what products share is made: what XLA turns or flattens for them, for the first of them."""
+    places = _places(program)
+    value, _, read, *_ = key
+    if read.turned:
+        return min(places[index] for group in groups for index in group), value
+    return places[program.makers[value].index] if value in program.makers else -1, value
+
+
+@once
+def _places(program: Program) -> dict[int, int]:
+    """Per operation, by index, its place in XLA's order."""
+    return {index: place for place, index in enumerate(order_of(program))}
+
+
 def _first(program: Program, index: int, same: Mapping[int, int]) -> int:
     """The first operation that computes what an operation does."""
     result = program.operations[index].results[0]
     return program.makers[same.get(result, result)].index
 
 
-def _read_as(program: Program, operation: Operation, position: int) -> tuple[tuple[int, ...], int, int]:
-    """The order of dimensions in which a product reads an operand, and where its batch ends and what it contracts
-    begins: as it is written where both operands have one dimension besides at most, else with the batch in front, and
-    what is contracted next to the other operand's."""
+class _Read(NamedTuple):
+    """The order of dimensions in which a product reads an operand, where its batch ends and what it contracts begins,
+    and whether XLA turns or flattens it for that first."""
+
+    order: tuple[int, ...]
+    batch: int
+    contracted: int
+    turned: bool
+
+
+def _read_as(program: Program, operation: Operation, position: int) -> _Read:
+    """How a product reads an operand: as it is written where both operands have one dimension besides at most, else
+    with the batch in front, and what is contracted next to the other operand's."""
     numbers = operation.params["dimension_numbers"]
     ranks = [len(operand_type(program, operand).shape) for operand in operation.operands]
     contracted, batch = (tuple(some[position]) for some in numbers)
     in_front = all(tuple(batches) == tuple(range(len(batches))) for batches in numbers[1])
     if in_front and len(contracted) == 1 and max(ranks) <= len(batch) + 2:
-        return tuple(range(ranks[position])), len(batch), contracted[0]
+        return _Read(tuple(range(ranks[position])), len(batch), contracted[0], False)
     free = tuple(d for d in range(ranks[position]) if d not in contracted and d not in batch)
     order = (*batch, *contracted, *free) if position else (*batch, *free, *contracted)
-    return order, len(batch), order.index(contracted[0]) if contracted else len(order)
+    turned = order != tuple(range(len(order))) or max(len(batch), len(contracted), len(free)) > 1
+    return _Read(order, len(batch), order.index(contracted[0]) if contracted else len(order), turned)
 
 
 def leaving_products(program: Program) -> frozenset[int]:

@@ -33,6 +33,7 @@ from shardplan.memory.sums import adds_many
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
+from shardplan.running import running_sums
 from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
 
@@ -80,10 +81,12 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
         if adds_many(problem.program, operation):  # its kernel makes parts of sums, whatever is kept of these then
             domain = problem.domain(result)
             found[result] = float(domain.degrees[domain.position[left]])
-    added = frozenset(problem.program.operations[index].results[0] for index in accumulations(schedule))
+    running = running_sums(schedule)
+    added = running.union(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))
     kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers)
-    kernels = replace(kernels, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
+    read = kernels.read | running
+    kernels = replace(kernels, read=read, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
     turned = dict(_turned_matrices(schedule, kernels))
     return replace(kernels, views=frozenset(_views(schedule, kernels)), turned=turned)
 
