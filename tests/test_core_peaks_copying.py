@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.activations import activated
 from shardplan.memory.combining import Gather
 from shardplan.memory.copying import copying_kernel
 from shardplan.memory.liveness import WORKSPACE_BYTES
+from shardplan.tracing import trace_program
 
 
 def _graph(gathers):
@@ -66,6 +68,11 @@ def test_a_product_applies_a_rectifier_or_a_gaussian_unit_that_alone_reads_it(st
     # what is in memory besides: arguments and the result
     others = peak - wide * large - WORKSPACE_BYTES
     assert 0 < others < 0.5 * large
+
+
+def test_complex_numbers_are_no_unit():
+    program = trace_program(lambda x: x * (1j * (1 + jnp.tanh(x))), (jax.ShapeDtypeStruct((8,), jnp.complex64),), {})
+    assert [activated(program, operation) for operation in program.operations] == [None] * len(program.operations)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, jnp.bfloat16])

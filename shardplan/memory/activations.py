@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from math import isclose, pi, sqrt
 
+from shardplan import _jax
 from shardplan.program import Constant, Operation, Program
 
 _CUBE = 0.044715
@@ -81,4 +82,6 @@ def _is(program: Program, operand: int | Constant, wanted: float) -> bool:
     maker = program.makers.get(operand) if isinstance(operand, int) else None
     if maker is not None and maker.primitive.name in ("broadcast_in_dim", "convert_element_type"):
         return _is(program, maker.operands[0], wanted)
-    return isinstance(operand, Constant) and isclose(float(operand.value), wanted, rel_tol=_TOLERANCE)
+    if not isinstance(operand, Constant) or not _jax.is_float(operand.aval.dtype):
+        return False
+    return isclose(float(operand.value), wanted, rel_tol=_TOLERANCE)
