@@ -16,6 +16,7 @@ from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.memory.repeated import repeated_results
+from shardplan.memory.slicing import is_sliced
 from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
 from shardplan.tracing import trace_program
@@ -72,6 +73,21 @@ def test_what_a_loop_alone_reads_in_another_layout_is_gone_while_it_runs(both):
     assert len(lifetimes.handed) == (not both)
     tight = shardplan.plan(step, MESH, _square(n), rows, pins={"0": jax.P("x"), "1": jax.P("x")}, memory_limit=expected)
     assert tight.communication_bytes == plan.communication_bytes
+
+
+def test_what_a_loop_reads_a_part_of_stays_while_it_runs():
+    whole = jax.sharding.NamedSharding(MESH, jax.P())
+
+    def step(w, x):
+        made = jax.lax.with_sharding_constraint(w @ w, whole)
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x + made), None), x, None, length=3)[0]
+
+    plan = shardplan.plan(step, MESH, _square(64), _square(64), pins={"0": jax.P(), "1": jax.P("x")})
+    lifetimes = Lifetimes(plan.schedule.problem, range(len(plan.program.operations)))
+    [(value, (link, before))] = lifetimes.handed.items()
+    assert is_sliced(plan.schedule.assignment.values[value], plan.schedule.link_layout(link))
+    spans = [held.lifetime for held in memory_held(lifetimes, plan.schedule, frozenset()) if held.value == value]
+    assert all(span.end > before for span in spans)
 
 
 def test_a_loop_updates_its_carry_in_place_and_the_carry_is_its_result():

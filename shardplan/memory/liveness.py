@@ -337,7 +337,8 @@ def memory_held(
             end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
         elif value in lifetimes.handed and value not in inputs:
             link, before = lifetimes.handed[value]
-            end = min(end, max(lifetime.start, before)) if schedule.link_layout(link) != layout else end
+            read = schedule.link_layout(link)  # a part is taken in each iteration
+            end = end if read == layout or is_sliced(layout, read) else min(end, max(lifetime.start, before))
         start = lifetime.start
         if value in sliced and value in lifetimes.reads:  # what is read once more later is stored as a slice
             first = min(end, max(start, lifetimes.reads[value][0]))

@@ -269,7 +269,8 @@ class Usages:
                     yield self._pair(brought, during)
                     stored = self._held(value)
                     if value in lifetimes.handed and stored is not None:
-                        yield self._read_as_made(brought, Lifetime(max(start, stored.start + 1), stored.end))
+                        amounts, behind = brought.remaining(problem), max(start, stored.start + 1)
+                        yield PairUsage(*ends, amounts, behind, stored.end + 1)
                     if value in self._twice and self._twice[value][1] < start:
                         yield self._left_by_a_gather(brought, Lifetime(*self._twice[value]))
             choices = problem.choices.get(operation.index)
@@ -293,12 +294,6 @@ class Usages:
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
-
-    def _read_as_made(self, brought: Brought, during: Lifetime) -> PairUsage:
-        """What a loop alone reads, while that runs: where the loop reads it in the layout in which it was made."""
-        equal = [[own == layout for layout in brought.wanted] for own in brought.there]
-        amounts = np.where(equal, self._sizes(brought.value)[:, None], 0.0)
-        return PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
 
     def _left_by_a_gather(self, brought: Brought, during: Lifetime) -> PairUsage:
         """What a gather leaves beside its copy: where it goes over another dimension than the first."""
