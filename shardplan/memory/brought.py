@@ -43,12 +43,10 @@ class Brought:
         return np.where((there[:, None] == wanted[None, :]) | (wanted[None, :] < 0), 0.0, held)
 
     def remaining(self, problem: Problem) -> Array:
-        """float [choices of the source, choices of the target]: bytes on one device of what is there, where it, or a
-        part of it, is what is wanted."""
+        """float [choices of the source, choices of the target]: bytes on one device of what is there, but where it is
+        gathered: of what a loop reads otherwise, it is kept, or the result of an all-to-all is beside its copy."""
         domain = problem.domain(self.value)
         there = [domain.position[layout] for layout in self.there]
         sizes = problem.program.values[self.value].total_bytes / domain.degrees[there]
-        kept = [
-            [own == read or (read is not None and is_sliced(own, read)) for read in self.wanted] for own in self.there
-        ]
+        kept = [[read is None or not is_sliced(read, own) for read in self.wanted] for own in self.there]
         return np.where(kept, sizes[:, None], 0.0)

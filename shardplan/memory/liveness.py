@@ -116,7 +116,7 @@ class Lifetimes:
 
     def _handed_over(self) -> Iterator[tuple[int, tuple[Link, int]]]:
         """What one loop alone reads, through one link, with that and the last place before the loop: in the layout in
-        which it was made it is there no longer than that, if the loop reads another one."""
+        which it was made it is there no longer than that, if it is gathered for the loop."""
         for operation in self.order:
             found = [*self.kept_around(operation)] if operation.bodies else []
             sources = Counter(source for _, source in found)
@@ -337,8 +337,8 @@ def memory_held(
             end = min(end, max(lifetime.start, lifetimes.reads[value][0]))
         elif value in lifetimes.handed and value not in inputs:
             link, before = lifetimes.handed[value]
-            read = schedule.link_layout(link)  # a part is taken in each iteration
-            end = end if read == layout or is_sliced(layout, read) else min(end, max(lifetime.start, before))
+            gathered = is_sliced(schedule.link_layout(link), layout)
+            end = min(end, max(lifetime.start, before)) if gathered else end
         start = lifetime.start
         if value in sliced and value in lifetimes.reads:  # what is read once more later is stored as a slice
             first = min(end, max(start, lifetimes.reads[value][0]))

@@ -6,7 +6,7 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 |---|---|
 | a held value | its variable; where a copy in another layout takes over, up to the copy's first reader |
 | the copy that several readers share | the value and its copy: a copy in the value's own layout takes none |
-| what a loop alone reads, while it runs | its variable and the loop's: of another layout there is the copy alone |
+| what a loop alone reads, while it runs | its variable and the loop's: of what is gathered there is the copy alone |
 | an operand that an operation has brought to another layout, a result before it is | the two variables of that table |
 | what a library works in, the places that a pooling's gradient looks for | the operation |
 | a result, once it is made, and a donated argument until it is read last | the variable of either |
