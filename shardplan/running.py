@@ -25,8 +25,8 @@ from shardplan.program import Constant
 from shardplan.schedule import Schedule
 from shardplan.transition import Step
 
-_FEWEST = 3
-"""Products that are added up, for one of them to wait."""
+_FEWEST = 4
+"""Products that are added up, for more than one to wait: of three (of queries, keys and values) one does."""
 
 _LEAST_BYTES = 1 << 20
 """Of a sum, split over all devices, for its memory to be worth a kernel."""
@@ -67,6 +67,7 @@ def sums_of_products(problem: Problem) -> Sums:
     reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
     reads.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
     products = dict[int, int]()  # how many each sum of them has
+    inside = dict[int, set[int]]()  # the sums that each is made of
     lying = dict[int, tuple[int, ...]]()
     running, last = set[int](), set[int]()
     for operation in program.operations:
@@ -78,12 +79,17 @@ def sums_of_products(problem: Problem) -> Sums:
             [result] = operation.results
             if added:
                 products[result] = sum(products[value] for value, _ in added)
+                inside[result] = {value for value, _ in added if products[value] > 1}
                 orders = {tuple(turned.index(d) for d in lying[v]) for v, turned in added if turned and v in lying}
                 if len(orders) == 1:
                     lying[result] = orders.pop()
             if products.get(result, 0) >= _FEWEST and program.values[result].total_bytes >= least_bytes:
-                running |= {value for value, _ in added if products[value] > 1}
                 last.add(result)
+                stack = [result]
+                while stack:
+                    further = inside.get(stack.pop(), set()) - running
+                    running |= further
+                    stack += further
     return Sums(frozenset(running), {value: order for value, order in lying.items() if value in running | last})
 
 

@@ -56,18 +56,18 @@ def test_sums_that_one_further_addition_reads_can_be_kept_running():
     assert {*sums.lying.values()} == {(1, 2, 0)} and additions[-1].results[0] in sums.lying
 
 
-def test_a_residual_stream_two_products_and_small_sums_are_left_to_xla():
+def test_a_residual_stream_three_products_and_small_sums_are_left_to_xla():
     def residual(x, *weights):
         for w in weights:
             x = x + jnp.tanh(x) @ w  # which the next layer reads twice
         return x
 
-    def two(x, w, v):
-        return jnp.tanh(x @ w + x @ v)
+    def three(x, w, v, u):
+        return jnp.tanh(jnp.cos(x) @ w + jnp.sin(x) @ v + x @ u)
 
     square = jax.ShapeDtypeStruct((1024, 1024), "float32")
     assert not _sums(residual, *[square] * 6)[0].running
-    assert not _sums(two, *[square] * 3)[0].running
+    assert not _sums(three, *[square] * 4)[0].running
     assert not _sums(_recurrent, *_shapes(64, 64))[0].running
 
 

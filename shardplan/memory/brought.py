@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.layout import Layout
-from shardplan.memory.slicing import is_sliced
+from shardplan.memory.slicing import sliced_among
 from shardplan.problem import Problem
 
 Array = NDArray[np.float64]
@@ -38,15 +38,15 @@ class Brought:
         sizes = problem.program.values[self.value].total_bytes / domain.degrees
         held = sizes[there][:, None] if self.result else sizes[wanted][None, :]
         if self.fused:
-            part = [[layout is not None and is_sliced(own, layout) for layout in self.wanted] for own in self.there]
-            held = np.where(part, 0.0, held)
+            held = np.where(sliced_among(domain.layouts)[np.ix_(there, wanted)], 0.0, held)
         return np.where((there[:, None] == wanted[None, :]) | (wanted[None, :] < 0), 0.0, held)
 
     def remaining(self, problem: Problem) -> Array:
         """float [choices of the source, choices of the target]: bytes on one device of what is there, but where it is
         gathered: of what a loop reads otherwise, it is kept, or the result of an all-to-all is beside its copy."""
         domain = problem.domain(self.value)
-        there = [domain.position[layout] for layout in self.there]
+        there = np.array([domain.position[layout] for layout in self.there])
+        wanted = np.array([-1 if layout is None else domain.position[layout] for layout in self.wanted])
         sizes = problem.program.values[self.value].total_bytes / domain.degrees[there]
-        kept = [[read is None or not is_sliced(read, own) for read in self.wanted] for own in self.there]
-        return np.where(kept, sizes[:, None], 0.0)
+        gathered = sliced_among(domain.layouts)[np.ix_(wanted, there)].T & (wanted >= 0)
+        return np.where(gathered, 0.0, sizes[:, None])

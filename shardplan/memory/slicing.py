@@ -11,7 +11,11 @@ beside it; what kernels read that come later was seen stored as a part. A librar
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardplan.layout import Layout
 from shardplan.memory.fusion import fuses_operands, readers_in
@@ -27,6 +31,23 @@ def is_sliced(source: Sequence[Sequence[Any]], target: Sequence[Sequence[Any]]) 
     if len(source) != len(target) or source == target:
         return False
     return all(tuple(wanted[: len(axes)]) == tuple(axes) for axes, wanted in zip(source, target, strict=True))
+
+
+@lru_cache(maxsize=1024)
+def sliced_among(layouts: tuple[Layout, ...]) -> NDArray[np.bool_]:
+    """bool [layouts, layouts]: the same from each of some layouts to each."""
+    found = np.zeros((len(layouts), len(layouts)), dtype=bool)
+    ranks = np.array([len(layout) for layout in layouts])
+    for rank in set(ranks.tolist()):
+        here = np.flatnonzero(ranks == rank)
+        inside = ~np.eye(len(here), dtype=bool)
+        for dim in range(rank):
+            splits = {axes: number for number, axes in enumerate(dict.fromkeys(layouts[n][dim] for n in here))}
+            begins = np.array([[wanted[: len(axes)] == axes for wanted in splits] for axes in splits])
+            which = [splits[layouts[n][dim]] for n in here]
+            inside &= begins[np.ix_(which, which)]
+        found[np.ix_(here, here)] = inside
+    return found
 
 
 def sliced_on_the_way(schedule: Schedule, fused: Collection[int]) -> dict[int, Layout]:
