@@ -30,7 +30,7 @@ from shardplan.reversing import bring
 from shardplan.running import behind_barriers, lying_until_scattered
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacking import begun_apart, scan_begun
-from shardplan.stacks import in_order, is_gathered_out_of_order, ordered, slices_gathered_behind, stacked_in_order
+from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
 from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
@@ -45,7 +45,7 @@ class Replay:
         self._mesh = mesh
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
-        self._ordered = slices_gathered_behind(schedule) if schedule.problem.islands else frozenset[int]()
+        self._ordered = held_in_order(schedule)
         self._behind = behind_barriers(schedule)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -208,6 +208,7 @@ class Replay:
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
+            held = in_order(held, planned, self._schedule, self._mesh) if index in self._ordered else held
             self._held[index, planned] = self._apart(index, held, planned)
 
     def _scatters(self, operation: Operation) -> bool:

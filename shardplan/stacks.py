@@ -17,6 +17,11 @@ order, in which XLA copies all of it before. So what is stacked is held to the o
 An image that is gathered along its channels is transposed for convolutions, and lies in both orders until the last
 reader that is no convolution (a sum for a bias). So it is transposed where it is gathered, and all read that.
 
+What is written into an argument, or into a loop's carry, and leaves in its place (keys and values that a step adds to
+its caches) lies as the products that read it want it: XLA updates a transposed copy of the whole cache, which it turns
+back at the end. Held to its own order, it is updated in place, and products read a copy that is gone behind them. Where
+a library's products read it in a loop, each iteration would make that copy: there it is left to XLA.
+
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(w, x):
 ...     return jax.lax.scan(lambda x, one: (jnp.tanh(x @ one.astype(x.dtype)), None), x, w)[0]
@@ -36,6 +41,14 @@ reader that is no convolution (a sum for a bias). So it is transposed where it i
 ...     return is_gathered_out_of_order(plan.schedule, plan.program.inputs[0], ((), ()))
 >>> repeated(jax.P(None, "x")), repeated(jax.P("x"))
 (True, False)
+
+>>> def decode(cache, new, queries):
+...     cache = jax.lax.dynamic_update_slice(cache, new, (0, 3, 0))
+...     return cache, jnp.einsum("bqd,btd->bqt", queries, cache)
+>>> cache, new = (jax.ShapeDtypeStruct((8, length, 64), "float32") for length in (512, 4))
+>>> plan = shardplan.plan(decode, mesh, cache, new, new)
+>>> [plan.program.makers[value].primitive.name for value in updated_in_place(plan.schedule)]
+['dynamic_update_slice']
 """
 
 from __future__ import annotations
@@ -56,12 +69,63 @@ from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import readers_of
 from shardplan.memory.gathering import last_gathered
+from shardplan.memory.products import is_multiplied
 from shardplan.once import once
-from shardplan.program import Operation
+from shardplan.program import Operation, Program, Region
 from shardplan.schedule import Schedule
 
 _ALIKE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p"})
 """Besides what is computed element by element, operations whose results lie as their operand does."""
+
+_UPDATES = frozenset({"dynamic_update_slice", "scatter"})
+
+_SHOWING = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
+"""Operations that show what they read otherwise, which a product reads as it would read that."""
+
+
+def held_in_order(schedule: Schedule) -> frozenset[int]:
+    """The values that are held to the order in which they are written, but for what is gathered and what is stacked."""
+    return slices_gathered_behind(schedule) | updated_in_place(schedule) if schedule.problem.islands else frozenset()
+
+
+def updated_in_place(schedule: Schedule) -> frozenset[int]:
+    """The values that updates write into an argument, or into what a body is given, and that leave in its place; those
+    in bodies only where no library reads them."""
+    found = set[int]()
+    for region in schedule.program.regions:
+        for output in region.outputs:
+            updates = _updates_of_inputs(schedule.program, region, output) if isinstance(output, int) else ()
+            if not region.index or not any(_read_by_library(schedule.program, value) for value in updates):
+                found.update(updates)
+    domains, planned = schedule.problem.domain, schedule.assignment.values
+    return frozenset(v for v in found if planned[v] not in domains(v).padded and not schedule.is_partial(v, planned[v]))
+
+
+def _updates_of_inputs(program: Program, region: Region, value: int) -> list[int]:
+    """A value of three or more dimensions and what it is an update of, each an update itself, down to an input of its
+    region; nothing where it is no such update."""
+    found, makers = list[int](), program.makers
+    given = {*region.inputs} if region.index else {*program.inputs, *program.captured}
+    while value not in given:
+        maker = makers.get(value)
+        operand = maker.operands[0] if maker is not None and maker.operands else None
+        updates = maker is not None and maker.primitive.name in _UPDATES and maker.region == region.index
+        if not updates or not isinstance(operand, int) or len(program.values[value].shape) < 3:
+            return []
+        found.append(value)
+        value = operand
+    return found
+
+
+def _read_by_library(program: Program, value: int) -> bool:
+    """Whether a library's product reads a value."""
+    readers, stack = readers_of(program.operations), [value]
+    while stack:
+        for reader in readers.get(stack.pop(), ()):
+            if is_multiplied(program, reader):
+                return True
+            stack += reader.results if reader.primitive.name in _SHOWING else ()
+    return False
 
 
 def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
