@@ -47,7 +47,8 @@ class Sent:
 class Schedule:
     """An assignment over a program, as routes.
 
-    ``running``: whether sums of products are kept running, see `shardplan.running`.
+    ``running``: whether sums of products are kept running, see `shardplan.running`, and carries in their own order, see
+    `shardplan.stacks`.
     """
 
     def __init__(self, problem: Problem, assignment: Assignment, running: bool = False) -> None:

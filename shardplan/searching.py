@@ -18,6 +18,7 @@ from shardplan.filling import fill
 from shardplan.finding import CLEARLY, Counts, Found, Search, find
 from shardplan.leanest import MOST_TRIALS, Leanest
 from shardplan.memory.liveness import memory_profile
+from shardplan.memory.products import turned_carries
 from shardplan.problem import Problem
 from shardplan.relieving import relieve
 from shardplan.running import sums_of_products
@@ -38,7 +39,7 @@ def search_within(problem: Problem, search: Search) -> Found:
     """The best schedule whose peak keeps within the limit. Raises InfeasibleError where nothing fits."""
     deadline = time.perf_counter() + search.seconds
     limit_bytes, ways = search.limit_bytes, [Counts(problem, search)]
-    if limit_bytes < np.inf and sums_of_products(problem).running:
+    if limit_bytes < np.inf and (sums_of_products(problem).running or turned_carries(problem.program)):
         ways.append(Counts(problem, search, running=True))
     begun: list[Solution] = []
 

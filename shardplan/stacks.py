@@ -20,7 +20,7 @@ reader that is no convolution (a sum for a bias). So it is transposed where it i
 What is written into an argument, or into a loop's carry, and leaves in its place (keys and values that a step adds to
 its caches) lies as the products that read it want it: XLA updates a transposed copy of the whole cache, which it turns
 back at the end. Held to its own order, it is updated in place, and products read a copy that is gone behind them. Where
-a library's products read it in a loop, each iteration would make that copy: there it is left to XLA.
+a library's products read it in a loop, each iteration would make that copy: there it is left to XLA if the step fits.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(w, x):
@@ -69,18 +69,14 @@ from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import readers_of
 from shardplan.memory.gathering import last_gathered
-from shardplan.memory.products import is_multiplied
+from shardplan.memory.products import turned_carries
+from shardplan.memory.updating import updates_of_inputs
 from shardplan.once import once
-from shardplan.program import Operation, Program, Region
+from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 _ALIKE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p"})
 """Besides what is computed element by element, operations whose results lie as their operand does."""
-
-_UPDATES = frozenset({"dynamic_update_slice", "scatter"})
-
-_SHOWING = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
-"""Operations that show what they read otherwise, which a product reads as it would read that."""
 
 
 def held_in_order(schedule: Schedule) -> frozenset[int]:
@@ -89,43 +85,13 @@ def held_in_order(schedule: Schedule) -> frozenset[int]:
 
 
 def updated_in_place(schedule: Schedule) -> frozenset[int]:
-    """The values that updates write into an argument, or into what a body is given, and that leave in its place; those
-    in bodies only where no library reads them."""
-    found = set[int]()
-    for region in schedule.program.regions:
-        for output in region.outputs:
-            updates = _updates_of_inputs(schedule.program, region, output) if isinstance(output, int) else ()
-            if not region.index or not any(_read_by_library(schedule.program, value) for value in updates):
-                found.update(updates)
-    domains, planned = schedule.problem.domain, schedule.assignment.values
+    """The values that updates write into an argument, or into what a body is given, and that leave in its place; but
+    for what products read turned in bodies, where the step fits with that turned before them."""
+    program, domains, planned = schedule.program, schedule.problem.domain, schedule.assignment.values
+    outputs = [(region, o) for region in program.regions for o in region.outputs if isinstance(o, int)]
+    found = {value for region, output in outputs for value in updates_of_inputs(program, region, output)}
+    found -= frozenset() if schedule.running else turned_carries(program)
     return frozenset(v for v in found if planned[v] not in domains(v).padded and not schedule.is_partial(v, planned[v]))
-
-
-def _updates_of_inputs(program: Program, region: Region, value: int) -> list[int]:
-    """A value of three or more dimensions and what it is an update of, each an update itself, down to an input of its
-    region; nothing where it is no such update."""
-    found, makers = list[int](), program.makers
-    given = {*region.inputs} if region.index else {*program.inputs, *program.captured}
-    while value not in given:
-        maker = makers.get(value)
-        operand = maker.operands[0] if maker is not None and maker.operands else None
-        updates = maker is not None and maker.primitive.name in _UPDATES and maker.region == region.index
-        if not updates or not isinstance(operand, int) or len(program.values[value].shape) < 3:
-            return []
-        found.append(value)
-        value = operand
-    return found
-
-
-def _read_by_library(program: Program, value: int) -> bool:
-    """Whether a library's product reads a value."""
-    readers, stack = readers_of(program.operations), [value]
-    while stack:
-        for reader in readers.get(stack.pop(), ()):
-            if is_multiplied(program, reader):
-                return True
-            stack += reader.results if reader.primitive.name in _SHOWING else ()
-    return False
 
 
 def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:

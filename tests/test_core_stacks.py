@@ -9,6 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.recomputing import kernels_in
 from shardplan.models import load
 from shardplan.stacking import begun_apart
 from shardplan.stacks import held_in_order, slices_gathered_behind, updated_in_place
@@ -125,22 +127,54 @@ def test_caches_are_held_to_their_order_where_what_is_written_into_them_leaves(s
     assert len(held_in_order(schedule)) == held
 
 
-def test_caches_of_layers_are_updated_in_place_and_turned_for_a_product_alone():
-    def layers(caches, x, w, place):
-        new = []
-        for cache in caches:
-            keys = (x.reshape(*x.shape[:2], -1) @ w).reshape(x.shape)
-            cache, scores = decode(cache, keys, x, place)
-            new.append(cache)
-            x = x + jnp.einsum("bnqt,btnd->bqnd", jax.nn.softmax(scores), cache)
-        return new, x
+def layers(caches, x, place, w=None):
+    """Three layers of attention over caches, each with the queries of the last one as keys."""
+    new = []
+    for cache in caches:
+        keys = x if w is None else (x.reshape(*x.shape[:2], -1) @ w).reshape(x.shape)
+        cache, scores = decode(cache, keys, x, place)
+        new.append(cache)
+        x = x + jnp.einsum("bnqt,btnd->bqnd", jax.nn.softmax(scores), cache)
+    return new, x
 
+
+def decoding_layers(step, *w, **options):
     cache, x = (jax.ShapeDtypeStruct((16, length, 8, 128), "bfloat16") for length in (1024, 4))
-    w, place = jax.ShapeDtypeStruct((1024, 1024), "bfloat16"), jax.ShapeDtypeStruct((), "int32")
-    mesh, pins = jax.sharding.AbstractMesh((8,), ("x",)), {"0/*": P("x"), "1": P("x"), "2": P(None, "x")}
-    plan = shardplan.plan(layers, mesh, [cache] * 3, x, w, place, pins=pins, donate_argnums=0)
+    mesh, place = jax.sharding.AbstractMesh((8,), ("x",)), jax.ShapeDtypeStruct((), "int32")
+    pins = {"0/*": P("x"), "1": P("x")} | ({"3": P(None, "x")} if w else {})
+    return shardplan.plan(step, mesh, [cache] * 3, x, place, *w, pins=pins, donate_argnums=0, **options)
+
+
+def test_caches_of_layers_are_updated_in_place_and_turned_for_a_product_alone():
+    plan = decoding_layers(layers, jax.ShapeDtypeStruct((1024, 1024), "bfloat16"))
     compiled = shardplan.audit(plan, target="h100").compiled.memory
     assert compiled.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_caches_that_a_loop_carries_are_turned_before_it_only_where_the_step_fits_so(fits):
+    def generate(caches, x, place):
+        def body(carry, _):
+            caches, x, place = carry
+            caches, x = layers(caches, x, place)
+            return (caches, x, place + 4), None
+
+        (caches, x, _), _ = jax.lax.scan(body, (caches, x, place), None, length=8)
+        return caches, x
+
+    plan = decoding_layers(generate)
+    cache = 16 * 1024 * 8 * 128 * 2 / 8
+    if not fits:
+        plan = decoding_layers(generate, memory_limit=plan.peak_bytes - 1)
+    assert plan.schedule.running == (not fits)
+    assert len(updated_in_place(plan.schedule)) == 3 * (not fits)
+    lifetimes = Lifetimes(plan.schedule.problem, range(len(plan.program.operations)), kernels_in(plan.schedule))
+    assert len(lifetimes.beside) == 3 * fits
+    copied = [read for read in lifetimes.from_copies.values() if plan.program.values[read.value].shape[1] == 1024]
+    assert len(copied) == 6 * (not fits)
+    compiled = shardplan.audit(plan, target="h100").compiled.memory
+    assert compiled.peak == pytest.approx(plan.peak_bytes, rel=0.05)
+    assert (compiled.temporaries > 3 * cache) == fits
 
 
 @pytest.mark.parametrize("step", [decode, in_loop])

@@ -9,7 +9,7 @@ value read what it is computed from instead, so these live longer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class Lifetimes:
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
         self._spread = spread_until(program, self.order, kernels.copied)
-        copied = copied_operands(program, pointwise_operations(problem), kernels.masked)
+        copied = copied_operands(program, pointwise_operations(problem), kernels.masked, kernels.carried)
         self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         self.held: dict[int, Lifetime] = {}
@@ -111,7 +111,7 @@ class Lifetimes:
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
-        self.beside = self._made_beside_arguments() | kernels.leaving
+        self.beside = self._made_beside_arguments(kernels.carried) | kernels.leaving
         self.handed = dict(self._handed_over())
 
     def _handed_over(self) -> Iterator[tuple[int, tuple[Link, int]]]:
@@ -220,10 +220,10 @@ class Lifetimes:
             return None
         return maker if is_multiplied(self._problem.program, maker) else None
 
-    def _made_beside_arguments(self) -> frozenset[int]:
+    def _made_beside_arguments(self, carried: Collection[int]) -> frozenset[int]:
         """Results that cannot lie in the memory of the arguments tied to them: those of loops that read these, and not
-        as carries (the caches of all layers, which a scan reads and stacks), or where what comes later does; those of
-        kernels that read these at other places than they write (a cache put in the order of the beams)."""
+        as carries (the caches of all layers, which a scan reads and stacks), or where what comes later does, or turned;
+        those of kernels that read these at other places than they write (a cache put in the order of the beams)."""
         program, found = self._problem.program, set[int]()
         for number, position in program.ties.items():
             output, state = program.outputs[number], program.inputs[position]
@@ -231,12 +231,12 @@ class Lifetimes:
             if maker is None or not isinstance(output, int):
                 continue
             if maker.bodies:  # what becomes a carry is read where the loop starts
-                beside = self.reads.get(state, (0, -1))[1] > self.start(maker)
+                turned = self._problem.links[maker.index].same.get(output) in carried
+                beside = turned or self.reads.get(state, (0, -1))[1] > self.start(maker)
             else:
                 read = read_in_kernel(self._problem, self.fused, self.held, maker)
                 beside = maker.index in self.fused and not read.get(state, True)
-            if beside:
-                found.add(output)
+            found.update({output} if beside else ())
         return frozenset(found)
 
     def unread_from(self, value: int) -> int:

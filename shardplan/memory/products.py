@@ -27,6 +27,7 @@ from shardplan import _jax
 from shardplan.memory.lying import PRODUCT, lying_of
 from shardplan.memory.order import order_of
 from shardplan.memory.repeated import Apart, repeated_in
+from shardplan.memory.updating import updates_of_inputs
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
@@ -118,13 +119,28 @@ def product_operands(
     return found
 
 
+@once
+def turned_carries(program: Program) -> frozenset[int]:
+    """The values that a loop's body, or a branch, writes into what it is given, and that leave in its place, of which
+    products read copies in another order; and what it is given, which is turned to that before, and back behind."""
+    read = {one.value for one in product_operands(program).values() if [*one.order] != sorted(one.order)}
+    found = set[int]()
+    for region in program.regions[1:]:
+        for output in region.outputs:
+            updates = updates_of_inputs(program, region, output) if isinstance(output, int) else []
+            if read.intersection(updates):
+                found.update(updates, (o for o in program.makers[updates[-1]].operands[:1] if isinstance(o, int)))
+    return frozenset(found)
+
+
 def copied_operands(
-    program: Program, pointwise: Collection[int], masked: Collection[tuple[int, int]]
+    program: Program, pointwise: Collection[int], masked: Collection[tuple[int, int]], carried: Collection[int] = ()
 ) -> dict[tuple[int, int], ProductOperand]:
-    """The operands of which products read copies, where some are ``masked``, each for products that mask it alone."""
+    """The operands of which products read copies, where some are ``masked``, each for products that mask it alone, and
+    some are ``carried`` as they are read."""
     found = {}
     for place, read in product_operands(program, pointwise).items():
-        if read.copied or place in masked:
+        if (read.copied and (read.value not in carried or read.padding != 1)) or place in masked:
             found[place] = replace(read, copied=True, masked=place in masked)
     return found
 

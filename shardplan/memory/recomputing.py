@@ -26,7 +26,7 @@ from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, p
 from shardplan.memory.leaving import transposed_results
 from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
-from shardplan.memory.products import is_multiplied, product_operands
+from shardplan.memory.products import is_multiplied, product_operands, turned_carries
 from shardplan.memory.repeated import Apart, apart_in
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.sums import adds_many
@@ -47,7 +47,7 @@ class Kernels:
     repeats; the operands of products that are ``masked``, since these sum over what is split unevenly; the values that
     are ``views`` of what is in memory; the matrices of rows in groups that products read ``turned``, each with what is
     in memory of which the kernels compute them that transpose them; the results that are ``leaving`` the step from
-    beside the arguments that they replace.
+    beside the arguments that they replace; what loops have ``carried`` in the order in which products read it.
     """
 
     fused: frozenset[int]
@@ -60,6 +60,7 @@ class Kernels:
     views: frozenset[int] = frozenset()
     turned: Mapping[tuple[int, int], frozenset[int]] = field(default_factory=dict)
     leaving: frozenset[int] = frozenset()
+    carried: frozenset[int] = frozenset()
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -88,7 +89,8 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     read = kernels.read | running
     kernels = replace(kernels, read=read, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
     turned = dict(_turned_matrices(schedule, kernels))
-    return replace(kernels, views=frozenset(_views(schedule, kernels)), turned=turned)
+    carried = frozenset[int]() if schedule.running else turned_carries(schedule.program)
+    return replace(kernels, views=frozenset(_views(schedule, kernels)), turned=turned, carried=carried)
 
 
 def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:

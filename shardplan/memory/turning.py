@@ -66,7 +66,7 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
     larger than what it is made from (an outer product): not where the kernel writes it that makes what is copied, nor
     for merged products, for which one puts operands side by side."""
     schedule, program, assignment = graph.schedule, graph.program, graph.schedule.assignment
-    operands = copied_operands(program, pointwise_operations(schedule.problem), kernels.masked)
+    operands = copied_operands(program, pointwise_operations(schedule.problem), kernels.masked, kernels.carried)
     merged = {index for group in merged_anywhere(schedule) for index in group}
     alone = {place: read for place, read in operands.items() if place[0] not in merged}
     adding = {found.product: index for index, found in kernels.adding.items()}
