@@ -32,13 +32,15 @@ class Sending:
     zeros of which a kernel makes nothing else, the operation before which it is ``filling`` these; per operand
     that merged products do not share, as an operation and a position, the one before which these are put ``beside``
     each other; and per operand that a convolution reads from a copy, the one before which, or in which, it is made.
-    ``side_by_side`` are those of merged products: the kernel that puts them there is the one that turns them."""
+    ``side_by_side`` are those of merged products: the kernel that puts them there is the one that turns them. Regions
+    that are ``still`` have no collectives."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     filling: dict[int, int] = field(default_factory=dict)
     beside: dict[tuple[int, int], int] = field(default_factory=dict)
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
+    still: set[int] = field(default_factory=set)
 
 
 def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:

@@ -33,7 +33,7 @@ from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
-from shardplan.memory.gathering import combined_gathers, waits_for
+from shardplan.memory.gathering import combined_gathers, gathered_at_the_end, waits_for
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.leaving import copy_at_the_end
 from shardplan.memory.merging import join_producers, merge_nodes, wait_for_slices
@@ -89,6 +89,8 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
         for operation in operands_first(schedule.program, wanted, done):
             order += [*bodies[operation.index], operation.index]
     _add_sending(sending, graph, placed)
+    if not graph.starts and (region or not gathered_at_the_end(schedule)):
+        sending.still.add(region)
     return order
 
 

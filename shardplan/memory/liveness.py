@@ -36,7 +36,7 @@ from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
-from shardplan.memory.results import Unused, beside_results
+from shardplan.memory.results import Unused, beside_results, copied_after
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.slicing import is_sliced, sliced_on_the_way
@@ -45,8 +45,6 @@ from shardplan.memory.zeros import filled_before
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
-
-_Readers = Mapping[int, Sequence[Operation]]
 
 
 class Lifetimes:
@@ -97,7 +95,7 @@ class Lifetimes:
                 last_read[operand] = max(last_read.get(operand, 0), until)
                 if operation.index not in self.updating:
                     last_copy[operand] = max(last_copy.get(operand, 0), until)
-        self._hold_slices(readers, same, last_read)
+        self._hold_slices(same, last_read)
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
         spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
@@ -111,7 +109,8 @@ class Lifetimes:
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
         self.reordered = reordered_inputs(program, self.order, kernels.copied)
-        self.beside = self._made_beside_arguments(kernels.carried) | kernels.leaving
+        beside = self._made_beside_arguments(kernels.carried) | kernels.leaving
+        self.beside = copied_after(self, program, beside, sending)
         self.handed = dict(self._handed_over())
 
     def _handed_over(self) -> Iterator[tuple[int, tuple[Link, int]]]:
@@ -133,11 +132,11 @@ class Lifetimes:
             leaving |= {output: self.place[operation.index] for output in outputs if isinstance(output, int)}
         return leaving
 
-    def _hold_slices(self, readers: _Readers, same: Mapping[int, int], last_read: dict[int, int]) -> None:
+    def _hold_slices(self, same: Mapping[int, int], last_read: dict[int, int]) -> None:
         """Slices of stacks are held from their first reader on; other operands of bodies are outer ones, or carries."""
         for link in (link for links in self._problem.links.values() for link in links.enter if link.stacked):
-            if link.target in readers and link.target in last_read:  # what only repeated operations read is not
-                first, sliced = self.place[readers[link.target][0].index], same.get(link.target, link.target)
+            if link.target in self.readers and link.target in last_read:  # what only repeated operations read is not
+                first, sliced = self.place[self.readers[link.target][0].index], same.get(link.target, link.target)
                 before = self.held.get(sliced, Lifetime(first, 0))
                 last_read[sliced] = max(last_read[link.target], before.end)
                 self.held[sliced] = Lifetime(min(first, before.start), last_read[sliced])
@@ -308,8 +307,8 @@ def _results(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) 
         if isinstance(output, int) and output in lifetimes.held:
             layout, position = schedule.layout_of_output(number), program.ties.get(number)
             first = lifetimes.unread_from(program.inputs[position]) if position in donated else 0
-            late = layout != schedule.assignment.values[output] or (position in donated and output in lifetimes.beside)
-            last = lifetimes.end if late else lifetimes.held[output].start
+            made, copied = lifetimes.held[output].start, lifetimes.beside if position in donated else {}
+            last = copied.get(output, made) if layout == schedule.assignment.values[output] else lifetimes.end
             yield Unused(bytes_in(schedule, output, layout), first, last - 1)
 
 
@@ -350,7 +349,8 @@ def memory_held(
         if isinstance(output, int) and program.ties.get(number) not in donated:
             yield hold(output, schedule.layout_of_output(number), 0, lifetimes.end)
         elif isinstance(output, int) and output in lifetimes.beside:
-            yield hold(output, schedule.assignment.values[output], lifetimes.held[output].start, lifetimes.end)
+            layout, first = schedule.assignment.values[output], lifetimes.held[output].start
+            yield hold(output, layout, first, lifetimes.beside[output])
     yield from _gathered_at_the_end(lifetimes, schedule)
     together = gathered_from(lifetimes, schedule, sending)
     for value in schedule.assignment.copies:

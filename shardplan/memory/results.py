@@ -16,10 +16,15 @@ less than it takes: what an activation needs meanwhile is there already.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from shardplan.memory.bringing import Sending, computed_until
 from shardplan.memory.held import Held
+from shardplan.program import Program
+
+if TYPE_CHECKING:
+    from shardplan.memory.liveness import Lifetimes
 
 _LEAST = 1e-4
 """The share of all results' bytes that is worth a look: what is smaller stays beside them."""
@@ -59,3 +64,16 @@ def beside_results(held: Iterable[Held], results: Sequence[Unused]) -> Iterator[
                 break
         else:
             yield one
+
+
+def copied_after(lifetimes: Lifetimes, program: Program, beside: Collection[int], sending: Sending) -> dict[int, int]:
+    """Results beside the arguments that they replace, with the last place where they lie in memory of their own: where
+    collectives hide, they are copied at the end, else as soon as nothing reads the argument, nor them."""
+    found = dict.fromkeys(beside, lifetimes.end)
+    for number, position in program.ties.items() if 0 in sending.still else ():
+        output, state = program.outputs[number], program.inputs[position]
+        if isinstance(output, int) and output in found:
+            read = [computed_until(lifetimes, reader) for reader in lifetimes.readers.get(output, ())]
+            made = lifetimes.place[program.makers[output].index]
+            found[output] = max([made, lifetimes.unread_from(state) - 1, *read])
+    return found

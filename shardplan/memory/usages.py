@@ -75,7 +75,7 @@ class Usages:
         self._spans: dict[tuple[int, int], Lifetime] = {}
         self._inputs = {*self.program.inputs, *self.program.captured}
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
-        beside = lifetimes.beside if donated else frozenset[int]()
+        beside = frozenset(lifetimes.beside) if donated else frozenset[int]()
         self._replaced = {output for number, output in outputs if number in self.program.ties} - beside
 
     def network(self, limit: float, places: Collection[int], beyond: Mapping[int, float] | None = None) -> Network:
