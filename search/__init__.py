@@ -9,6 +9,7 @@ from shardplan.search.network import Network as Network
 from shardplan.search.network import NetworkError as NetworkError
 from shardplan.search.network import Usage as Usage
 from shardplan.search.pairs import PairUsage as PairUsage
+from shardplan.search.pairs import all_extended as all_extended
 from shardplan.search.pairs import extended as extended
 from shardplan.search.pairs import with_pairs as with_pairs
 from shardplan.search.solution import STATUSES as STATUSES

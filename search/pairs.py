@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.network import EXCLUDED, Network
 
-__all__ = ["PairUsage", "extended", "with_pairs"]
+__all__ = ["PairUsage", "all_extended", "extended", "with_pairs"]
 
 Array = NDArray[np.float64]
 
@@ -84,22 +84,30 @@ def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
 def extended(network: Network, choices: NDArray[np.int64]) -> NDArray[np.int64]:
     """An assignment of the first variables of a network that `with_pairs` made, with the pairs' choices besides: for
     each the cheapest, and of these the one that uses least."""
-    first = len(choices)
-    costs: dict[int, Array] = {}
+    return all_extended(network, [choices])[0]
+
+
+def all_extended(network: Network, assignments: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+    """The same of several assignments of the same variables."""
+    if not assignments:
+        return []
+    chosen = np.stack(assignments)
+    first = chosen.shape[1]
+    costs: dict[int, Array] = {}  # [assignment, choice]
     for u, v, table in network.edges:
         if v >= first:
-            costs[v] = costs.get(v, 0.0) + network.tables[table][choices[u]]
+            costs[v] = costs.get(v, 0.0) + network.tables[table][chosen[:, u]]
         elif u >= first:
-            costs[u] = costs.get(u, 0.0) + network.tables[table][:, choices[v]]
+            costs[u] = costs.get(u, 0.0) + network.tables[table].T[chosen[:, v]]
     used: dict[int, Array] = {}
     for usage in network.usages:
         if usage.variable >= first:
             used[usage.variable] = used.get(usage.variable, 0.0) + usage.amounts
-    later = np.zeros(len(network) - first, dtype=np.int64)
+    later = np.zeros((len(chosen), len(network) - first), dtype=np.int64)
     for v, rows in costs.items():
-        least = np.flatnonzero(rows == rows.min())
-        later[v - first] = least[np.argmin(used[v][least])]
-    return np.concatenate([choices, later])
+        cheapest = rows == rows.min(axis=1, keepdims=True)
+        later[:, v - first] = np.where(cheapest, used[v], np.inf).argmin(axis=1)
+    return list(np.concatenate([chosen, later], axis=1))
 
 
 def _known_states(network: Network, pair: tuple[int, int], tables: Sequence[int], usages: Sequence[Array]) -> _States:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardplan.finding import CLEARLY, SECONDS_PER_OWN, Counts, Found, Search, find
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.usages import Usages
-from shardplan.search import Hint, Network, Solution, extended
+from shardplan.search import Hint, Network, Solution, all_extended, extended
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
 # a limit: of the search, and of what comes before it, so many seconds per operation and per entry of the tables; but
@@ -238,7 +238,7 @@ class Corrections:
         """What is found in the order of the search, and in its own."""
         network = self.network(self.search.limit_bytes, self.places)
         self.searched = self.search.limit_bytes
-        known = [extended(network, choices) for choices in self.known]
+        known = all_extended(network, self.known)
         network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
         count = SECONDS_PER_OWN * len(self.problem.program.operations)
         work = (1 - _SHARE_OF_MIXING) * self.patience - self.work - count

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from shardplan.correcting import NEARLY_FULL, Corrections
 from shardplan.finding import Found
 from shardplan.relieving import relieve
-from shardplan.search import Mixtures, extended
+from shardplan.search import Mixtures, all_extended
 from shardplan.search.solution import relative_gap
 
 # The work for this, as a share of that for the searches before, or what is left of it. Mixed is again, from what came
@@ -62,8 +62,8 @@ def _mix(known: Corrections, base: Found, until: float) -> None:
     for choices in (base.solution.choices, *others[:_CHEAPEST]):
         places |= {*known.places_above(known.within(choices), NEARLY_FULL * limit)}
     network = known.network(limit, places)
-    begun = extended(network, base.solution.choices)
-    mixtures = Mixtures(network, begun, [extended(network, choices) for choices in others])
+    begun, *cheaper = all_extended(network, [base.solution.choices, *others])
+    mixtures = Mixtures(network, begun, cheaper)
     known.spent += _SECONDS_PER_VARIABLE * len(network)
     least = _Tried(network.peak(begun)[0], base.peak_bytes, base.solution.cost)
     most = _Tried(_HIGHEST * limit, math.inf, cost_of(others[0]))

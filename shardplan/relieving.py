@@ -17,7 +17,7 @@ from shardplan.correcting import NEARLY_FULL, Corrections, counted_at, highest
 from shardplan.finding import Found
 from shardplan.memory.bringing import Sending
 from shardplan.memory.usages import Usages
-from shardplan.search import Mixtures, Network, extended
+from shardplan.search import Mixtures, Network, all_extended
 
 # So many mixtures are counted in their own orders, each of a limit that is lower than the last one's by a share of what
 # that exceeded the real one by. Memory counts where it comes near the limit with what is mixed, and where a mixture
@@ -79,7 +79,8 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
         network = usages.network(target, places)
         if mixed:
             network = usages.network(target, places, _beyond(network, base, exact, sorted(places)))
-        mixtures = Mixtures(network, extended(network, base.solution.choices), [extended(network, o) for o in others])
+        begun, *dearer = all_extended(network, [base.solution.choices, *others])
+        mixtures = Mixtures(network, begun, dearer)
         mixture, work = mixtures.within(target)
         known.spent += work + _SECONDS_PER_VARIABLE * len(network)
         if mixture is None:

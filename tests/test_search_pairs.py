@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shardplan.search import Hint, Network, PairUsage, extended, pairs, solve, testing, with_pairs
+from shardplan.search import Hint, Network, PairUsage, all_extended, extended, pairs, solve, testing, with_pairs
 from shardplan.search.branching import Branching
 from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph
@@ -61,6 +61,9 @@ def test_an_assignment_is_extended_by_what_its_pairs_use() -> None:
             full = extended(wide, np.array(choices))
             assert wide.cost(full) == pytest.approx(net.cost(choices))
             assert wide.peak(full)[0] == usage_over_time(net, pairs, choices).max()
+        together = all_extended(wide, [np.array(choices) for choices in every[::7]])
+        assert [list(one) for one in together] == [list(extended(wide, np.array(choices))) for choices in every[::7]]
+        assert all_extended(wide, []) == []
 
 
 def test_what_is_known_before_changes_no_optimum() -> None:
