@@ -27,7 +27,7 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.reversing import bring
-from shardplan.running import behind_barriers, lying_until_scattered
+from shardplan.running import behind_barriers, behind_sum, lying_until_scattered
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
@@ -215,19 +215,19 @@ class Replay:
         """Whether the partial results of an operation with one result are scattered."""
         return any(step.kind == "reduce-scatter" for step in self._schedule.result_steps(operation, 0))
 
-    def _read_operands(self, operation: Operation, strategy: Strategy) -> list[Any]:
+    def _read_operands(self, operation: Operation, strategy: Strategy) -> Sequence[Any]:
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):
             if isinstance(operand, int) and layout is not None and operand not in self._schedule.assignment.generated:
                 stored = self._schedule.assignment.values[operand]
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
-                    # XLA merges equal reshards, and would keep the first one; behind a barrier they are not equal.
-                    # What is behind it is constrained again: else Shardy gives all that read it later what is read here
+                    # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
                     others = [self._read(*other) for other in awaited(self._schedule, operation, operand)]
                     anew, *_ = jax.lax.optimization_barrier((self._held[operand, stored], *others))
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)
-        return [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+        found = [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+        return behind_sum(self._schedule, operation, found, self._held, self._constrain)
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
         return _jax.bind_again(operation.equation, operation.primitive, operation.params, operands)

@@ -4,7 +4,9 @@ The gradient of a weight that many operations read (a recurrent net's, timestep 
 again and again) is a sum of products. XLA fuses the additions into one kernel behind the last product, or adds up every
 other one in place, and holds the rest until then: twenty timesteps hold up to twenty gradients. Where memory is short
 each sum of them stands behind a barrier, which no fusion sees through: one sum is held, and the product that it takes
-in next. That is read and written once more for each product, so that a step which fits does without.
+in next. XLA would still compute that product long before the sum is there, to fill waits for collectives: so the
+product reads an operand behind a barrier that takes in the sum. A sum is read and written once more for each product,
+so that a step which fits does without.
 
 Such a sum lies in memory as its products do. XLA would have all of them lie as a collective that scatters the last one
 wants them, which may be neither that order nor its reverse: each product were copied.
@@ -13,15 +15,19 @@ wants them, which may be neither that order nor its reverse: each product were c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import jax
 
 from shardplan.early import ADDITIONS, MOVING, reduced_before_added
+from shardplan.layout import Layout
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.products import is_multiplied
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Constant
+from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 from shardplan.transition import Step
 
@@ -35,11 +41,13 @@ _LEAST_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True)
 class Sums:
     """Sums of products: those that are ``running``, since one further addition alone reads them, which adds more
-    products to them; and how their products, and those of the last sums, lie in memory: dimensions from the one whose
-    elements lie furthest apart to the one whose elements lie next to each other."""
+    products to them; how their products, and those of the last sums, lie in memory: dimensions from the one whose
+    elements lie furthest apart to the one whose elements lie next to each other; and per product that a running sum
+    takes in, by its operation's index, that sum, which is there ``before``."""
 
     running: frozenset[int]
     lying: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
 
 
 def behind_barriers(schedule: Schedule) -> frozenset[int]:
@@ -59,6 +67,28 @@ def lying_until_scattered(schedule: Schedule, value: int, steps: Iterable[Step])
     return sums_of_products(schedule.problem).lying.get(value) if scattered else None
 
 
+def behind_sum(
+    schedule: Schedule,
+    operation: Operation,
+    operands: Sequence[Any],
+    held: Mapping[tuple[int, Layout], Any],
+    constrain: Callable[[Any, Layout], Any],
+) -> Sequence[Any]:
+    """The operands of an operation; of a product that a running sum takes in, the smaller one behind that sum, where
+    it is among what is ``held`` by then."""
+    value = sums_of_products(schedule.problem).before.get(operation.index) if schedule.running else None
+    if value is None or (key := (value, schedule.assignment.values[value])) not in held:
+        return operands
+    values, strategy = schedule.program.values, schedule.assignment.strategies[operation.index]
+    read = [(values[o].total_bytes, n) for n, o in enumerate(operation.operands) if isinstance(o, int)]
+    position, found = min(read)[1], list(operands)
+    layout = strategy.operands[position]
+    if layout is not None:
+        behind, _ = jax.lax.optimization_barrier((found[position], held[key]))
+        found[position] = constrain(behind, layout)
+    return found
+
+
 @once
 def sums_of_products(problem: Problem) -> Sums:
     """The sums of products of a program that are worth running."""
@@ -69,7 +99,8 @@ def sums_of_products(problem: Problem) -> Sums:
     products = dict[int, int]()  # how many each sum of them has
     inside = dict[int, set[int]]()  # the sums that each is made of
     lying = dict[int, tuple[int, ...]]()
-    running, last = set[int](), set[int]()
+    steps = dict[int, dict[int, int]]()  # per addition's result, the products that it adds to a sum, with that
+    running, last, before = set[int](), set[int](), dict[int, int]()
     for operation in program.operations:
         if operation.primitive.name == CONVOLUTION or is_multiplied(program, operation):
             products[operation.results[0]] = 1
@@ -80,6 +111,9 @@ def sums_of_products(problem: Problem) -> Sums:
             if added:
                 products[result] = sum(products[value] for value, _ in added)
                 inside[result] = {value for value, _ in added if products[value] > 1}
+                single = [program.makers[value] for value, _ in added if products[value] == 1]
+                taken = [maker.index for maker in single if maker.primitive.name not in ADDITIONS]
+                steps[result] = {index: value for index in taken for value in inside[result]}
                 orders = {tuple(turned.index(d) for d in lying[v]) for v, turned in added if turned and v in lying}
                 if len(orders) == 1:
                     lying[result] = orders.pop()
@@ -87,10 +121,12 @@ def sums_of_products(problem: Problem) -> Sums:
                 last.add(result)
                 stack = [result]
                 while stack:
-                    further = inside.get(stack.pop(), set()) - running
+                    before |= steps[stack[-1]]
+                    further = inside[stack.pop()] - running
                     running |= further
                     stack += further
-    return Sums(frozenset(running), {value: order for value, order in lying.items() if value in running | last})
+    lying = {value: order for value, order in lying.items() if value in running | last}
+    return Sums(frozenset(running), lying, before)
 
 
 def _added(

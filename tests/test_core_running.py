@@ -52,6 +52,9 @@ def test_sums_that_one_further_addition_reads_can_be_kept_running():
     additions = _additions(program)
     assert len(additions) == _STEPS - 1
     assert {*sums.running} == {o.results[0] for o in additions[:-1]}  # the last one is what the update reads
+    products = {o.results[0]: o for o in program.operations if o.primitive.name == "dot_general"}
+    taken = [products[program.makers[o.operands[1]].operands[0]].index for o in additions[1:]]
+    assert sums.before == {index: o.results[0] for index, o in zip(taken, additions, strict=False)}
     # the products have the weight's dimensions as gates, width (of the state), width (of what is read)
     assert {*sums.lying.values()} == {(1, 2, 0)} and additions[-1].results[0] in sums.lying
 
@@ -104,6 +107,9 @@ def test_a_step_with_running_sums_computes_what_it_does_without_a_plan(sizes):
     plan = shardplan.plan(_recurrent, mesh, weight, x, memory_limit=0.8 * free.peak_bytes)
     assert plan.recipe.running
     assert_equal_trees(run(plan, mesh, weight, x), _recurrent(weight, x))
+    text = plan.lower(mesh).as_text()
+    behind = [line for line in text.splitlines() if "optimization_barrier" in line and line.count("tensor<") == 2]
+    assert len(behind) == _STEPS - 2  # each product but the first two reads an operand behind the sum before it
 
 
 def test_a_sum_that_is_scattered_lies_as_its_products_until_then():
