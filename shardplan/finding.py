@@ -112,7 +112,7 @@ def _as_it_is(problem: Problem, solution: Solution) -> Solution:
 class Counts:
     """What a device holds with schedules of a problem, in their own orders and in others: each is counted once.
 
-    ``running``: whether these keep sums of products running, see `shardplan.running`.
+    ``running``: see `shardplan.schedule.Schedule`.
     """
 
     def __init__(self, problem: Problem, search: Search, running: bool = False) -> None:

@@ -62,8 +62,8 @@ class PlannedArgument:
 class Recipe:
     """What makes a plan's schedule again from its program: the options, and a choice per variable of the network.
 
-    ``network`` is a digest of those variables. ``running``: whether sums of products are kept running, see
-    `shardplan.running`. ``fingerprint`` is that of the program, where it is not at hand.
+    ``network`` is a digest of those variables. ``running``: see `shardplan.schedule.Schedule`.
+    ``fingerprint`` is that of the program, where it is not at hand.
     """
 
     options: Options

@@ -27,13 +27,14 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.reversing import bring
-from shardplan.running import behind_barriers, behind_sum, lying_until_scattered
+from shardplan.running import behind_barriers, lying_until_scattered
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
 from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
+from shardplan.waiting import behind_sum
 
 
 class Replay:
@@ -55,10 +56,8 @@ class Replay:
         self._run_region(0)
         with jax.named_scope("output"):
             return [
-                self._read(output, self._schedule.layout_of_output(number))
-                if isinstance(output, int)
-                else _as_array(output)
-                for number, output in enumerate(self._program.outputs)
+                self._read(value, self._schedule.layout_of_output(n)) if isinstance(value, int) else _as_array(value)
+                for n, value in enumerate(self._program.outputs)
             ]
 
     def _hold(self, values: Iterable[int], arrays: Iterable[Any]) -> None:
@@ -226,7 +225,7 @@ class Replay:
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)
-        found = [self._read(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+        found = list(map(self._read, operation.operands, strategy.operands))
         return behind_sum(self._schedule, operation, found, self._held, self._constrain)
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:

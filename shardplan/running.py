@@ -4,9 +4,9 @@ The gradient of a weight that many operations read (a recurrent net's, timestep 
 again and again) is a sum of products. XLA fuses the additions into one kernel behind the last product, or adds up every
 other one in place, and holds the rest until then: twenty timesteps hold up to twenty gradients. Where memory is short
 each sum of them stands behind a barrier, which no fusion sees through: one sum is held, and the product that it takes
-in next. XLA would still compute that product long before the sum is there, to fill waits for collectives: so the
-product reads an operand behind a barrier that takes in the sum. A sum is read and written once more for each product,
-so that a step which fits does without.
+in next. A product that is merged with others, and so adds itself to nothing, would still be computed long before the
+sum is there (`shardplan.waiting`). A sum is read and written once more for each product, so that a step which fits does
+without.
 
 Such a sum lies in memory as its products do. XLA would have all of them lie as a collective that scatters the last one
 wants them, which may be neither that order nor its reverse: each product were copied.
@@ -15,19 +15,15 @@ wants them, which may be neither that order nor its reverse: each product were c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-import jax
 
 from shardplan.early import ADDITIONS, MOVING, reduced_before_added
-from shardplan.layout import Layout
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.products import is_multiplied
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation
+from shardplan.program import Constant
 from shardplan.schedule import Schedule
 from shardplan.transition import Step
 
@@ -65,28 +61,6 @@ def lying_until_scattered(schedule: Schedule, value: int, steps: Iterable[Step])
     """The order in which the dimensions of a sum that waits lie in memory until these steps; None where XLA decides."""
     scattered = schedule.running and any(step.kind == "reduce-scatter" for step in steps)
     return sums_of_products(schedule.problem).lying.get(value) if scattered else None
-
-
-def behind_sum(
-    schedule: Schedule,
-    operation: Operation,
-    operands: Sequence[Any],
-    held: Mapping[tuple[int, Layout], Any],
-    constrain: Callable[[Any, Layout], Any],
-) -> Sequence[Any]:
-    """The operands of an operation; of a product that a running sum takes in, the smaller one behind that sum, where
-    it is among what is ``held`` by then."""
-    value = sums_of_products(schedule.problem).before.get(operation.index) if schedule.running else None
-    if value is None or (key := (value, schedule.assignment.values[value])) not in held:
-        return operands
-    values, strategy = schedule.program.values, schedule.assignment.strategies[operation.index]
-    read = [(values[o].total_bytes, n) for n, o in enumerate(operation.operands) if isinstance(o, int)]
-    position, found = min(read)[1], list(operands)
-    layout = strategy.operands[position]
-    if layout is not None:
-        behind, _ = jax.lax.optimization_barrier((found[position], held[key]))
-        found[position] = constrain(behind, layout)
-    return found
 
 
 @once

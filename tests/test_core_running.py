@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import shardplan
-from shardplan.memory.accumulation import accumulations
+from shardplan.memory.accumulation import accumulations, waiting_for_sums
+from shardplan.memory.hiding import Graph
+from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.running import lying_until_scattered, running_sums, sums_of_products
 from tests.core_programs import assert_equal_trees, mesh_of, run
 
@@ -28,6 +30,18 @@ def _recurrent(weight, x):
         return jnp.sum(y)
 
     return weight - 0.1 * jax.grad(loss)(weight)
+
+
+def _gated(weights, x):
+    """A gradient step on two weights that every timestep reads, whose products XLA merges."""
+
+    def loss(weights):
+        y = x
+        for _ in range(_STEPS):
+            y = jnp.tanh(y @ weights[0]) * jax.nn.sigmoid(y @ weights[1])
+        return jnp.mean(y)
+
+    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(loss)(weights))
 
 
 def _shapes(width, batch):
@@ -105,11 +119,28 @@ def test_a_step_with_running_sums_computes_what_it_does_without_a_plan(sizes):
     weight, x = (jax.random.normal(jax.random.key(n), s.shape) / 32 for n, s in enumerate(_shapes(2048, 8)))
     free = shardplan.plan(_recurrent, mesh, weight, x, memory_limit=inf)
     plan = shardplan.plan(_recurrent, mesh, weight, x, memory_limit=0.8 * free.peak_bytes)
-    assert plan.recipe.running
+    assert plan.recipe.running and not waiting_for_sums(plan.schedule)  # each product adds itself to the sum in place
     assert_equal_trees(run(plan, mesh, weight, x), _recurrent(weight, x))
-    text = plan.lower(mesh).as_text()
-    behind = [line for line in text.splitlines() if "optimization_barrier" in line and line.count("tensor<") == 2]
-    assert len(behind) == _STEPS - 2  # each product but the first two reads an operand behind the sum before it
+
+
+@pytest.mark.parametrize("sizes", [{"x": 8}, {"x": 2, "y": 4}], ids=str)
+def test_a_product_that_is_merged_waits_for_the_sum_that_takes_it_in(sizes):
+    mesh, keys = mesh_of([*sizes.values()]), jax.random.split(jax.random.key(0), 3)
+    square, batch = (2048, 2048), (64, 2048)
+    *weights, x = (jax.random.normal(key, shape) / 32 for key, shape in zip(keys, (square, square, batch), strict=True))
+    free = shardplan.plan(_gated, mesh, weights, x, memory_limit=inf)
+    plan = shardplan.plan(_gated, mesh, weights, x, memory_limit=0.9 * free.peak_bytes)
+    assert plan.recipe.running and not waiting_for_sums(free.schedule)
+    waiting = waiting_for_sums(plan.schedule)
+    assert len(waiting) == 2 * (_STEPS - 2)  # each product of both weights but the first two
+    assert_equal_trees(run(plan, mesh, weights, x), _gated(weights, x))
+    behind = [line for line in plan.lower(mesh).as_text().splitlines() if "optimization_barrier" in line]
+    assert sum(line.count("tensor<") == 2 for line in behind) == len(waiting)
+    graph = Graph(plan.schedule, adding_products(plan.schedule, kernels_in(plan.schedule)), [], [])
+    for index, value in waiting.items():
+        assert plan.program.makers[value].primitive.name == "add_any"
+        assert plan.program.operations[index].primitive.name == "dot_general"
+        assert graph.maker(value) in graph.needs[index]
 
 
 def test_a_sum_that_is_scattered_lies_as_its_products_until_then():

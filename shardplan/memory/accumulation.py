@@ -42,7 +42,7 @@ from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation, Program
-from shardplan.running import running_sums
+from shardplan.running import running_sums, sums_of_products
 from shardplan.schedule import Schedule
 
 _ADDITIONS = frozenset({"add", "add_any"})
@@ -127,6 +127,17 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
             if result not in running:
                 graph.open[result] = replace(product, between=(), added=True)
     return found | {last.addition: last for last in (*biases.values(), *units)}
+
+
+@once
+def waiting_for_sums(schedule: Schedule) -> dict[int, int]:
+    """Per product that a running sum takes in, but that adds itself to nothing, by its index, the sum that it waits
+    for (`shardplan.waiting`): one that the program makes before."""
+    if not schedule.running:
+        return {}
+    makers, adding = schedule.program.makers, {found.product for found in accumulations(schedule).values()}
+    before = sums_of_products(schedule.problem).before.items()
+    return {index: value for index, value in before if index not in adding and makers[value].index < index}
 
 
 @once

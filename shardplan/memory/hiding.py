@@ -29,6 +29,7 @@ import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
+from shardplan.memory.accumulation import waiting_for_sums
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
@@ -292,6 +293,10 @@ class Graph:
                     self.needs[index].add(need)
                 if need == maker:
                     self.values[index].add(value)
+
+        for index, value in waiting_for_sums(self.schedule).items():
+            if index in self.reads and (maker := self.maker(value)) is not None:
+                self.needs[index].add(maker)
 
     def add(self, place: float, needs: set[int], values: set[int], takes: float) -> int:
         """A further kernel: its number."""
