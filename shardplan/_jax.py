@@ -348,6 +348,7 @@ def is_ordered_for_one_device(effect: Any) -> bool:
 
 
 @functools.cache
+@functools.cache
 def stored_dtype(dtype: Any) -> Any:
     """The element type that a tensor is stored in: that of the words of PRNG keys, its own otherwise."""
     return np.dtype(np.uint32) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype
@@ -387,11 +388,13 @@ def without_typed_layout(array: Any) -> Any:
     return jax.device_put(array, jax.sharding.NamedSharding(mesh, typed.spec))  # type: ignore[attr-defined]
 
 
+@functools.cache
 def is_inexact(dtype: Any) -> bool:
     """Whether a dtype is a real or a complex floating-point type, the narrow ones included."""
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
+@functools.cache
 def is_float(dtype: Any) -> bool:
     """Whether a dtype is a real floating-point type, the narrow ones included."""
     return bool(jax.dtypes.issubdtype(dtype, np.floating))

@@ -55,21 +55,25 @@ class DeferredSums:
         """Per operation, the sets of positions of operands that are partial together: with the operands there, and
         those of them that are zeros."""
         on_ways = self._summing | self._passed.keys()
-        self._ways = tuple(o for o in self._operations if o.index in on_ways and self._is_open(o))
-        self._linears = tuple(o for o in self._ways if o.index in self._passed)
-        self._read_whole = self._read_by_others()
+        self._ways = tuple((o, self._moves(o)) for o in self._operations if o.index in on_ways and self._is_open(o))
+        """Operations that give or pass on sums, each with whether it passes them on without strategies of its own."""
         self._becomes = self._stacked()
         self._came = {target: source for source, targets in self._becomes.items() for target in targets}
         same = {value: other for found in links.values() for value, other in found.same.items()}
         carries = carries_of_sums(program, choices, links, self.is_zero)
+        most = self._passing({value for value, other in same.items() if other in carries} | carries.keys(), True, set())
+        self._ways = tuple((o, moves) for o, moves in self._ways if most.issuperset(o.results))  # no others ever pass
+        self._linears = tuple(o for o, _ in self._ways if o.index in self._passed)
+        self._read_by_linears = [(o, _values_read(o)) for o in self._linears if not o.bodies]
+        self._read_whole = self._read_by_others()
         while True:  # a carry is able only if what comes round is
             left = {value for value, other in same.items() if other in carries} | carries.keys()
-            able = self._able(left)
+            able, needed = self._able(left)
             broken = {entering for entering, coming in carries.items() if entering in able and coming not in able}
             if not broken:
                 break
             carries = {entering: coming for entering, coming in carries.items() if entering not in broken}
-        useful = self._useful(able, carries) | self._shrinking(self._able(left, through=True))
+        useful = self._useful(able, needed, carries) | self._shrinking(*self._able(left, through=True))
         useful |= {value for value, other in same.items() if other in useful and other in carries}
         self.values = frozenset(self._with_other_parts(useful))
         self.operands = {
@@ -82,6 +86,10 @@ class DeferredSums:
 
     def _is_open(self, operation: Operation) -> bool:
         return bool(operation.results) and self._open.issuperset(operation.results)
+
+    def _moves(self, operation: Operation) -> bool:
+        cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums
+        return cuts or self._choices[operation.index].follows_result
 
     def _read_by_others(self) -> frozenset[int]:
         """The values that are outputs, or read by operations which pass no sums on, whatever is partial."""
@@ -130,8 +138,9 @@ class DeferredSums:
         maker = self._makers.get(value) if value is not None else None
         return maker is not None and maker.primitive.name in _SPREADING and self.is_zero(maker.operands[0])
 
-    def _able(self, carries: set[int], through: bool = False) -> set[int]:
-        """The values that can be left partial; ``through`` operations with strategies of their own as well.
+    def _able(self, carries: set[int], through: bool = False) -> tuple[set[int], set[int]]:
+        """The values that can be left partial, ``through`` operations with strategies of their own as well; and those
+        of them that are reduced in any case.
 
         What is made of values alone that are reduced in any case, for something else that reads them, is not among
         them: it is had without sending anything.
@@ -141,20 +150,20 @@ class DeferredSums:
             able = self._passing(carries, through, needed)
             more = self._needed(able)
             if more <= needed:
-                return able
+                return able, more
             needed |= more
 
     def _passing(self, carries: set[int], through: bool, needed: set[int]) -> set[int]:
         """The values that can be left partial, if no operation passes only what is ``needed`` as a whole."""
         able = self._with_stacks(self._open & carries)
-        for operation in self._ways:
+        for operation, moves in self._ways:
             passes = operation.index in self._summing
-            if not passes:
-                cuts = len(operation.results) > 1 or operation.primitive.name in SLICES  # parts of a sum are sums
-                moves = through or cuts or self._choices[operation.index].follows_result
-                passes = moves and any(not waiting <= needed for waiting in self._waiting(operation, able))
+            if not passes and (moves or through):
+                passes = any(not waiting <= needed for waiting in self._waiting(operation, able))
             if passes:
-                able |= self._with_stacks(operation.results)
+                able.update(operation.results)
+                if not self._becomes.keys().isdisjoint(operation.results):
+                    able |= self._with_stacks(operation.results)
         return able
 
     def _sums(self, operation: Operation) -> bool:
@@ -179,11 +188,14 @@ class DeferredSums:
 
     def _waiting(self, operation: Operation, able: set[int]) -> list[set[int]]:
         """The values of these sets that are able."""
-        return [
-            set(able.intersection(values))
-            for _, values, zeros in self._passed.get(operation.index, ())
-            if not able.isdisjoint(values) and all(v in able or v in zeros for v in values)
-        ]
+        found = []
+        for _, values, zeros in self._passed.get(operation.index, ()):
+            if len(values) == 1:  # of most operations; an able value is none that stays zero without it
+                if values[0] in able:
+                    found.append({values[0]})
+            elif (waiting := able.intersection(values)) and all(v in waiting or v in zeros for v in values):
+                found.append(waiting)
+        return found
 
     def _passed_by(self, operation: Operation) -> list[tuple[tuple[int, ...], tuple[int, ...], frozenset[int]]]:
         """The sets of an operation's operands in which it is linear, if what is not a value is zeros: without what a
@@ -204,16 +216,17 @@ class DeferredSums:
     def _has_dimensions(self, operand: int | Constant) -> bool:
         return isinstance(operand, int) and bool(self._program.values[operand].shape)
 
-    def _useful(self, able: set[int], carries: Mapping[int, int]) -> set[int]:
+    def _useful(self, able: set[int], needed: set[int], carries: Mapping[int, int]) -> set[int]:
         """The able values from which a place is reached where sums of several origins meet that nothing else reads."""
-        origins, needed = self._origins(able), self._needed(able)
+        origins = self._origins(able)
         ends = carries.keys() & able
         ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
         for operation in reversed(self._linears):
-            operands = next(iter(self._waiting(operation, able)), None)
-            if operands is None or not able.issuperset(operation.results):
+            sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
+            if not sets:
                 continue
+            operands = sets[0]
             meet = len({origins.get(operand, operand) for operand in operands - needed}) > 1
             if meet or not useful.isdisjoint(operation.results):
                 useful |= {*operation.results, *self._with_sources(operands)}
@@ -223,14 +236,15 @@ class DeferredSums:
         """The able values that are reduced in any case: something reads them which no sum passes through, or what is
         made of them alone, which is no smaller, is reduced."""
         found = set(self._read_whole)
-        values = self._program.values
-        for operation in reversed(self._linears):
-            if operation.bodies:
-                continue
+        sizes = self._program.values
+        for operation, read in reversed(self._read_by_linears):
             sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
-            found.update(o for o in operation.operands if isinstance(o, int) and not any(o in one for one in sets))
-            size = max((values[result].total_bytes for result in operation.results if result in found), default=0)
-            found.update(o for one in sets if len(one) == 1 for o in one if values[o].total_bytes <= size)
+            found |= read.difference(*sets)
+            alone = [value for one in sets if len(one) == 1 for value in one if value not in found]
+            if alone:
+                needed = found.intersection(operation.results)
+                size = max((sizes[result].total_bytes for result in needed), default=0)
+                found.update(value for value in alone if sizes[value].total_bytes <= size)
         return found & able
 
     def _origins(self, able: set[int]) -> dict[int, int]:
@@ -249,16 +263,16 @@ class DeferredSums:
             found |= dict.fromkeys(self._with_stacks(operation.results), origin)
         return found
 
-    def _shrinking(self, able: set[int]) -> set[int]:
+    def _shrinking(self, able: set[int], needed: set[int]) -> set[int]:
         """The able values of which less is sent if all their readers pass them on, with what the readers make of them.
 
         What is sent per step at least, in bytes: of a value, itself each time that it is made, or what is made of it
         where all readers pass it on.
         """
-        sizes, needed = self._sizes(able), self._needed(able)
+        sizes = self._sizes(able)
         readers: dict[int, list[Operation]] = {value: [] for value in able}
-        for operation in self._operations:
-            for value in able & {o for o in operation.operands if isinstance(o, int) and not operation.bodies}:
+        for operation in (o for o in self._operations if not o.bodies):
+            for value in _values_read(operation) & able:
                 readers[value].append(operation)
         whole = {output for output in self._program.outputs if isinstance(output, int)}
         whole |= {link.source for link in self._links if isinstance(link.source, int) and link.target not in self._came}
@@ -274,9 +288,9 @@ class DeferredSums:
                 found |= {value, *stacks, *(operation.results[0] for operation in readers[value])}
         found = self._with_sources(found)
         for operation in reversed(self._operations):
-            open_ = found.intersection(operation.results) and self._linear(operation, found) is None
-            linear = self._linear(operation, able) if open_ else None
-            found |= self._with_sources({operation.operands[position] for position in linear or ()} & able)  # type: ignore[arg-type]
+            if not found.isdisjoint(operation.results) and self._linear(operation, found) is None:
+                linear = self._linear(operation, able) or ()
+                found |= self._with_sources({operation.operands[position] for position in linear} & able)  # type: ignore[arg-type]
         return found
 
     def _sizes(self, able: set[int]) -> dict[int, int]:
@@ -297,7 +311,9 @@ class DeferredSums:
         """Bytes of the elements in which the sums were made that operations give or pass on."""
         made: dict[int, int] = {}
         for operation in self._operations:
-            for value in able.intersection(operation.results):
+            for value in operation.results:
+                if value not in able:
+                    continue
                 passed = [
                     made[operand] for operand in operation.operands if isinstance(operand, int) and operand in made
                 ]
@@ -350,3 +366,7 @@ def _parts(operation: Operation) -> Iterator[Operation]:
         return
     for operand, result in zip(operation.operands, operation.results, strict=True):
         yield replace(operation, index=-1 - result, operands=(operand,), results=(result,))
+
+
+def _values_read(operation: Operation) -> frozenset[int]:
+    return frozenset(operand for operand in operation.operands if isinstance(operand, int))

@@ -23,7 +23,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class HardwareProfile:
 
         A type that the profile does not list runs at the rate of the narrowest listed one that can hold it.
         """
-        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        name = dtype if isinstance(dtype, str) else _name_of(dtype)
         for listed in (name, name.split("_")[0]):
             if listed in self.flops:
                 return self.flops[listed]
@@ -164,6 +164,12 @@ def load(profile: str | os.PathLike[str] | HardwareProfile) -> HardwareProfile:
 def _shipped(name: str) -> HardwareProfile:
     file = resources.files("shardplan").joinpath("hardware_profiles", f"{name}.toml")
     return _from_entries(name, file.name, tomllib.loads(file.read_text(encoding="utf-8")))
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    """NumPy makes the name anew each time that it is asked for."""
+    return str(np.dtype(dtype).name)
 
 
 def _bits(dtype_name: str) -> int:

@@ -76,6 +76,7 @@ class Problem:
         self._barriers: set[int] = set()
         self._maker = StrategyMaker(space)
         self._tables: dict[Any, np.ndarray] = {}
+        self._domains: dict[int, Domain] = {}
         self._derive_choices()
         self.generated = generated_values(program, self.choices, fixed)
         whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
@@ -134,6 +135,12 @@ class Problem:
 
     def domain(self, value: int) -> Domain:
         """The layouts that a value may have; those in which it is still a sum come last."""
+        found = self._domains.get(value)
+        if found is None:
+            found = self._domains[value] = self._domain_of(value)
+        return found
+
+    def _domain_of(self, value: int) -> Domain:
         tensor = self.program.values[value]
         if value not in self.deferred.values:
             return self.space.domain(tensor.shape)
