@@ -50,12 +50,14 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
     widths = {v: math.log(size) for v, size in sizes.items()}
     limit = math.log(largest)
 
-    def width(v: int) -> float:
-        if len(neighbours[v]) >= _MOST_DIMENSIONS:  # of one choice each, mostly
-            return math.inf
-        return widths[v] + sum([widths[w] for w in neighbours[v]])
+    weight = widths.__getitem__
 
-    current = {v: width(v) for v in sizes}
+    def width(v: int, around: set[int]) -> float:
+        if len(around) >= _MOST_DIMENSIONS:  # of one choice each, mostly
+            return math.inf
+        return widths[v] + sum(map(weight, around))
+
+    current = {v: width(v, neighbours[v]) for v in sizes}
     heap = [(value, v) for v, value in current.items()]
     heapq.heapify(heap)
     steps: list[int] = []
@@ -77,14 +79,16 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
         steps.append(v)
         del current[v]
         around = neighbours.pop(v)
+        stays = v in fixed
         for w in around:
-            neighbours[w].discard(v)
-            if v not in fixed:
-                neighbours[w] |= around
-                neighbours[w].discard(w)
-        for w in around:
-            current[w] = width(w)
-            heapq.heappush(heap, (current[w], w))
+            beside = neighbours[w]
+            beside.discard(v)
+            if not stays:
+                beside |= around
+                beside.discard(w)
+            if (value := width(w, beside)) != current[w]:
+                current[w] = value
+                heapq.heappush(heap, (value, w))
     return Plan(steps, frozenset(fixed), entries, kept)
 
 

@@ -3,10 +3,10 @@
 Where messages stall, many choices of a variable look as good as each other, twins above all, and a few promising ones
 of each variable leave out those that go together. But what is better than the best known hardly takes a choice whose
 pairs with some neighbour all raise the bound by a good share of the gap. All such choices of a variable are taken
-together (`shardplan.search.grouping`), for the largest share of which dynamic programming can look at everything that
-is left. That sees cycles of any length, which messages do not, and what it finds is a bound. Where it takes choices
-that were taken together, these are split, and it is asked again: until it takes none, and is the best there is, or the
-gap is closed, or tables get too large.
+together (`shardplan.search.grouping`), and dynamic programming looks at everything that is left, where it can. That
+sees cycles of any length, which messages do not, and what it finds is a bound. Where it takes choices that were taken
+together, these are split, and it is asked again: until it takes none, and is the best there is, or the gap is closed,
+or tables get too large.
 
 >>> from shardplan.search.effort import Effort, Watch
 >>> from shardplan.search.network import Network
@@ -44,8 +44,9 @@ __all__ = ["MOST_ENTRIES", "settle_fitting"]
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
-_SHARES = 1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.01
-"""Of the gap, of which the first one is taken that is affordable; with fewer choices the bound hardly rises."""
+_SHARES = 0.02, 0.01
+"""Of the gap, of which the first one is taken that is affordable. A few turns of splitting groups follow, which look at
+little each: with a larger share, the first turn takes longer than all of them."""
 _ENTRIES, _LARGEST = 1e8, 1e7
 """Table entries, in all and of one table: less than a second's."""
 MOST_ENTRIES = 3e7
@@ -72,14 +73,16 @@ def settle_fitting(solver: GraphSolver) -> bool:
     graph.make_consistent()
     relaxation = Relaxation(graph)
     bound, _ = relaxation.reduced_costs()
-    places = _affordable(graph, _rises(relaxation), max(solver.upper, solver.ceiling) - bound)
-    if places is None:
+    affordable = _affordable(graph, _rises(relaxation), max(solver.upper, solver.ceiling) - bound)
+    if affordable is None:
         return False
-    groups, room = Groups(relaxation.above_bound(), places), 1.0
+    order: Plan | None
+    places, order = affordable
+    groups = Groups(relaxation.above_bound(), places)
     known: dict[int, Taken] = {}  # of groups that are not split, most of what was found stays
     until = solver.estimate + _SHARE_OF_WORK * solver.effort.seconds
-    while (order := _plan(graph, groups.places, room)) is not None and solver.estimate < until:
-        small, room = groups.small, _GROWTH
+    while order is not None and solver.estimate < until:
+        small = groups.small
         costs: dict[int, Array] = {v: small.costs[v] for v in live}  # type: ignore[misc]
         keep = {v: np.arange(len(costs[v])) for v in live}
         elimination = Elimination(small, costs, keep, known)
@@ -94,22 +97,19 @@ def settle_fitting(solver: GraphSolver) -> bool:
         if not groups.split(found):  # what is found is the best there is
             solver.raise_lower(solver.upper)
             break
+        order = _plan(graph, groups.places, _GROWTH)
     return solver.closed
 
 
-def _affordable(graph: Graph, rises: dict[int, Array], gap: float) -> dict[int, Index] | None:
-    """Per variable the group of each choice, where those that raise the bound by more than a share of the gap are one:
-    of the largest share of which dynamic programming can look at all groups."""
-    least, most = 0, len(_SHARES)  # the shares between which the first affordable one is
-    chosen = None
-    while least < most:
-        middle = (least + most) // 2
-        places = _places(graph, rises, _SHARES[middle] * gap)
-        if _plan(graph, places, 1.0) is None:
-            least = middle + 1
-        else:
-            chosen, most = places, middle
-    return chosen
+def _affordable(graph: Graph, rises: dict[int, Array], gap: float) -> tuple[dict[int, Index], Plan] | None:
+    """Per variable the group of each choice, where those that raise the bound by more than a share of the gap are one;
+    and the order in which dynamic programming can look at all of them."""
+    for share in _SHARES:
+        places = _places(graph, rises, share * gap)
+        order = _plan(graph, places, 1.0)
+        if order is not None:
+            return places, order
+    return None
 
 
 def _plan(graph: Graph, places: dict[int, Index], room: float) -> Plan | None:

@@ -63,13 +63,15 @@ class Groups:
             self.places[v] = self.places[v].copy()
             for part in new:
                 self.places[v][part] = self.places[v].max() + 1
+        changed = set(several)
+        runs = {v: _Runs.of(self.places[v]) for v in changed.union(*(self.graph.neighbours[v] for v in several))}
         for v in several:
             costs = self.graph.costs[v]
             assert costs is not None
-            self.small.costs[v] = _least(costs, self.places[v])
+            self.small.costs[v] = runs[v].least(costs)
             for w, table in self.graph.neighbours[v].items():
-                if w > v or w not in several:
-                    self.small.set_edge(v, w, _least_pairs(table, self.places[v], self.places[w]))
+                if w > v or w not in changed:
+                    self.small.set_edge(v, w, runs[v].least_pairs(table, runs[w]))
         return bool(several)
 
     def _members(self, v: int, found: dict[int, int]) -> Index:
@@ -122,31 +124,45 @@ def coarse(graph: Graph, places: dict[int, Index]) -> Graph:
     small = graph.copy()
     small.twins, small.hint = {}, None
     keys = {v: place.tobytes() for v, place in places.items()}
+    known = {key: _Runs.of(places[v]) for v, key in keys.items()}
+    runs = {v: known[key] for v, key in keys.items()}
     made: dict[tuple[object, ...], Array] = {}
 
-    for v, place in places.items():
+    for v, own in runs.items():
         costs = graph.costs[v]
         assert costs is not None
         key: tuple[object, ...] = (id(costs), keys[v])
         if key not in made:
-            made[key] = _least(costs, place)
+            made[key] = own.least(costs)
         small.costs[v] = made[key]
         for w, table in graph.neighbours[v].items():
             if v < w:
                 key = (id(table), keys[v], keys[w])
                 if key not in made:
-                    made[key] = _least_pairs(table, place, places[w])
+                    made[key] = own.least_pairs(table, runs[w])
                 small.set_edge(v, w, made[key])
     return small
 
 
-def _least(array: Array, places: Index) -> Array:
-    """The least of the rows that become one, per place."""
-    order = np.argsort(places, kind="stable")
-    starts = np.flatnonzero(np.diff(places[order], prepend=-1))
-    return np.minimum.reduceat(array[order], starts, axis=0)
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Choices by their groups: `order` puts those of a group side by side, which begin at `starts`."""
 
+    order: Index
+    starts: Index
 
-def _least_pairs(table: Array, places: Index, others: Index) -> Array:
-    """The least of the entries that become one."""
-    return np.ascontiguousarray(_least(_least(table, places).T, others).T)
+    @staticmethod
+    def of(places: Index) -> _Runs:
+        order = np.argsort(places, kind="stable")
+        ordered = places[order]
+        return _Runs(order, np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]))
+
+    def least(self, array: Array) -> Array:
+        """The least of the rows that become one, per group."""
+        if len(self.starts) == len(self.order):
+            return array[self.order]
+        return np.minimum.reduceat(array[self.order], self.starts, axis=0)
+
+    def least_pairs(self, table: Array, others: _Runs) -> Array:
+        """The least of the entries that become one. table: `[choice, choice of the other variable]`."""
+        return np.ascontiguousarray(others.least(self.least(table).T).T)

@@ -267,13 +267,13 @@ class GraphSolver:
                 self._wait = 1 if self.upper < upper - 0.1 * (upper - self.lower) else 2 * self._wait
                 self._untried = self._wait
             self._untried -= 1
+            self.creeping = self.opens and not self.messages and self._creeps(relaxation, left)
             if self.closed or (self.prunes and relaxation.prunable(max(self.upper, self.ceiling)) > _WORTH_PRUNING):
                 break
             if self._hardly_risen(bounds) and relaxation.settled:
                 self.stalled = True
                 break
-            if self.opens and not self.messages and self._creeps(relaxation, left):
-                self.creeping = True
+            if self.creeping:
                 break
         self.slow = self.creeping or relaxation.risen(_LAST_SWEEPS) < _SLOW * (self.upper - self.lower)
         self.prices = relaxation.price_by_time()
@@ -283,14 +283,14 @@ class GraphSolver:
         # Messages of a start have been swept before: where they are far from closed, they have stalled or nearly so.
         if self.messages and self.stalled:  # where the start knows that they have
             return True
-        far = bool(self.messages) and relative_gap(self.upper, self.lower) > _FAR
-        turns = 1 if far else self.patience
+        turns = 1 if self.messages and relative_gap(self.upper, self.lower) > _FAR else self.patience
         return len(bounds) > turns + 1 and bounds[-1] - bounds[-1 - turns] < 0.05 * (self.upper - self.lower)
 
     def _creeps(self, relaxation: Relaxation, left: float) -> bool:
-        """Whether a turn of sweeps left most of the gap as it was: it takes longer than to look at all short cycles."""
-        far = relative_gap(self.upper, self.lower) > _FAR and relaxation.sweeper.entries < _QUICKLY_OPENED
-        return far and self.upper - self.lower > _WORTH_SWEEPING_ON * left
+        """Whether a turn of sweeps left most of the gap, or a later one's last do: short cycles are quicker."""
+        gap, few = self.upper - self.lower, relaxation.sweeper.entries < _QUICKLY_OPENED
+        slow = relaxation.sweeps > _SWEEPS and relaxation.risen(_LAST_SWEEPS) < _SLOW * gap
+        return few and (slow or gap > _WORTH_SWEEPING_ON * left) and relative_gap(self.upper, self.lower) > _FAR
 
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
         """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may

@@ -263,3 +263,16 @@ def test_tables_are_freed_once_messages_have_moved_into_new_ones() -> None:
     assert all(table() is not None for table in before)
     one.prune(one.relax_again())
     assert one.graph.live() and not any(table() is not None for table in before)
+
+
+@pytest.mark.parametrize(("turns", "risen", "creeps"), [(1, 0.0, False), (2, 0.0, True), (2, 0.2, False)])
+def test_messages_creep_as_soon_as_their_last_sweeps_raise_the_bound_by_little(
+    turns: int, risen: float, creeps: bool
+) -> None:
+    """The first turn's last sweeps say nothing: they raise the bound before anything good is known."""
+    one = GraphSolver(Graph.of(_contradicting()), 1.0, Effort(), 1e-9, Watch(lambda: None, lambda: 60.0))
+    one.lower = 0.5
+    relaxation = Relaxation(one.graph)
+    relaxation.sweeps = 20 * turns
+    relaxation._bounds = [0.0] * 20 * turns + [risen * 0.5]
+    assert one._creeps(relaxation, left=1.0) == creeps
