@@ -74,7 +74,7 @@ class Relaxation:
             self.bound, self.best_prices = bound, self.prices
         self._bounds.append(self.bound)
         if self.profile is None:
-            if self.sweeps == 1 or self.sweeps % 10 == 5:
+            if self.sweeps % 10 == 5 or (self.sweeps == 1 and upper == math.inf):
                 self.offer(self.sweeper.decode())
             return
         choices = self.sweeper.decode(2 if self.sweeps % 5 == 1 else 0)

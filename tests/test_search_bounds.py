@@ -71,6 +71,28 @@ def test_pruning_with_the_optimum_keeps_it(memory: bool) -> None:
     assert pruned > 100
 
 
+@pytest.mark.parametrize("sweeps", [0, 1, 4, 9, 30])
+def test_no_choice_costs_less_than_it_raises_the_bound(sweeps: int) -> None:
+    """Counted on all assignments, after sweeps with momentum, some of them taken back."""
+    for _, graph, _ in graphs(False, 15):
+        relaxation = Relaxation(graph)
+        for _ in range(sweeps):
+            relaxation.improve(math.inf)
+        bound, above = relaxation.reduced_costs()
+        live = graph.live()
+        every = np.indices([graph.size(v) for v in live]).reshape(len(live), -1)
+        costs = np.full(every.shape[1], graph.constant)
+        for i, v in enumerate(live):
+            own = graph.costs[v]
+            assert own is not None
+            costs += own[every[i]]
+            for w, table in graph.neighbours[v].items():
+                costs += table[every[i], every[live.index(w)]] if v < w else 0.0
+        for v, rise in zip(relaxation.order, np.split(above, relaxation.sweeper.offsets[1:-1]), strict=True):
+            least = np.array([costs[every[live.index(v)] == choice].min() for choice in range(graph.size(v))])
+            assert (least >= bound + rise - 1e-9).all()
+
+
 def test_reparametrised_costs_are_equal_for_every_assignment() -> None:
     for _, graph, _ in graphs(False, 20):
         rng = np.random.default_rng(0)
