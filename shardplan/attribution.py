@@ -6,8 +6,9 @@ that of (the first that holds):
 1. an operation that its metadata leads to, for which the plan has a collective of its kind, mesh axes and size;
 2. any operation for which the plan has such a collective, which nothing else took;
 3. several, of one source line, whose planned sizes add up to its own: products with one operand become one product;
-4. all that is left of its kind and mesh axes, if both sides add up to the same: tensors are laid end to end in one;
-5. the operation that its metadata leads to first, unplanned.
+4. several that its metadata leads to, whose planned sizes add up to its own: tensors are laid end to end in one;
+5. all that is left of its kind and mesh axes, if both sides add up to the same: metadata leads to few of many;
+6. the operation that its metadata leads to first, unplanned.
 """
 
 from __future__ import annotations
@@ -118,6 +119,17 @@ class _Open:
                 total += entry.size
         return self._take(carried, taken) if _same(total, carried.size) else []
 
+    def by_parts(self, carried: _Carried) -> list[_Planned]:
+        """Those of the operations on the tensor's paths, the nearest first, that add up to its size."""
+        here = self._found.get((carried.found.kind, carried.axes), [])
+        taken, total = list[_Planned](), 0.0
+        for operation in dict.fromkeys(map(operation_of, carried.paths)):
+            for entry in here:
+                if entry.operation == operation and total + entry.size <= carried.size * _MORE:
+                    taken.append(entry)
+                    total += entry.size
+        return self._take(carried, taken) if taken and _same(total, carried.size) else []
+
     def rest(self, kind: str, axes: Axes, size: float) -> list[_Planned]:
         """All that is left of a kind over these mesh axes, where it adds up to this size."""
         here = self._found.get((kind, axes), [])
@@ -157,7 +169,7 @@ def attribute(
         add(operation_of(plan.operation), plan.operation, plan.source, plan.bytes * plan.times, 0)
     still = _Open(planned, mesh_axes)
     left = [_Carried(one, one.axes(mesh_axes), paths, size) for one in compiled for paths, size in origins(one) if size]
-    for search in (still.by_path, still.by_size, still.by_sum):
+    for search in (still.by_path, still.by_size, still.by_sum, still.by_parts):
         unexplained = []
         for carried in left:
             entries = search(carried)

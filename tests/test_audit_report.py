@@ -220,3 +220,14 @@ def test_tensors_laid_end_to_end_are_explained_together_and_others_are_not():
     assert not any(traffic.difference for traffic in attribute(apart, compiled, {"x": 8}))
     unplanned, *missing = attribute(apart[:1], compiled, {"x": 8})
     assert (unplanned.operation, unplanned.difference, len(missing)) == (3, sent(24), 1)
+
+
+def test_tensors_laid_end_to_end_are_those_that_metadata_leads_to_whatever_else_is_missing():
+    compiled = collectives(COLLECTIVES.format(operand="c", columns=24))
+    planned = [
+        Planned("all-reduce", ("x",), sent(size), 1, f"op{number} dot", f"train.py:{number}")
+        for number, size in ((2, 4), (3, 8), (5, 16))
+    ]
+    left, *others = attribute(planned, compiled, {"x": 8})
+    assert (left.operation, left.compiled_bytes) == (2, 0)
+    assert [traffic.difference for traffic in others] == [0, 0]
