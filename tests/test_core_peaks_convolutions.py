@@ -240,3 +240,19 @@ def test_an_operand_is_copied_where_the_order_says_or_by_the_kernel_that_makes_i
     for known, first in ((Sending(), order.index(gradient.index)), (early, 1)):
         spread = Lifetimes(schedule.problem, order, kernels, known).spread
         assert [start for reader, place, _, start, _ in spread if (reader, place) == (gradient, 0)] == [first]
+
+
+def test_what_two_convolutions_read_from_one_copy_with_zeros_is_computed_for_that_copy_alone():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64, 64, 64), (3, 3, 64, 64), (3, 3, 64, 128))]
+
+    def loss(x, first, second):  # the second's image is padded at one end, for it and for its filters' gradient
+        image = jax.nn.gelu(
+            jax.lax.conv_general_dilated(x, first, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"))
+        )
+        return jnp.sum(
+            jax.lax.conv_general_dilated(image, second, (2, 2), "SAME", None, None, ("NHWC", "HWIO", "NHWC")) ** 2
+        )
+
+    program = shardplan.plan(jax.grad(loss, argnums=(1, 2)), 1, *shapes).schedule.problem
+    makers = {value: o.primitive.name for o in program.program.operations for value in o.results}
+    assert "tanh" not in [makers[value] for value in kernels_of(program).stored]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardplan.memory.convolutions import spread_again
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
 from shardplan.memory.products import copied_again, is_multiplied, product_operands
@@ -44,7 +45,8 @@ def computing_of(problem: Problem) -> dict[int, Computing]:
     """What operations without bodies do, by index."""
     program, found, pointwise = problem.program, {}, pointwise_operations(problem)
     rows, operands = row_results(program, pointwise), product_operands(program, pointwise)
-    padded, again = {index for (index, _), read in operands.items() if read.padding > 1}, copied_again(operands)
+    padded = {index for (index, _), read in operands.items() if read.padding > 1}
+    again = copied_again(operands) | spread_again(program)
     copies = {place for place, read in operands.items() if read.copied}
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own

@@ -303,6 +303,14 @@ def spread_until(
     return {(order[place].index, n): places[0][0] for places in found.values() for place, n in places}
 
 
+@once
+def spread_again(program: Program) -> frozenset[tuple[int, int]]:
+    """The operands of convolutions of which a convolution before has a copy with zeros, by the operation's index and
+    the position."""
+    found = _reading_copies(program, program.operations, ())
+    return frozenset((program.operations[place].index, n) for places in found.values() for place, n in places[1:])
+
+
 def _reading_copies(
     program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]]
 ) -> dict[tuple[int, float], list[tuple[int, int]]]:
