@@ -13,6 +13,7 @@ from shardplan.finding import CLEARLY, SECONDS_PER_OWN, Counts, Found, Search, f
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.usages import Usages
 from shardplan.search import Hint, Network, Solution, all_extended, extended
+from shardplan.search.solution import relative_gap
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
 # a limit: of the search, and of what comes before it, so many seconds per operation and per entry of the tables; but
@@ -58,6 +59,9 @@ _LEANEST = 3
 # What fits so, but costs so many times what fits in the order of the search, is not all that is looked for; nor, where
 # all takes no more than the least patience, what costs any more.
 _DEAR = 1.3
+
+# Where searches have taken so small a part of the work, and the gap is so wide, one more is made from the best.
+_SMALL_PART, _WIDE, _HALF_AGAIN = 0.2, 0.05, 0.5
 
 MISSED = 1.001
 
@@ -161,14 +165,20 @@ class Corrections:
             if time.perf_counter() > self.deadline or lowest > self.search.limit_bytes:
                 return
 
-    def search_from_best(self) -> None:
-        """One more search within the limit itself, in the order of the best schedule."""
+    def search_a_little_more(self) -> None:
+        """One more search, for half as much work again, where the gap is wide and work is left in plenty."""
+        gap = relative_gap(self._best_cost, self.lower)
+        if gap > _WIDE and self.work < _SMALL_PART * self.patience:
+            self.search_from_best(_HALF_AGAIN * self.work)
+
+    def search_from_best(self, most: float = np.inf) -> None:
+        """One more search within the limit itself, from the best schedule, for no more than so much work."""
         assert self.best is not None
         left = self.until - self.work
         self.search = replace(self.search, limit_bytes=self.limit_bytes)
         self.usages.follow(self.best.schedule)
         self.places |= {*self.places_above(self.best, NEARLY_FULL * self.limit_bytes)}
-        self._search_once(self.best)
+        self._search_once(self.best, most)
         self.until = self.work + left
 
     def keep(self, found: Found) -> Found:
@@ -234,15 +244,15 @@ class Corrections:
         self.spent += _SECONDS_PER_VARIABLE * len(network)
         return network
 
-    def _search_once(self, found: Found) -> tuple[Found, Found]:
-        """What is found in the order of the search, and in its own."""
+    def _search_once(self, found: Found, most: float = np.inf) -> tuple[Found, Found]:
+        """What is found in the order of the search, and in its own, by no more than so much work."""
         network = self.network(self.search.limit_bytes, self.places)
         self.searched = self.search.limit_bytes
         known = all_extended(network, self.known)
         network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
         count = SECONDS_PER_OWN * len(self.problem.program.operations)
         work = (1 - _SHARE_OF_MIXING) * self.patience - self.work - count
-        work = max(work, _LEAST_SHARE * self.patience)
+        work = min(max(work, _LEAST_SHARE * self.patience), most)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
             solution = find(self.problem, network, self.search, left, work, self._serves)
@@ -255,7 +265,7 @@ class Corrections:
             self.known = [choices[: len(self.problem.network)] for choices in found.solution.known]
             self.seen |= {choices.tobytes(): choices for choices in [found.solution.choices, *self.known]}
             settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
-            over = self.work > self.patience or time.perf_counter() >= self.deadline
+            over = self.work > self.patience or time.perf_counter() >= self.deadline or most < np.inf
             if settled or found.peak_bytes <= self.search.limit_bytes or over:
                 break
             work *= _TIMES_LONGER_WHERE_NOTHING_FITS

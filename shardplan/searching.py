@@ -83,6 +83,8 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         corrections.take_leaner()
         if corrections.best is not None and far_too_dear(corrections.best):
             corrections.search_from_best()
+    else:
+        corrections.search_a_little_more()
     if corrections.best is not None:
         fill(corrections)
         return corrections.best_proven()

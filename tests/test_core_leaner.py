@@ -68,8 +68,9 @@ def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeyp
         monkeypatch.setattr(counts, "counted", lambda: [fits])
         monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
 
-    def once(corrections, found):
+    def once(corrections, found, most):
         searched.append(found)
+        assert most == math.inf
         assert corrections.lifetimes is corrections.best.lifetimes
         assert corrections.search.limit_bytes == corrections.limit_bytes
         return found, found
@@ -77,6 +78,28 @@ def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeyp
     monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
     monkeypatch.setattr(Corrections, "_search_once", once)
     monkeypatch.setattr(Leanest, "look", look)
+    monkeypatch.setattr(searching, "fill", lambda known: None)
+    plan_within()
+    assert len(searched) == searches
+
+
+@pytest.mark.parametrize(("times", "done", "searches"), [(1.2, 0.1, 1), (1.02, 0.1, 0), (1.2, 0.3, 0)])
+def test_where_much_work_is_left_and_the_gap_is_wide_half_as_much_is_searched_again(monkeypatch, times, done, searches):
+    searched = []
+
+    def follow(corrections, found, otherwise):
+        corrections.take(replace(found, peak_bytes=0.0))
+        corrections.spent += done * corrections.patience - corrections.work
+
+    def once(corrections, found, most):
+        searched.append(found)
+        assert found is corrections.best
+        assert most == pytest.approx(0.5 * done * corrections.patience, rel=0.1)  # what is counted for it comes on top
+        return found, found
+
+    monkeypatch.setattr(Corrections, "follow", follow)
+    monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
+    monkeypatch.setattr(Corrections, "_search_once", once)
     monkeypatch.setattr(searching, "fill", lambda known: None)
     plan_within()
     assert len(searched) == searches

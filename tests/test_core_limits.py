@@ -168,6 +168,7 @@ def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkey
         return found, own
 
     monkeypatch.setattr(Corrections, "_search_once", dear)
+    monkeypatch.setattr(Corrections, "search_a_little_more", lambda known: None)
     monkeypatch.setattr("shardplan.searching.fill", lambda known: None)
     plan_within()
     assert len(searched) == searches
