@@ -6,14 +6,14 @@ that of (the first that holds):
 1. an operation that its metadata leads to, for which the plan has a collective of its kind, mesh axes and size;
 2. any operation for which the plan has such a collective, which nothing else took;
 3. several, of one source line, whose planned sizes add up to its own: products with one operand become one product;
-4. several that its metadata leads to, whose planned sizes add up to its own: tensors are laid end to end in one;
-5. all that is left of its kind and mesh axes, if both sides add up to the same: metadata leads to few of many;
+4. all that is left of its kind and mesh axes, if both sides add up to the same: tensors are laid end to end in one;
+5. several that its metadata leads to, whose planned sizes add up to its own, then what is left as before;
 6. the operation that its metadata leads to first, unplanned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -169,21 +169,22 @@ def attribute(
         add(operation_of(plan.operation), plan.operation, plan.source, plan.bytes * plan.times, 0)
     still = _Open(planned, mesh_axes)
     left = [_Carried(one, one.axes(mesh_axes), paths, size) for one in compiled for paths, size in origins(one) if size]
-    for search in (still.by_path, still.by_size, still.by_sum, still.by_parts):
-        unexplained = []
-        for carried in left:
-            entries = search(carried)
-            scale = carried.size / sum(entry.size for entry in entries) if entries else 0.0
-            for entry in entries:
-                add(entry.operation, "", entry.source, 0, entry.size * scale)
-            if not entries:
-                unexplained.append(carried)
-        left = unexplained
+
+    def explain(carried: _Carried, entries: Sequence[_Planned]) -> None:
+        scale = carried.size / sum(entry.size for entry in entries)
+        for entry in entries:
+            add(entry.operation, "", entry.source, 0, entry.size * scale)
+
+    for search in (still.by_path, still.by_size, still.by_sum):
+        left = _unexplained(left, search, explain)
     together: dict[tuple[str, Axes], list[_Carried]] = {}
     for carried in left:
         together.setdefault((carried.found.kind, carried.axes), []).append(carried)
     for (kind, axes), group in together.items():
         rest = still.rest(kind, axes, sum(carried.size for carried in group))
+        if not rest:
+            group = _unexplained(group, still.by_parts, explain)
+            rest = still.rest(kind, axes, sum(carried.size for carried in group))
         for entry in rest:
             add(entry.operation, "", entry.source, 0, entry.size)
         for carried in group if not rest else ():
@@ -191,6 +192,22 @@ def attribute(
             name = "no operation of the plan" if operation is None else f"op{operation} {path.rsplit('/', 1)[-1]}"
             add(operation, name, "" if operation is None else carried.found.source, 0, carried.size)
     return tuple(sorted(found.values(), key=lambda traffic: -abs(traffic.difference)))
+
+
+def _unexplained(
+    left: Iterable[_Carried],
+    search: Callable[[_Carried], list[_Planned]],
+    explain: Callable[[_Carried, Sequence[_Planned]], None],
+) -> list[_Carried]:
+    """Those that a search finds nothing planned for; the others are explained by what it finds."""
+    unexplained = []
+    for carried in left:
+        entries = search(carried)
+        if entries:
+            explain(carried, entries)
+        else:
+            unexplained.append(carried)
+    return unexplained
 
 
 def axes_in_order(planned: PlannedCollective, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
