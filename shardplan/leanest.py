@@ -23,7 +23,7 @@ from shardplan.finding import Counts, Found, Search, find
 # The least peak is looked for half-way between the least that is found and what is proven, until they are this near or
 # as many trials one after the other have found nothing lower, and then in the order of the least, from such a share of
 # it on. Any schedule that is not far too dear will do.
-MOST_TRIALS, _MOST_IN_VAIN = 8, 2
+MOST_TRIALS, _MOST_IN_VAIN = 8, 3
 _NEAR_LEAST = 0.01
 _BELOW_OWN = 0.9
 _PRECISION_OF_TRIALS = 0.2

@@ -13,12 +13,10 @@ from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.recomputing import kernels_of
-from shardplan.memory.times import collective_microseconds
 from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
 
 MESH = jax.sharding.AbstractMesh((2,), ("x",))
-KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def _square(size, dtype="float32"):
@@ -210,12 +208,6 @@ def test_sums_that_wait_are_reduced_together_where_they_are_read():
     assert len({graph.gathers[one] for one in together}) == 1
     apart = Graph(schedule, kernels_of(schedule.problem), [], [])
     assert len({apart.gathers[one] for one in together}) == 3
-
-
-def test_collectives_take_longer_for_more_bytes_and_all_reduces_longest():
-    small, large = ({kind: collective_microseconds(kind, size) for kind in KINDS} for size in (1e3, 1e7))
-    assert all(small[kind] < large[kind] for kind in KINDS) and max(large, key=large.get) == "all-reduce"
-    assert collective_microseconds("all-reduce", 4) < 1  # of a loss: nothing waits for it
 
 
 @pytest.mark.parametrize(("dimension", "copied"), [(1, True), (0, False)])

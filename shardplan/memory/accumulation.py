@@ -197,7 +197,7 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
     apart = apart_in(schedule)
     same = repeated_in(program, apart) if held is None else {}
     among = None if held is None else {*held}
-    sizes, layouts = {}, {}
+    sizes, layouts, read = {}, {}, {}
     for operation in order:
         strategy = schedule.assignment.strategies.get(operation.index)
         if strategy is None or not is_multiplied(program, operation):
@@ -206,12 +206,12 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
             inside = schedule.island_dtype(operation) is not None
             layouts[operation.index] = [(layout, inside) for layout in strategy.operands]
-            sizes[operation.index] = sum(
-                bytes_in(schedule, value, layout)
+            moved = [
+                bytes_in(schedule, value, layout) if isinstance(value, int) and layout is not None else 0.0
                 for value, layout in pairs
-                if isinstance(value, int) and layout is not None
-            )
-    return merged_products(program, order, sizes, layouts, apart)
+            ]
+            sizes[operation.index], read[operation.index] = sum(moved), moved[: len(operation.operands)]
+    return merged_products(program, order, sizes, layouts, apart, read)
 
 
 def with_products_late(order: Iterable[int], adding: Mapping[int, Accumulation]) -> list[int]:

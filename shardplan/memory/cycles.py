@@ -27,6 +27,14 @@ divides by the square that `erfc` is a series of in each term anew. What is in n
 467 there, was compiled stored in bfloat16 and computed anew in float32, and what a gate multiplies, computed from it,
 stored in float32: 430 is chosen between what these say."""
 
+_SLOW = frozenset(name for name, cycles in _CYCLES.items() if cycles >= 75)
+
+CYCLES_PER_BYTE = 20.0
+"""What an H100 computes in the time in which it reads or writes one byte."""
+
+BESIDE = 0.95
+"""How much of the shorter one of computing and of reading and writing runs beside the longer one."""
+
 _OTHER_CYCLES, REDUCING_CYCLES = 5, 3
 _COMPLEX_CYCLES = {"exp": 2020, "log": 600, "sqrt": 500, "div": 70, "mul": 30}
 """The same for complex numbers: an exponential takes an exponential, a sine and a cosine. Others take twice as long."""
@@ -40,3 +48,8 @@ def cycles_of(program: Program, operation: Operation) -> int:
     if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
         return _OTHER_CYCLES
     return _CYCLES.get(name, _OTHER_CYCLES)
+
+
+def is_slow(operation: Operation) -> bool:
+    """Whether an operation may take longer than reading its operand and writing its result."""
+    return operation.primitive.name in _SLOW

@@ -25,19 +25,21 @@ Below, two kernels of a layer run between one weight's gradient and the next.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.memory.accumulation import waiting_for_sums
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.cycles import BESIDE, is_slow
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end, waits_for
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.leaving import copy_at_the_end
+from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.merging import join_producers, merge_nodes, wait_for_slices
+from shardplan.memory.nodes import Nodes
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import LATENCY, Placing
 from shardplan.memory.products import is_multiplied
@@ -45,11 +47,12 @@ from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.times import collective_microseconds, kernel_microseconds
+from shardplan.memory.times import UNKNOWN, computing_microseconds, is_timed, kernel_microseconds
 from shardplan.memory.turning import turn_operands
 from shardplan.memory.zeros import copy_for_poolings, fill_apart
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
+from shardplan.transition import Step
 
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""
@@ -116,7 +119,7 @@ def _add_sending(sending: Sending, graph: Graph, placed: Sequence[int]) -> None:
     )
 
 
-class Graph:
+class Graph(Nodes):
     """The kernels of a region, by the index of the operation that ends them, and its collectives,
     each a start and an end, numbered after all operations: what each needs, and how long it takes."""
 
@@ -128,11 +131,9 @@ class Graph:
         gathers: Sequence[Sequence[Gather]],
         region: int = 0,
     ) -> None:
+        layouts = schedule.assignment.values
+        super().__init__(lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else 0.0)
         self.schedule, self.program = schedule, schedule.program
-        self.needs: dict[int, set[int]] = {}
-        self.takes: dict[int, float] = {}
-        self.place: dict[int, float] = {}
-        self.values: dict[int, set[int]] = {}  # those that each reads as they are made, or lie outside
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
@@ -150,6 +151,8 @@ class Graph:
         self._sources: dict[int, frozenset[int]] = {}
         self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
+        self._slow: dict[int, frozenset[int]] = {}  # per value computed on the way, operations that take long, and
+        self._computing: dict[int, float] = {}  # per kernel, how long those in it take
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in here if self._is_part(o)}
         self.by_rows = set[int]()  # kernels that go through rows which they have reduced
@@ -165,13 +168,19 @@ class Graph:
             stored = not in_memory.isdisjoint(operation.results) and not self._shows(operation, same)
             brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
             brought += tuple(self._read_otherwise(operation))
+            slow = self._slow_in(operation)
             by_rows = not rows.isdisjoint([o for o in (*operation.operands, *operation.results) if isinstance(o, int)])
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
                 self._sources |= dict.fromkeys(operation.results, reads)
                 rows.update(operation.results if by_rows else ())
                 if brought:
                     self._brought |= dict.fromkeys(operation.results, brought)
+                if slow:
+                    self._slow |= dict.fromkeys(operation.results, slow)
             else:
+                if slow:
+                    some = [self.program.operations[index] for index in slow]
+                    self._computing[operation.index] = sum(computing_microseconds(schedule, one) for one in some)
                 self.reads[operation.index], self._moved_by[operation.index] = reads, brought
                 self.by_rows.update({operation.index} if by_rows else ())
                 rows.difference_update(operation.results)
@@ -179,6 +188,12 @@ class Graph:
         self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
         self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self._connect({one: number for one, number in together.items() if isinstance(one, int)})
+
+    def _slow_in(self, operation: Operation) -> frozenset[int]:
+        """The operations that take long, of those that are computed where an operation is: this, and on the way."""
+        found = [self._slow[o] for o in operation.operands if isinstance(o, int) and o in self._slow]
+        slow = {operation.index} if is_slow(operation) else set()
+        return frozenset[int]().union(slow, *found) if found or slow else frozenset()
 
     def _read_by(self, operation: Operation) -> frozenset[int]:
         """What is in memory that an operation's operands are, or are computed from on the way."""
@@ -207,43 +222,6 @@ class Graph:
         """Whether a library makes a result: together with the workspace, from which it is taken."""
         library = operation.primitive.name == CONVOLUTION or is_multiplied(self.program, operation)
         return library or operation.index in self._products
-
-    def in_order(self) -> list[int]:
-        """All nodes, each behind what it needs, else in the order of the program; fewer if there are cycles."""
-        return self.in_order_of(self.needs)
-
-    def in_order_of(self, nodes: Mapping[int, Collection[int]]) -> list[int]:
-        """The same for other needs."""
-        missing = {node: len(needs) for node, needs in nodes.items()}
-        readers: dict[int, list[int]] = {node: [] for node in nodes}
-        for node, needs in nodes.items():
-            for need in needs:
-                readers[need].append(node)
-        ready = [(self.place[node], node) for node, count in missing.items() if not count]
-        heapq.heapify(ready)
-        done: list[int] = []
-        while ready:
-            done.append(heapq.heappop(ready)[1])
-            for reader in readers[done[-1]]:
-                missing[reader] -= 1
-                if not missing[reader]:
-                    heapq.heappush(ready, (self.place[reader], reader))
-        return done
-
-    def joining(self, owner: Mapping[int, int]) -> dict[int, set[int]]:
-        """What each node needs where some are part of others."""
-        found = {node: {owner.get(need, need) for need in needs} for node, needs in self.needs.items()}
-        for index, other in owner.items():
-            found[other] |= found.pop(index)
-        for node, needs in found.items():
-            needs.discard(node)
-        return found
-
-    def take_in(self, owner: Mapping[int, int]) -> None:
-        """Adds up the times of what is one node now, and what it reads."""
-        for index, other in owner.items():
-            self.takes[other] += self.takes.pop(index)
-            self.values[other] |= self.values.pop(index)
 
     def through_values(self) -> dict[int, set[int]]:
         """What each node needs, arguments and what is taken from several results included: values, by their complement,
@@ -274,13 +252,18 @@ class Graph:
             strategy = self.schedule.assignment.strategies.get(index)
             self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
             self.values[index] = set()
+            if index in self.by_rows:
+                self.takes[index] = UNKNOWN
+            elif index not in self._products and not is_timed(self.program, operation):
+                self.moves[index] = {*self.reads[index]}, {*operation.results}
+                computing, moving = self._computing.get(index, 0.0), self.takes[index]
+                self.takes[index] += computing - BESIDE * min(computing, moving)
             for position, result in enumerate(operation.results if strategy is not None else ()):
                 steps = self.schedule.result_steps(operation, position)
                 if strategy is not None and any(step.kind != "slice" for step in steps):
                     left = layout_left(self.schedule.problem, operation, strategy, position)
                     size = bytes_in(self.schedule, result, left)
-                    kind = next(step.kind for step in reversed(steps) if step.kind != "slice")
-                    end = self._collective(merged.get(index, ("result", result)), (kind, size), index)
+                    end = self._collective(merged.get(index, ("result", result)), (_last_sent(steps), size), index)
                     self.needs[self.starts[end]].add(index)
                     self.values[self.starts[end]].add(result)
                     sent[result] = self.reduced[index] = end
@@ -365,24 +348,25 @@ class Graph:
         if gather not in self.gathers:
             key = self._together.get(gather, gather)
             place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            kind = self.schedule.route(gather.value, gather.layout).steps[-1].kind
-            whole = self.schedule.assignment.values[gather.value] if kind == "reduce-scatter" else gather.layout
-            self.gathers[gather] = self._collective(key, (kind, bytes_in(self.schedule, gather.value, whole)), place)
+            last = _last_sent(self.schedule.route(gather.value, gather.layout).steps)
+            whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
+            self.gathers[gather] = self._collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
         return self.gathers[gather]
 
-    def _collective(self, key: object, sent: tuple[str, float], place: int) -> int:
+    def _collective(self, key: object, sent: tuple[Step, float], place: int) -> int:
         """The end of a collective, which is made where there is none yet, or grows."""
         if key not in self._ends:
             start = len(self.program.operations) + 2 * len(self._ends)
             self._ends[key] = start + 1
             self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
-            self.takes[start] = LATENCY if sent[0] == "all-to-all" else 0.0  # which reads a view
+            self.takes[start] = LATENCY if sent[0].kind == "all-to-all" else 0.0  # which reads a view
             self.values[start], self.values[start + 1] = set(), set()
         end = self._ends[key]
         if end in self._sent:
             self.merged.add(end)
         self._sent[end] = self._sent.get(end, 0.0) + sent[1]
-        self.takes[end] = collective_microseconds(sent[0], self._sent[end])
+        devices = prod(self.schedule.space.mesh.sizes[axis] for axis in sent[0].axes)
+        self.takes[end] = collective_microseconds(sent[0].kind, self._sent[end], devices)
         self.place[end - 1], self.place[end] = place + 0.3, place + 0.6
         return end
 
@@ -393,3 +377,8 @@ class Graph:
             operation = self.program.operations[self._products[operation.index]]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))
         return kernel_microseconds(self.schedule, operation, reads, made)
+
+
+def _last_sent(steps: Sequence[Step]) -> Step:
+    """The last collective of a transition."""
+    return next(step for step in reversed(steps) if step.kind != "slice")

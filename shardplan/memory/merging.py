@@ -16,7 +16,7 @@ from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in, left_otherwise
-from shardplan.memory.times import BYTES_MOVED
+from shardplan.memory.times import BYTES_MOVED, merged_microseconds
 from shardplan.memory.workspaces import WORKSPACE_BYTES
 from shardplan.once import once
 from shardplan.program import Operation
@@ -197,6 +197,11 @@ def merge_nodes(graph: Graph) -> None:
         if len(graph.in_order_of(needs)) == len(needs):
             graph.needs = needs
             graph.take_in(owner)
+            for group in some:
+                apart, merged = merged_microseconds(
+                    graph.schedule, [graph.program.operations[index] for index in group]
+                )
+                graph.takes[group[0]] += merged - apart
             for index, other in owner.items():
                 graph.joined.setdefault(other, []).extend([index, *graph.joined.pop(index, ())])
             parts = {part: node for node, parts in graph.joined.items() for part in parts}

@@ -30,7 +30,7 @@ from math import inf, prod
 
 from shardplan.memory.alike import first_alike
 from shardplan.memory.computing import PARTS, Computing, computing_of
-from shardplan.memory.cycles import REDUCING_CYCLES
+from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
 from shardplan.memory.fusion import merged_scatters
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT
@@ -38,12 +38,6 @@ from shardplan.memory.sums import LAUNCH, waiting_for_blocks
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation
-
-_CYCLES_PER_BYTE = 20.0
-"""What an H100 computes in the time in which it reads or writes one byte."""
-
-_BESIDE = 0.95
-"""How much of the shorter one of computing and of reading and writing runs beside the longer one."""
 
 _CACHES = ((270e3, 20.0), (50e6, 2.5))
 """What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
@@ -354,5 +348,5 @@ class _Fusion:
 
 def _time(cycles: float, moved: float, rows: float = 0.0) -> float:
     """How long a kernel takes, in the time in which one byte is read."""
-    computing = cycles * max(rows, 1.0) / _CYCLES_PER_BYTE
-    return computing + moved - _BESIDE * min(computing, moved)
+    computing = cycles * max(rows, 1.0) / CYCLES_PER_BYTE
+    return computing + moved - BESIDE * min(computing, moved)

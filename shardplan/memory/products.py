@@ -200,10 +200,12 @@ def merged_products(
     sizes: Mapping[int, float],
     layouts: Mapping[int, Sequence[object]] | None = None,
     apart: Apart = (),
+    parts: Mapping[int, Sequence[float]] | None = None,
 ) -> list[list[int]]:
     """Products that read the same operand and become one, as lists of operation indices.
 
-    XLA merges two where one of them moves few bytes (``sizes``, per operation on one device), neither needs the other,
+    XLA merges two where one of them moves few bytes (``sizes``, per operation on one device; of several that are merged
+    already, what they share counts once: ``parts``, bytes per operation and operand), neither needs the other,
     and both read what they share in one order of its dimensions, and in one layout (``layouts``, per operation and
     operand, where the program is split). Their other operands are put side by side, and so are
     their results, in one buffer. Where one might be merged with several, it goes through what is shared in the order in
@@ -224,7 +226,9 @@ def merged_products(
             dtype = str(program.values[other].dtype)
             alike = groups.setdefault((shared, position, read, operation.region, dtype, layout or ()), [])
             for group in alike[:_MOST_TRIED]:
-                small = min(sizes[operation.index], sum(sizes[index] for index in group)) <= _MERGED_BYTES
+                again = sum(parts[index][position] for index in group[1:]) if parts is not None else 0.0
+                together = sum(sizes[index] for index in group) - again
+                small = min(sizes[operation.index], together) <= _MERGED_BYTES
                 members = [_first(program, index, same) for index in group]
                 between = _made_between(program, other, members, left, apart) if small else frozenset(members)
                 left -= len(between)

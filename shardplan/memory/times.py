@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import prod
 
 import jax
@@ -10,10 +10,11 @@ import jax
 from shardplan import _jax
 from shardplan.groups import RAGGED, axes_of_groups, sums_rows
 from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.cycles import CYCLES_PER_BYTE, cycles_of
 from shardplan.memory.measured import SIZES, product_microseconds
 from shardplan.memory.products import PRODUCT, is_sum
 from shardplan.memory.sizes import bytes_in
-from shardplan.program import Operation
+from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
 
@@ -27,18 +28,9 @@ _WIDE = 40.0, 22e-6, 72e-9
 """Microseconds of a product of 16-bit numbers into float32, of which XLA has measured none: at least, and for each
 element and each operation. That is some 25 times as long as a product into 16-bit numbers."""
 
-_COLLECTIVES = {"all-gather": (20.0, 3.2e-6), "reduce-scatter": (12.0, 5e-6), "all-reduce": (30.0, 13e-6)}
-"""Microseconds that XLA counts for a collective of eight H100s, about, and for each byte of the larger of operand and
-result, fitted to what it says of compiled steps; others are as gathers."""
 
-_FEW = 0.12
-"""Microseconds for each byte at most, of those least ones: a single number costs next to nothing."""
-
-
-def collective_microseconds(kind: str, size: float) -> float:
-    """Microseconds that a collective takes, of so many bytes."""
-    least, each = _COLLECTIVES.get(kind, _COLLECTIVES["all-gather"])
-    return min(least, _FEW * size) + each * size
+UNKNOWN = 0.01
+"""Microseconds of kernels that go through rows which they have reduced, and others that Triton makes, as XLA counts."""
 
 
 def kernel_microseconds(
@@ -48,17 +40,45 @@ def kernel_microseconds(
     is part of an addition: which ``made`` that value."""
     if operation.primitive.name == CONVOLUTION:
         return _CONVOLUTION
-    alone = operation.primitive.name == PRODUCT and not is_sum(schedule.program, operation)
-    if alone or operation.primitive.name == RAGGED:
-        return _product_microseconds(schedule, operation, operation.results[0] if made is None else made)
+    if is_timed(schedule.program, operation):
+        made = operation.results[0] if made is None else made
+        return _product_microseconds(schedule, operation, made, _product_sizes(schedule, operation))
     values = schedule.assignment.values
     moved = (bytes_in(schedule, value, values[value]) for value in (*reads, *operation.results) if value in values)
     return sum(moved) / BYTES_MOVED
 
 
-def _product_microseconds(schedule: Schedule, operation: Operation, made: int) -> float:
+def computing_microseconds(schedule: Schedule, operation: Operation) -> float:
+    """Microseconds that one device computes what an operation makes element by element, where nothing is read."""
+    result, values = operation.results[0], schedule.assignment.values
+    if result not in values:
+        return 0.0
+    elements = bytes_in(schedule, result, values[result]) / _jax.item_bytes(schedule.program.values[result].dtype)
+    return elements * cycles_of(schedule.program, operation) / CYCLES_PER_BYTE / BYTES_MOVED
+
+
+def is_timed(program: Program, operation: Operation) -> bool:
+    """Whether a library runs an operation, which is not bound by memory."""
+    product = operation.primitive.name == PRODUCT and not is_sum(program, operation)
+    return product or operation.primitive.name in {RAGGED, CONVOLUTION}
+
+
+def merged_microseconds(schedule: Schedule, products: Sequence[Operation]) -> tuple[float, float]:
+    """Microseconds that products which share an operand take one by one, and as one."""
+    (batches, added, rows, columns), *_ = sizes = [_product_sizes(schedule, product) for product in products]
+    first = len({product.operands[0] for product in products}) == 1
+    rows = rows if first else sum(own[2] for own in sizes)
+    merged = batches, added, rows, sum(own[3] for own in sizes) if first else columns
+    apart = [
+        _product_microseconds(schedule, product, product.results[0], own)
+        for product, own in zip(products, sizes, strict=True)
+    ]
+    return sum(apart), _product_microseconds(schedule, products[0], products[0].results[0], merged)
+
+
+def _product_microseconds(schedule: Schedule, operation: Operation, made: int, measures: tuple[float, ...]) -> float:
     width = _jax.item_bytes(schedule.program.values[made].dtype)
-    batches, added, rows, columns = _product_sizes(schedule, operation)
+    batches, added, rows, columns = measures
     if width != 4 or not _reads_narrow(schedule, operation):
         return product_microseconds((batches, rows, added, columns), width)
     sizes = max(batches, 1), added, rows, columns

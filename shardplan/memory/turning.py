@@ -10,15 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere
-from shardplan.memory.combining import Gather
+from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import spread_operands
 from shardplan.memory.copying import copying_kernel, own_kernels
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.masking import mask_rows
-from shardplan.memory.products import ProductOperand, copied_operands
+from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.times import BYTES_MOVED
+from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 def turn_operands(graph: Graph, kernels: Kernels) -> None:
     """Adds a kernel to a graph for each copy that convolutions read (`shardplan.memory.convolutions`), and products,
-    also those of rows in groups (`shardplan.memory.masking`): these need that instead of what it is made from. A copy
-    for convolutions that is only transposed is written by the kernel that makes what is copied, where that computes
-    element by element."""
+    also those of rows in groups (`shardplan.memory.masking`), or of parts that an all-to-all brings: these need that
+    instead of what it is made from. A copy for convolutions that is only transposed is written by the kernel that makes
+    what is copied, where that computes element by element."""
     spread = spread_operands(graph.program, graph.program.operations, kernels.copied)
     nodes: dict[tuple[int, float], int] = {}
     for index in sorted({index for index, _ in spread} & graph.reads.keys()):
@@ -58,6 +59,7 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
         graph.needs[index] |= copies
         graph.values[index] -= gone
     _turn_products(graph, kernels)
+    _unpack_exchanged(graph, kernels)
     mask_rows(graph, kernels)
 
 
@@ -92,3 +94,34 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
         graph.needs[node].add(nodes[read])
         graph.values[node] -= gone
         graph.beside[index, position] = nodes[read]
+
+
+def _unpack_exchanged(graph: Graph, kernels: Kernels) -> None:
+    """Adds a kernel to a graph for each operand of products whose parts an all-to-all brings one behind the other, but
+    that are to lie side by side: of columns that are gathered, say."""
+    schedule, nodes = graph.schedule, dict[int, int]()
+    for index in sorted(graph.reads):
+        added = kernels.adding.get(index)
+        product = graph.program.operations[index if added is None else added.product]
+        for operand, layout in read_otherwise(schedule).get(product.index, ()):
+            gather = gather_for(schedule, product, operand, layout)
+            end = graph.gathers.get(gather)
+            exchanged = end in graph.needs[index] and is_multiplied(graph.program, product)
+            if end is None or not exchanged or not _lies_apart(schedule, gather):
+                continue
+            if end not in nodes:
+                takes = 2 * bytes_in(schedule, operand, layout) / BYTES_MOVED
+                nodes[end] = copying_kernel(graph, (index, product), gather, takes)
+            graph.needs[index] -= {end}
+            graph.needs[index].add(nodes[end])
+
+
+def _lies_apart(schedule: Schedule, gather: Gather) -> bool:
+    """Whether what an all-to-all brings at last lies in parts, of which each has some of a dimension within others."""
+    steps = schedule.route(gather.value, gather.layout).steps
+    if steps[-1].kind != "all-to-all":
+        return False
+    before = steps[-2].layout if len(steps) > 1 else schedule.assignment.values[gather.value]
+    gathered = [dim for dim, axes in enumerate(gather.layout) if {*before[dim]} - {*axes}]
+    sizes, degree = schedule.program.values[gather.value].shape, schedule.space.mesh.degree
+    return any(sizes[dim] > degree(gather.layout[dim]) for dim in range(min(gathered)))

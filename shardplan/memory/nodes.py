@@ -1,0 +1,81 @@
+"""What XLA's last scheduler puts in order (`shardplan.memory.hiding`): nodes, what they need, and how long they take.
+
+Several operations may become one node. It takes as long as they do, but that a kernel which is bound by memory reads
+what several of them read once, and not what one of them makes for another.
+
+>>> nodes = Nodes(lambda value: 3.35e6)
+>>> for node, reads in enumerate([{7}, {7, 8}]):
+...     nodes.needs[node], nodes.values[node], nodes.takes[node] = set(), reads, len(reads) + 1.0
+...     nodes.moves[node] = {*reads}, {10 + node}
+>>> nodes.take_in({1: 0})
+>>> nodes.takes, nodes.values
+({0: 4.0}, {0: {8, 7}})
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Mapping
+
+from shardplan.memory.times import BYTES_MOVED
+
+
+class Nodes:
+    """Kernels and ends of collectives, by number.
+
+    ``size``: the bytes of a value on one device.
+    """
+
+    def __init__(self, size: Callable[[int], float]) -> None:
+        self.needs: dict[int, set[int]] = {}
+        self.takes: dict[int, float] = {}
+        """Microseconds."""
+        self.place: dict[int, float] = {}
+        """Where each stands in the order of the program."""
+        self.values: dict[int, set[int]] = {}
+        """Those that each reads as they are made, or lie outside."""
+        self.moves: dict[int, tuple[set[int], set[int]]] = {}
+        """Per kernel that is bound by memory, the values that it reads and makes."""
+        self._size = size
+
+    def in_order(self) -> list[int]:
+        """All nodes, each behind what it needs, else in the order of the program; fewer if there are cycles."""
+        return self.in_order_of(self.needs)
+
+    def in_order_of(self, nodes: Mapping[int, Collection[int]]) -> list[int]:
+        """The same for other needs."""
+        missing = {node: len(needs) for node, needs in nodes.items()}
+        readers: dict[int, list[int]] = {node: [] for node in nodes}
+        for node, needs in nodes.items():
+            for need in needs:
+                readers[need].append(node)
+        ready = [(self.place[node], node) for node, count in missing.items() if not count]
+        heapq.heapify(ready)
+        done: list[int] = []
+        while ready:
+            done.append(heapq.heappop(ready)[1])
+            for reader in readers[done[-1]]:
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heapq.heappush(ready, (self.place[reader], reader))
+        return done
+
+    def joining(self, owner: Mapping[int, int]) -> dict[int, set[int]]:
+        """What each node needs where some are part of others."""
+        found = {node: {owner.get(need, need) for need in needs} for node, needs in self.needs.items()}
+        for index, other in owner.items():
+            found[other] |= found.pop(index)
+        for node, needs in found.items():
+            needs.discard(node)
+        return found
+
+    def take_in(self, owner: Mapping[int, int]) -> None:
+        """Adds up the times of what is one node now, and what it reads."""
+        for index, other in owner.items():
+            self.takes[other] += self.takes.pop(index)
+            self.values[other] |= self.values.pop(index)
+            part, whole = self.moves.pop(index, None), self.moves.pop(other, None)
+            if part is not None and whole is not None:
+                again = (part[0] & whole[0]) | (part[0] & whole[1]) | (part[1] & whole[0])
+                self.takes[other] -= sum(map(self._size, again)) / BYTES_MOVED
+                self.moves[other] = part[0] | whole[0], part[1] | whole[1]

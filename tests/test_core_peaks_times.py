@@ -1,0 +1,112 @@
+"""How long XLA's last scheduler takes kernels and collectives to run, as its log says, and what they wait for."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.memory.hiding import Graph
+from shardplan.memory.joining import join_kernels
+from shardplan.memory.measured import product_microseconds
+from shardplan.memory.measured_collectives import collective_microseconds
+from shardplan.memory.merging import join_producers, merge_nodes
+from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.times import BYTES_MOVED, UNKNOWN, kernel_microseconds
+from shardplan.memory.turning import turn_operands
+
+MESH = jax.sharding.AbstractMesh((8,), ("x",))
+
+
+def _graph(step, *args, mesh=1, **options):
+    schedule = shardplan.plan(step, mesh, *args, **options).schedule
+    kernels = kernels_of(schedule.problem)
+    return Graph(schedule, kernels, [], []), kernels
+
+
+def _matrix(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "devices", "microseconds"),  # as XLA says of a compiled collective
+    [
+        ("all-to-all", 2**20, 8, 54.88),
+        ("all-to-all", 1_310_720, 8, 68.6),  # at the rate of the nearest size that was measured
+        ("all-to-all", 1_572_864, 8, 18.816),
+        ("all-gather", 2**22, 4, 42.176),
+        ("all-gather", 2**26, 2, 161.056),
+        ("reduce-scatter", 2**31, 2, 5512.64),  # larger than all, and smaller
+        ("all-reduce", 256, 8, 12.328),
+        ("collective-permute", 2**26, 8, 877.273),
+    ],
+)
+def test_a_collective_takes_as_long_as_xla_says(kind, size, devices, microseconds):
+    assert collective_microseconds(kind, size, devices) == pytest.approx(microseconds, rel=1e-3)
+
+
+def test_a_kernel_of_random_bits_takes_longer_than_writing_them():
+    def drop(x, key):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    graph, _ = _graph(drop, _matrix(4096, 4096), key)
+    plain, _ = _graph(lambda x: jnp.where(x > 0.5, x, 0.0), _matrix(4096, 4096))
+    assert max(plain.takes.values()) == pytest.approx(2 * 4 * 4096**2 / BYTES_MOVED)
+    drawn = 360 / 20 * 4096**2 / BYTES_MOVED  # by the cycles that XLA counts; it reads and writes beside that
+    assert max(graph.takes.values()) == pytest.approx(drawn + 0.05 * max(plain.takes.values()))
+
+
+def test_kernels_of_triton_take_no_time_as_xla_counts():
+    graph, _ = _graph(lambda x: jax.nn.softmax(x, axis=1), _matrix(4096, 4096))
+    assert graph.takes[max(graph.takes)] == UNKNOWN
+
+
+def test_products_that_are_merged_take_as_long_as_one():
+    def step(x, *weights):
+        return sum(jnp.tanh(x @ w) for w in weights)
+
+    graph, _ = _graph(step, _matrix(1024, 1024), *[_matrix(1024, 512)] * 4)
+    assert sum(time == product_microseconds((1, 1024, 1024, 512), 4) for time in graph.takes.values()) == 4
+    merge_nodes(graph)
+    assert product_microseconds((1, 1024, 1024, 2048), 4) in graph.takes.values()
+    assert product_microseconds((1, 1024, 1024, 512), 4) not in graph.takes.values()
+
+
+def test_an_update_reads_once_what_its_moments_are_computed_from():
+    def step(state, slope):
+        weight, mean, square = state
+        mean, square = 0.9 * mean + 0.1 * slope, 0.9 * square + 0.1 * slope**2
+        return weight - mean / (1e-8 + square), mean, square
+
+    graph, kernels = _graph(step, [_matrix(1024, 1024)] * 3, _matrix(1024, 1024), donate_argnums=0)
+    join_kernels(graph, kernels)
+    join_producers(graph, kernels)
+    [time] = graph.takes.values()  # of four matrices that are read, and three that are written
+    assert time == pytest.approx(7 * 4 * 1024**2 / BYTES_MOVED)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "unpacked"),
+    [
+        ((_matrix(1024, 1024), jax.P(None, "x")), (_matrix(1024, 8192), jax.P()), 1),  # it gathers columns
+        ((_matrix(64, 8192), jax.P("x", None)), (_matrix(8192, 8192), jax.P("x", None)), 0),  # and rows
+    ],
+)
+def test_parts_that_are_gathered_behind_other_dimensions_are_put_side_by_side_for_a_product(x, w, unpacked):
+    pins = {"0": x[1], "1": w[1]}
+    graph, kernels = _graph(lambda x, w: x @ w, x[0], w[0], mesh=MESH, pins=pins)
+    [[gather, end]] = graph.gathers.items()
+    assert graph.schedule.route(gather.value, gather.layout).steps[-1].kind == "all-to-all"
+    [product] = [o.index for o in graph.program.operations if o.primitive.name == "dot_general"]
+    assert end in graph.needs[product]
+    turn_operands(graph, kernels)
+    assert len(graph.further) == unpacked
+    assert {end} == (graph.needs[min(graph.further)] if unpacked else graph.needs[product] & {end})
+    assert (end in graph.needs[product]) != bool(unpacked) and graph.further <= graph.needs[product]
+
+
+def test_a_product_of_a_graph_takes_as_long_as_it_is_measured():
+    graph, _ = _graph(lambda x, w: x @ w, _matrix(1024, 1024), _matrix(1024, 1024))
+    [index] = graph.takes
+    product = graph.program.operations[index]
+    assert graph.takes[index] == kernel_microseconds(graph.schedule, product, product.operands)
