@@ -7,9 +7,10 @@ import pytest
 import shardplan
 from shardplan.memory.combining import combined_reductions, ending_at_reductions
 from shardplan.memory.hiding import hiding_order
-from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_profile
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held, memory_profile
 from shardplan.memory.merging import cut_for_reductions, side_by_side
 from shardplan.memory.recomputing import adding_products, kernels_in
+from shardplan.memory.usages import Usages
 from shardplan.memory.zeros import fillings_of
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",))
@@ -109,3 +110,29 @@ def test_parts_of_merged_products_that_are_reduced_lie_beside_these_for_a_moment
     assert first == last == schedule.program.operations[-1].index
     beside = sum(size for size, *_ in side_by_side(lifetimes, schedule))
     assert size == 2 * 2048 * 2048 * 4 - beside - WORKSPACE_BYTES > 0
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_a_carry_that_is_gathered_for_a_loop_is_held_whole_while_that_runs(donated):
+    def step(weight, rows):
+        def body(carry, some):
+            return 0.99 * carry, jnp.sum(some @ carry)
+
+        return jax.lax.scan(body, weight, rows)
+
+    pins = {"0": ROWS, "1": jax.P(None, "x", None)}
+    plan = shardplan.plan(step, MESH, _shape(512, 512), _shape(8, 4096, 512), pins=pins, donate_argnums=donated)
+    schedule, [loop] = plan.schedule, [o for o in plan.program.operations if o.bodies]
+    assert [sent.step.kind for sent in schedule.collectives() if sent.operation is loop] == ["all-gather"]
+    lifetimes = Lifetimes(schedule.problem, range(len(plan.program.operations)))
+    held = memory_held(lifetimes, schedule, frozenset(donated))
+    [carry] = [h for h in held if h.value == plan.program.outputs[0] and h.layout == ((), ())]
+    assert carry.size == 4 * 512 * 512
+    assert carry.lifetime.start <= lifetimes.start(loop) and carry.lifetime.end >= lifetimes.place[loop.index]
+    # the network that a search within a limit solves counts it too
+    usages = Usages(lifetimes, schedule.problem, frozenset(donated))
+    [pair] = usages._leaving_copies()
+    domain = schedule.problem.domain(plan.program.outputs[0])
+    whole, split = (domain.position[layout] for layout in (((), ()), ((0,), ())))
+    assert pair.amounts[whole, split] == 4 * 512 * 512 and pair.amounts[split, split] == 0
+    assert pair.start == carry.lifetime.start

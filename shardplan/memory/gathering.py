@@ -20,15 +20,20 @@ backward pass gathers anew, once all are there. What is gathered together is in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from shardplan.anew import Awaited, awaited
 from shardplan.layout import Layout
 from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_before, read_otherwise, with_partners
+from shardplan.memory.held import Lifetime
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
-from shardplan.program import Operation
+from shardplan.problem import Problem
+from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
+from shardplan.search import PairUsage
 
 _Kind = tuple[int, tuple[int, ...], int]
 """What is gathered together is alike in the region, in the mesh axes that it goes over, and in the dimension that these
@@ -102,3 +107,38 @@ def gathered_at_the_end(schedule: Schedule) -> dict[int, bool]:
             if gathered is not None:
                 found[number] = gathered[1] > 0
     return found
+
+
+def sliced_at_the_end(schedule: Schedule) -> list[int]:
+    """The outputs that leave in parts of what a loop or a branch makes, by their numbers: its result is there whole
+    while that runs."""
+    program, gathered = schedule.program, gathered_at_the_end(schedule)
+    found = {output for output, _ in results_of_bodies(program)}
+    return [
+        number
+        for number, output in enumerate(program.outputs)
+        if isinstance(output, int) and output in found and number not in gathered
+        if schedule.layout_of_output(number) != schedule.assignment.values[output]
+    ]
+
+
+def held_whole(problem: Problem, held: Mapping[int, Lifetime], end: int) -> Iterator[PairUsage]:
+    """Bytes of what `sliced_at_the_end` names, per layout of the result and of the input that it replaces; ``held``:
+    when results are in memory, until the ``end``."""
+    for output, state in results_of_bodies(problem.program):
+        result, replaced = (problem.variables.values.get(value) for value in (output, state))
+        if output in held and result is not None and replaced is not None:
+            sizes = problem.program.values[output].total_bytes / problem.domain(output).degrees
+            amounts = np.where(np.eye(len(sizes), dtype=bool), 0.0, sizes[:, None])
+            yield PairUsage(result, replaced, amounts, held[output].start, end + 1)
+
+
+def results_of_bodies(program: Program) -> list[tuple[int, int]]:
+    """The results of loops and branches that leave in the layouts of inputs, each with that input."""
+    pairs = [(program.outputs[number], program.inputs[position]) for number, position in program.ties.items()]
+    makers = program.makers
+    return [(output, state) for output, state in pairs if isinstance(output, int) and _has_bodies(makers.get(output))]
+
+
+def _has_bodies(maker: Operation | None) -> bool:
+    return maker is not None and bool(maker.bodies)

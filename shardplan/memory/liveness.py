@@ -28,7 +28,7 @@ from shardplan.memory.convolutions import (
 from shardplan.memory.copies import convolution_copies, multiplied_copies, operand_copies
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
-from shardplan.memory.gathering import gathered_at_the_end
+from shardplan.memory.gathering import gathered_at_the_end, sliced_at_the_end
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.masking import masked_rows
 from shardplan.memory.merging import beside_merged, merged_lifetimes
@@ -375,10 +375,10 @@ def memory_held(
 
 
 def _gathered_at_the_end(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """What leaves in another layout than it is computed in, see `gathered_at_the_end`: in that one until it is
-    gathered, and the largest result of a gather that is copied."""
+    """What leaves in another layout than it is computed in, see `gathered_at_the_end` and `sliced_at_the_end`: in that
+    one until then, and the largest result of a gather that is copied."""
     sizes = []
-    for number, copied in gathered_at_the_end(schedule).items():
+    for number, copied in (gathered_at_the_end(schedule) | dict.fromkeys(sliced_at_the_end(schedule), False)).items():
         output, layout = schedule.program.outputs[number], schedule.layout_of_output(number)
         if isinstance(output, int) and output in lifetimes.held:
             own = schedule.assignment.values[output]

@@ -38,7 +38,7 @@ from shardplan.memory.bringing import Sending, brought_spans, computed_until, ga
 from shardplan.memory.brought import Brought
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.fusion import pointwise_operations
-from shardplan.memory.gathering import gathered_at_the_end
+from shardplan.memory.gathering import gathered_at_the_end, held_whole
 from shardplan.memory.held import Lifetime
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
@@ -154,8 +154,9 @@ class Usages:
         return frozenset({sizes[max(sizes)]} if sizes else ())
 
     def _leaving_copies(self) -> Iterator[PairUsage]:
-        """Results of gathers at the end, of outputs of which one was the largest: where what is split of them is not
-        the first dimension."""
+        """What a loop makes of which parts leave, and results of gathers at the end, of outputs of which one was the
+        largest: where what is split of them is not the first dimension."""
+        yield from held_whole(self.problem, self._lifetimes, self.lifetimes.end)
         for output, state in sorted(self._last):
             leaving, sizes = self._layouts(state), self._sizes(state)
             gathered = [[_splits_behind(own, layout) for layout in leaving] for own in self._layouts(output)]
