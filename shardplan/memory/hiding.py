@@ -90,7 +90,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     placed = list(reversed(Placing(graph).run()))
     nodes = (index for node in placed if node < len(operations) for index in (node, *graph.joined.get(node, ())))
     for wanted in (*nodes, *schedule.program.regions[region].operations):
-        for operation in operands_first(schedule.program, wanted, done):
+        for operation in operands_first(schedule.program, wanted, done) if wanted not in done else ():
             order += [*bodies[operation.index], operation.index]
     _add_sending(sending, graph, placed)
     if not graph.starts and (region or not gathered_at_the_end(schedule)):

@@ -22,6 +22,7 @@ step, where they are copied.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shardplan.memory.sizes import bytes_in
@@ -39,20 +40,20 @@ _LOOKED_AT = 64
 
 def transposed_results(schedule: Schedule, kernels: Kernels) -> frozenset[int]:
     """The values that leave a step as its new state, of which kernels are made that transpose what they read."""
-    program, found = schedule.program, set[int]()
+    program, found, in_memory = schedule.program, set[int](), kernels.read | kernels.stored
     for number in program.ties:
         output = program.outputs[number]
         maker = program.makers.get(output) if isinstance(output, int) else None
         if not isinstance(output, int) or maker is None or maker.index not in kernels.fused or maker.region:
             continue
-        if _transposes(schedule, kernels, output):
+        if _transposes(schedule, kernels.fused, in_memory, output):
             found.add(output)
     return frozenset(found)
 
 
-def _transposes(schedule: Schedule, kernels: Kernels, output: int) -> bool:
+def _transposes(schedule: Schedule, fused: Collection[int], in_memory: Collection[int], output: int) -> bool:
     """Whether the kernel that makes a value reads a scattered one with another dimension outermost."""
-    program, in_memory = schedule.program, kernels.read | kernels.stored
+    program = schedule.program
     rank = len(program.values[output].shape)
     stack, seen = [(output, tuple(range(rank)))], {output}
     while stack and len(seen) <= _LOOKED_AT:
@@ -60,7 +61,7 @@ def _transposes(schedule: Schedule, kernels: Kernels, output: int) -> bool:
         maker = program.makers.get(value)
         if maker is None:
             continue
-        if maker.index not in kernels.fused or (value in in_memory and value != output):
+        if maker.index not in fused or (value in in_memory and value != output):
             outermost = _scattered(schedule, maker, value)
             if outermost is not None and dims[:1] and dims[0] != outermost:
                 return True

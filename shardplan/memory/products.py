@@ -69,8 +69,15 @@ def is_sum(program: Program, operation: Operation) -> bool:
 
     Nothing is known of layouts here: devices are taken to split the batch, and what it leaves of them the matrix.
     """
-    if operation.primitive.name != PRODUCT:
-        return False
+    return operation.primitive.name == PRODUCT and operation.index in _sums(program)
+
+
+@once
+def _sums(program: Program) -> frozenset[int]:
+    return frozenset(o.index for o in program.operations if o.primitive.name == PRODUCT and _adds_up(program, o))
+
+
+def _adds_up(program: Program, operation: Operation) -> bool:
     free, contracted, batches = [], 1, 1
     for operand, contraction, batch in zip(operation.operands, *operation.params["dimension_numbers"], strict=True):
         shape = operand_type(program, operand).shape

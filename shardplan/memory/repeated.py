@@ -75,7 +75,7 @@ def repeated_in(program: Program, apart: Apart = ()) -> dict[int, int]:
 def apart_in(schedule: Schedule) -> Apart:
     """The operations that a schedule computes in other layouts than the first one that is equal."""
     program, assignment, found = schedule.program, schedule.assignment, list[tuple[int, int]]()
-    same, makers = repeated_in(program), program.makers
+    same, makers = repeated_in(program, ()), program.makers
     ways: dict[int, list[object]] = {}
     for operation in program.operations:
         strategy = assignment.strategies.get(operation.index)

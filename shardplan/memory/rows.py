@@ -81,7 +81,7 @@ class _Rows:
 
     def __init__(self, program: Program, pointwise: Collection[int]) -> None:
         self._program, self._pointwise = program, pointwise
-        self._same = repeated_in(program)
+        self._same = repeated_in(program, ())
         self._makers = program.makers
         self._users = Counter(o for region in program.regions for o in region.outputs if isinstance(o, int))
         for operation in program.operations:
