@@ -156,7 +156,17 @@ class Graph(Nodes):
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in here if self._is_part(o)}
         self.by_rows = set[int]()  # kernels that go through rows which they have reduced
-        rows = {*row_results(self.program, pointwise_operations(schedule.problem))}  # and what is computed of these
+        self._find_kernels(here, kernels)
+        together = {one: number for number, group in enumerate(combined) for one in group}
+        self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
+        self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
+        self._connect({one: number for one, number in together.items() if isinstance(one, int)})
+
+    def _find_kernels(self, here: Sequence[Operation], kernels: Kernels) -> None:
+        """The operations that end kernels, and what these read, from memory and on the way."""
+        rows = {
+            *row_results(self.program, pointwise_operations(self.schedule.problem))
+        }  # and what is computed of these
         in_memory, same = kernels.stored | kernels.read, repeated_in(self.program, kernels.apart)
         for operation in here:
             if operation.results and same.keys() >= {*operation.results}:
@@ -180,14 +190,10 @@ class Graph(Nodes):
             else:
                 if slow:
                     some = [self.program.operations[index] for index in slow]
-                    self._computing[operation.index] = sum(computing_microseconds(schedule, one) for one in some)
+                    self._computing[operation.index] = sum(computing_microseconds(self.schedule, one) for one in some)
                 self.reads[operation.index], self._moved_by[operation.index] = reads, brought
                 self.by_rows.update({operation.index} if by_rows else ())
                 rows.difference_update(operation.results)
-        together = {one: number for number, group in enumerate(combined) for one in group}
-        self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
-        self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
-        self._connect({one: number for one, number in together.items() if isinstance(one, int)})
 
     def _slow_in(self, operation: Operation) -> frozenset[int]:
         """The operations that take long, of those that are computed where an operation is: this, and on the way."""
