@@ -56,6 +56,20 @@ def test_a_kernel_of_random_bits_takes_longer_than_writing_them():
     assert max(graph.takes.values()) == pytest.approx(drawn + 0.05 * max(plain.takes.values()))
 
 
+@pytest.mark.parametrize(
+    ("compute", "microseconds"),  # as XLA says of a kernel
+    [(jnp.tanh, 99.289), (jnp.exp, 82.231), (jnp.log, 126.37), (jnp.sin, 335.998), (jax.lax.erfc, 137.403)],
+)
+def test_a_kernel_takes_as_long_as_xla_says(compute, microseconds):
+    graph, _ = _graph(compute, _matrix(2**25))
+    assert [*graph.takes.values()] == [pytest.approx(microseconds, rel=0.01)]
+
+
+def test_a_product_of_rows_that_are_reduced_takes_as_long_as_others():
+    graph, _ = _graph(lambda x, w: jax.nn.softmax(x, axis=1) @ w, _matrix(1024, 1024), _matrix(1024, 1024))
+    assert graph.takes[max(graph.takes)] == product_microseconds((1, 1024, 1024, 1024), 4)
+
+
 def test_kernels_of_triton_take_no_time_as_xla_counts():
     graph, _ = _graph(lambda x: jax.nn.softmax(x, axis=1), _matrix(4096, 4096))
     assert graph.takes[max(graph.takes)] == UNKNOWN

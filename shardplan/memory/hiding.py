@@ -32,7 +32,7 @@ from shardplan.memory.accumulation import waiting_for_sums
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
 from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.cycles import BESIDE, is_slow
+from shardplan.memory.cycles import BESIDE, cycles_in_kernel
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end, waits_for
 from shardplan.memory.joining import join_kernels
@@ -198,7 +198,7 @@ class Graph(Nodes):
     def _slow_in(self, operation: Operation) -> frozenset[int]:
         """The operations that take long, of those that are computed where an operation is: this, and on the way."""
         found = [self._slow[o] for o in operation.operands if isinstance(o, int) and o in self._slow]
-        slow = {operation.index} if is_slow(operation) else set()
+        slow = {operation.index} if cycles_in_kernel(operation) else set()
         return frozenset[int]().union(slow, *found) if found or slow else frozenset()
 
     def _read_by(self, operation: Operation) -> frozenset[int]:
@@ -258,9 +258,10 @@ class Graph(Nodes):
             strategy = self.schedule.assignment.strategies.get(index)
             self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
             self.values[index] = set()
-            if index in self.by_rows:
+            library = index in self._products or is_timed(self.program, operation)
+            if index in self.by_rows and not library:
                 self.takes[index] = UNKNOWN
-            elif index not in self._products and not is_timed(self.program, operation):
+            elif not library:
                 self.moves[index] = {*self.reads[index]}, {*operation.results}
                 computing, moving = self._computing.get(index, 0.0), self.takes[index]
                 self.takes[index] += computing - BESIDE * min(computing, moving)

@@ -10,7 +10,7 @@ import jax
 from shardplan import _jax
 from shardplan.groups import RAGGED, axes_of_groups, sums_rows
 from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.cycles import CYCLES_PER_BYTE, cycles_of
+from shardplan.memory.cycles import CYCLES_PER_BYTE, cycles_in_kernel
 from shardplan.memory.measured import SIZES, product_microseconds
 from shardplan.memory.products import PRODUCT, is_sum
 from shardplan.memory.sizes import bytes_in
@@ -54,7 +54,7 @@ def computing_microseconds(schedule: Schedule, operation: Operation) -> float:
     if result not in values:
         return 0.0
     elements = bytes_in(schedule, result, values[result]) / _jax.item_bytes(schedule.program.values[result].dtype)
-    return elements * cycles_of(schedule.program, operation) / CYCLES_PER_BYTE / BYTES_MOVED
+    return elements * cycles_in_kernel(operation) / CYCLES_PER_BYTE / BYTES_MOVED
 
 
 def is_timed(program: Program, operation: Operation) -> bool:
