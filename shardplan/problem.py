@@ -20,6 +20,7 @@ from shardplan.control import Links, layouts_read, links_of
 from shardplan.deferred import DeferredSums
 from shardplan.joining import joined
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
+from shardplan.once import once
 from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.paths import Priced
 from shardplan.prices import Prices, Timing
@@ -76,7 +77,6 @@ class Problem:
         self._barriers: set[int] = set()
         self._maker = StrategyMaker(space)
         self._tables: dict[Any, np.ndarray] = {}
-        self._domains: dict[int, Domain] = {}
         self._derive_choices()
         self.generated = generated_values(program, self.choices, fixed)
         whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
@@ -133,14 +133,9 @@ class Problem:
                 made[key] = passing_on(choices, domain, sets[0]) if follows else waiting(choices, self.space.mesh, sets)
             self.choices[index] = made[key]
 
+    @once
     def domain(self, value: int) -> Domain:
         """The layouts that a value may have; those in which it is still a sum come last."""
-        found = self._domains.get(value)
-        if found is None:
-            found = self._domains[value] = self._domain_of(value)
-        return found
-
-    def _domain_of(self, value: int) -> Domain:
         tensor = self.program.values[value]
         if value not in self.deferred.values:
             return self.space.domain(tensor.shape)

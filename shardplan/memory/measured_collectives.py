@@ -18,7 +18,7 @@ _LEAST, _MOST = 10, 30
 """Of the sizes that were measured, as powers of two."""
 
 
-def collective_microseconds(kind: str, size: float, devices: float) -> float:
+def collective_microseconds(kind: str, size: float, devices: int) -> float:
     """Microseconds that a collective takes among so many devices; ``size``: bytes of the larger of what one device
     gives and what it gets. More devices than a host has are taken to be of one host."""
     times = _MEASURED[kind]

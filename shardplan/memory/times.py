@@ -30,7 +30,8 @@ element and each operation. That is some 25 times as long as a product into 16-b
 
 
 UNKNOWN = 0.01
-"""Microseconds of kernels that go through rows which they have reduced, and others that Triton makes, as XLA counts."""
+"""Microseconds of what Triton makes, as XLA counts. Kernels that go through rows which they have reduced are taken for
+such, though some norms are not."""
 
 
 def kernel_microseconds(

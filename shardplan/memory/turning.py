@@ -99,7 +99,7 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
 def _unpack_exchanged(graph: Graph, kernels: Kernels) -> None:
     """Adds a kernel to a graph for each operand of products whose parts an all-to-all brings one behind the other, but
     that are to lie side by side: of columns that are gathered, say."""
-    schedule, nodes = graph.schedule, dict[int, int]()
+    schedule, nodes = graph.schedule, dict[Gather, int]()
     for index in sorted(graph.reads):
         added = kernels.adding.get(index)
         product = graph.program.operations[index if added is None else added.product]
@@ -109,11 +109,11 @@ def _unpack_exchanged(graph: Graph, kernels: Kernels) -> None:
             exchanged = end in graph.needs[index] and is_multiplied(graph.program, product)
             if end is None or not exchanged or not _lies_apart(schedule, gather):
                 continue
-            if end not in nodes:
+            if gather not in nodes:
                 takes = 2 * bytes_in(schedule, operand, layout) / BYTES_MOVED
-                nodes[end] = copying_kernel(graph, (index, product), gather, takes)
+                nodes[gather] = copying_kernel(graph, (index, product), gather, takes)
             graph.needs[index] -= {end}
-            graph.needs[index].add(nodes[end])
+            graph.needs[index].add(nodes[gather])
 
 
 def _lies_apart(schedule: Schedule, gather: Gather) -> bool:
