@@ -21,9 +21,9 @@ from shardplan.correcting import (
 from shardplan.finding import Counts, Found, Search, find
 
 # The least peak is looked for half-way between the least that is found and what is proven, until they are this near or
-# as many trials one after the other have found nothing lower, and then in the order of the least, from such a share of
-# it on. Any schedule that is not far too dear will do.
-MOST_TRIALS, _MOST_IN_VAIN = 8, 3
+# as many trials one after the other have found nothing lower in an order, and then in the order of the least, from such
+# a share of it on. Any schedule that is not far too dear will do.
+MOST_TRIALS, _MOST_IN_VAIN = 12, 3
 _NEAR_LEAST = 0.01
 _BELOW_OWN = 0.9
 _PRECISION_OF_TRIALS = 0.2
@@ -81,7 +81,7 @@ class Leanest:
         """Looks on in the order of a schedule."""
         self._known.count_in(own.lifetimes)
         self._least = self._latest = own
-        self._orders, self._places = self._orders + 1, set()
+        self._orders, self._in_vain, self._places = self._orders + 1, 0, set()
 
     def _try(self) -> None:
         """Searches half-way between the least that is found and what is proven."""

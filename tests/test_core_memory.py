@@ -8,12 +8,13 @@ import pytest
 
 import shardplan
 from shardplan.errors import InfeasibleError
-from shardplan.memory.combining import _partners, combined_reductions, ending_at_reductions
+from shardplan.memory.combining import _partners, ending_at_reductions
 from shardplan.memory.fusion import fused_operations
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held, memory_profile
 from shardplan.memory.order import execution_order
 from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.reductions import combined_reductions
 from shardplan.memory.usages import Usages
 from shardplan.search import extended
 from shardplan.tracing import trace_program

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.memory.combining import combined_reductions
 from shardplan.memory.convolutions import spread_operands
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.merging import _leads
 from shardplan.memory.priorities import _Fusion, stored_values
 from shardplan.memory.products import merged_products, product_operands
 from shardplan.memory.recomputing import _unfused, kernels_in, kernels_of
+from shardplan.memory.reductions import combined_reductions
 from shardplan.tracing import trace_program
 
 

@@ -8,11 +8,12 @@ import pytest
 
 import shardplan
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import Gather, gather_for, reduced_together
+from shardplan.memory.combining import Gather, gather_for
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.reductions import reduced_together
 from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
 
@@ -208,6 +209,33 @@ def test_sums_that_wait_are_reduced_together_where_they_are_read():
     assert len({graph.gathers[one] for one in together}) == 1
     apart = Graph(schedule, kernels_of(schedule.problem), [], [])
     assert len({apart.gathers[one] for one in together}) == 3
+
+
+def test_all_reduces_are_merged_before_what_is_scattered():
+    """Messages along edges: where the gradients of the biases are one all-reduce, what is scattered on the way to all
+    of them comes before the last layer's weights, with which XLA:GPU was compiled to merge its last reduction."""
+    mesh = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.NamedSharding(mesh, jax.P("x", None))
+
+    def step(layers, edges, x):
+        def loss(layers):
+            y = x
+            for bias, weight in reversed(layers):
+                messages = jnp.tanh(y @ weight + bias)
+                y = edges @ jax.lax.with_sharding_constraint(edges.T @ messages, split)
+            return jnp.sum(y * y)
+
+        return jax.tree.map(lambda old, change: old - 0.1 * change, layers, jax.grad(loss)(layers))
+
+    layers = [(jax.ShapeDtypeStruct((256,), jnp.float32), _square(256))] * 3
+    edges, x = (jax.ShapeDtypeStruct((8192, size), jnp.float32) for size in (1024, 256))
+    pins = {"0/*/0": jax.P(), "0/*/1": jax.P("x", None), "1": jax.P("x", None), "2": jax.P("x", None)}
+    plan = shardplan.plan(step, mesh, layers, edges, x, pins=pins, donate_argnums=0)
+    groups = [[plan.program.operations[one].results[0] for one in group] for group in reduced_together(plan.schedule)]
+    shapes = [[plan.program.values[value].shape for value in group] for group in groups]
+    nodes, weight = (1024, 256), (256, 256)
+    assert shapes[0] == [(256,)] * 3
+    assert shapes[1:] == [[nodes]] * 3 + [[nodes[::-1]]] * 2 + [[nodes[::-1], weight, weight], [weight]]
 
 
 @pytest.mark.parametrize(("dimension", "copied"), [(1, True), (0, False)])

@@ -10,11 +10,11 @@ import pytest
 
 import shardplan
 from shardplan.memory.bringing import brought_spans
-from shardplan.memory.combining import combined_reductions
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_in, kernels_of
+from shardplan.memory.reductions import combined_reductions
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.slicing import is_sliced
 from shardplan.memory.usages import Usages

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.memory.combining import combined_reductions, ending_at_reductions
+from shardplan.memory.combining import ending_at_reductions
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held, memory_profile
 from shardplan.memory.merging import cut_for_reductions, side_by_side
 from shardplan.memory.recomputing import adding_products, kernels_in
+from shardplan.memory.reductions import combined_reductions
 from shardplan.memory.usages import Usages
 from shardplan.memory.zeros import fillings_of
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from shardplan import _jax
 from shardplan.layout import Layout
-from shardplan.memory.combining import Gather, combined_reductions, gather_for
+from shardplan.memory.combining import Gather, gather_for
 from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import combined_gathers, waits_for
 from shardplan.memory.pipelining import gathered_before, peeled_loops
+from shardplan.memory.reductions import combined_reductions
 from shardplan.memory.repeated import generated_alike
 from shardplan.memory.sharing import read_in_kernel
 from shardplan.memory.sizes import bytes_in

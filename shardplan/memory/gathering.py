@@ -1,7 +1,7 @@
 """Gathers over the same devices, which XLA merges into one collective, up to 30 MiB of results.
 
 It goes from what the step gives back to what it is computed from, operands first, as it does with reductions
-(`shardplan.memory.combining`): a gather joins those before it until one depends on another one, or they are too large.
+(`shardplan.memory.reductions`): a gather joins those before it until one depends on another one, or they are too large.
 Weights that are stored in parts depend on nothing: they are gathered together. So do parts of activations that the
 backward pass gathers anew, once all are there. What is gathered together is in memory from the first of its readers on.
 

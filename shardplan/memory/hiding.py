@@ -30,7 +30,7 @@ from math import prod
 
 from shardplan.memory.accumulation import waiting_for_sums
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import Gather, Reduced, gather_for, read_otherwise, reduced_together, without_leading
+from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.cycles import BESIDE, cycles_in_kernel
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
@@ -44,6 +44,7 @@ from shardplan.memory.order import operands_first
 from shardplan.memory.placing import LATENCY, Placing
 from shardplan.memory.products import is_multiplied
 from shardplan.memory.recomputing import Kernels
+from shardplan.memory.reductions import Reduced, reduced_together, without_leading
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left

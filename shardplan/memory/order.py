@@ -49,22 +49,24 @@ def order_of(program: Program) -> list[int]:
 
 
 def operands_first(
-    program: Program, index: int, done: set[int], others: Mapping[int, Sequence[int]] | None = None
+    program: Program, index: int, done: set[int], before: Mapping[int, Sequence[int]] | None = None
 ) -> Iterator[Operation]:
     """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``.
 
-    ``others`` are operations that some wait for besides, by index."""
-    operations, before, stack, others = program.operations, _before(program), [index], others or {}
+    ``before`` are operations that some wait for, by index, instead of those that they are computed from. Where these
+    wait for each other, one does not."""
+    operations, own, stack, opened = program.operations, _before(program), [index], set[int]()
     while stack:
         here = stack[-1]
-        missing = [other for other in (*before[here], *others.get(here, ())) if other not in done]
-        if here not in done and missing:
-            stack += missing
+        if here in done or here in opened:
+            stack.pop()
+            if here not in done:
+                done.add(here)
+                yield operations[here]
             continue
-        stack.pop()
-        if here not in done:
-            done.add(here)
-            yield operations[here]
+        opened.add(here)
+        waiting = own[here] if before is None else before.get(here, own[here])
+        stack += [other for other in reversed(waiting) if other not in done and other not in opened]
 
 
 @once
