@@ -10,7 +10,7 @@ import pytest
 import shardplan
 from shardplan import InfeasibleError, finding, searching
 from shardplan.correcting import Corrections
-from shardplan.leanest import Leanest
+from shardplan.leanest import MOST_TRIALS, Leanest
 from shardplan.memory.usages import Usages
 from shardplan.models import load
 from shardplan.relieving import relieve
@@ -195,7 +195,7 @@ def test_what_fits_in_no_order_of_a_search_is_counted_in_its_own(monkeypatch):
     assert shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
 
 
-@pytest.mark.parametrize(("fits", "most"), [(True, 2), (False, 8)])
+@pytest.mark.parametrize(("fits", "most"), [(True, 2), (False, MOST_TRIALS)])
 def test_few_trials_are_made_beside_a_dear_schedule_that_fits(monkeypatch, fits, most):
     asked = []
 

@@ -9,6 +9,7 @@ import pytest
 import shardplan
 from shardplan.memory.accumulation import merged_anywhere, read_together
 from shardplan.memory.bringing import Sending
+from shardplan.memory.combining import Waiting
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import Lifetimes
@@ -16,7 +17,7 @@ from shardplan.memory.measured import product_microseconds
 from shardplan.memory.merging import join_producers, side_by_side
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
-from shardplan.memory.reductions import Waiting, combined_reductions, reduced_together
+from shardplan.memory.reductions import combined_reductions, reduced_together
 from shardplan.memory.times import kernel_microseconds
 
 

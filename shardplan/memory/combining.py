@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
@@ -44,6 +45,52 @@ class Gather:
     value: int
     layout: Layout
     alone: int | None = None
+
+
+class Waiting:
+    """Which groups of collectives wait for which: each for all that any of its members depends on."""
+
+    def __init__(self) -> None:
+        self._before: list[frozenset[int]] = []  # per group
+        self._full: set[int] = set()
+
+    def begin(self, last: int) -> int:
+        """The number of a new group; the last one of its kind, or -1, takes no more members."""
+        self._before.append(frozenset())
+        self._full.add(last)
+        return len(self._before) - 1
+
+    def join(self, number: int, before: frozenset[int]) -> None:
+        """Lets a group have a member that depends on others."""
+        self._before[number] |= before - {number}
+
+    def still_open(self, found: frozenset[int]) -> frozenset[int]:
+        """Of groups, and of what the full ones among them wait for, those that may take more members."""
+        full = found & self._full
+        for number in full:
+            self._look_through(number)
+        return (found - full).union(*[self._before[number] for number in full]) if full else found
+
+    def _look_through(self, number: int) -> None:
+        """Lets a group wait for what full ones wait for instead of for these."""
+        stack = [number]
+        while stack:
+            before = self._before[stack[-1]]
+            full = before & self._full
+            if deeper := [other for other in full if self._before[other] & self._full]:
+                stack += deeper
+                continue
+            self._before[stack.pop()] = (before - full).union(*[self._before[other] for other in full])
+
+    def leads(self, number: int, others: frozenset[int]) -> bool:
+        """Whether one of the others is a group that may take more members, or waits for it."""
+        seen, stack = set(others), [*others]
+        while stack and number not in seen:
+            other = stack.pop()
+            self._before[other] = self.still_open(self._before[other])
+            stack += self._before[other] - seen
+            seen |= self._before[other]
+        return number in seen
 
 
 _Others = tuple[tuple[int, tuple[int, ...]], ...]
@@ -86,25 +133,41 @@ def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Lay
 
 
 def read_before(schedule: Schedule, merged: Sequence[Sequence[int | Gather]] = ()) -> list[list[int]]:
-    """Per operation, the values that are there before it is computed: those that it reads, for a product that XLA
-    merges with others what these read too, and for one that reads what a collective brings which is ``merged`` with
-    others, what these bring. Of equal values, it is the first one."""
+    """Per operation, the values that are there before it is computed: those that it reads, and for a product that XLA
+    merges with others what these read too. Of equal values, it is the first one. Of what collectives bring that are
+    ``merged`` it is the number of their group, counted from behind all values."""
     read = _read_before(schedule)
-    operations, same = schedule.program.operations, repeated_in(schedule.program, apart_in(schedule))
-    brought: dict[int | Gather, list[int]] = {}  # per value that is made so, or is brought to a layout
-    for group in merged:
-        made = [operations[one].results[0] if isinstance(one, int) else one.value for one in group]
-        keys = (value if isinstance(one, int) else one for one, value in zip(group, made, strict=True))
-        brought |= {key: [same.get(value, value) for value in made] for key in keys}
+    operations, same, first = schedule.program.operations, repeated_of(schedule), len(schedule.program.values)
+    groups = {one: first + number for number, group in enumerate(merged) if len(group) > 1 for one in group}
+    made = {operations[one].results[0]: number for one, number in groups.items() if isinstance(one, int)}
+    if not groups:
+        return read
     read, otherwise = [*read], read_otherwise(schedule)
-    for operation in operations if brought else ():
-        index, moved = operation.index, dict[int, list[int]]()
+    for operation in operations:
+        index, found = operation.index, dict[int, int]()
         for operand, layout in otherwise.get(operation.index, ()):
-            moved[same.get(operand, operand)] = brought.get(gather_for(schedule, operation, operand, layout), [])
-        found = [moved.get(value) or brought.get(value) or [value] for value in read[index]]
-        if any(len(some) > 1 for some in found):
-            read[index] = [value for some in found for value in some]
+            number = groups.get(gather_for(schedule, operation, operand, layout))
+            if number is not None:
+                found[same.get(operand, operand)] = number
+        if found or not made.keys().isdisjoint(read[index]):
+            brought = ((found.get(value, made.get(value)), value) for value in read[index])
+            read[index] = [*dict.fromkeys(one for pair in brought for one in pair if one is not None)]
     return read
+
+
+def repeated_of(schedule: Schedule) -> dict[int, int]:
+    """The values that repeat another one, with the first of these."""
+    return repeated_in(schedule.program, apart_in(schedule))
+
+
+def brought_by(schedule: Schedule, merged: Sequence[Sequence[int | Gather]]) -> dict[int, list[int]]:
+    """Per group of ``merged`` collectives, by the number that `read_before` gives it, the values that these bring."""
+    operations, same, first = schedule.program.operations, repeated_of(schedule), len(schedule.program.values)
+    brought = {
+        first + number: [operations[one].results[0] if isinstance(one, int) else one.value for one in group]
+        for number, group in enumerate(merged)
+    }
+    return {number: [same.get(value, value) for value in values] for number, values in brought.items()}
 
 
 @once
@@ -138,9 +201,9 @@ def with_partners(schedule: Schedule, merged: Sequence[Sequence[int | Gather]] =
     together = read_together(schedule)
     if not merged:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))
-    behind = read_before(schedule, merged)
-    changed = {index: some for index, some in enumerate(behind) if some is not read_before(schedule)[index]}
-    return _ordered(schedule.program, partners, together | changed)
+    pairs = zip(read_before(schedule), read_before(schedule, merged), strict=True)
+    changed = {index: read for index, (before, read) in enumerate(pairs) if read is not before}
+    return _ordered(schedule.program, partners, together | changed, brought_by(schedule, merged))
 
 
 @once
@@ -227,14 +290,24 @@ def _in_order(program: Program, those_of: _Others, reading: _Others) -> list[Ope
     return _ordered(program, those_of, dict(reading))
 
 
-def _ordered(program: Program, those_of: _Others, reading: Mapping[int, Sequence[int]]) -> list[Operation]:
+def _ordered(
+    program: Program,
+    those_of: _Others,
+    reading: Mapping[int, Sequence[int]],
+    brought: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> list[Operation]:
     order, done, partners = list[Operation](), set[int](), dict(those_of)
-    makers = program.makers
-    before = {
-        index: [makers[o].index for o in read if o in makers and makers[o].region == region]
-        for index, read in reading.items()
-        for region in [program.operations[index].region]
-    }
+    makers, further = program.makers, len(program.operations) - len(program.values)
+    before: dict[int, list[int]] = {}
+    for index, read in reading.items():
+        region = program.operations[index].region
+        groups = [o for o in read if o in brought]
+        for some, values in ((index, read), *((further + group, brought[group]) for group in groups)):
+            if some not in before:
+                made = (makers[o].index if o in makers else further + o for o in values if o in makers or o in brought)
+                before[some] = [
+                    o for o in made if o >= len(program.operations) or program.operations[o].region == region
+                ]
     for index in order_of(program):
         waiting = [operands_first(program, index, done, before)]
         while waiting:

@@ -26,7 +26,15 @@ import numpy as np
 
 from shardplan.anew import Awaited, awaited
 from shardplan.layout import Layout
-from shardplan.memory.combining import COMBINED_BYTES, Gather, gather_for, read_before, read_otherwise, with_partners
+from shardplan.memory.combining import (
+    COMBINED_BYTES,
+    Gather,
+    Waiting,
+    gather_for,
+    read_before,
+    read_otherwise,
+    with_partners,
+)
 from shardplan.memory.held import Lifetime
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
@@ -47,6 +55,7 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
+    waiting = Waiting()
     read, otherwise = read_before(schedule), read_otherwise(schedule)
     for operation in with_partners(schedule):
         found = frozenset[int]().union(*[behind[o] for o in read[operation.index] if o in behind])
@@ -57,15 +66,15 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
                 size = bytes_in(schedule, gather.value, gather.layout)
                 number, filled = filling.get(kind, (-1, math.inf))
                 needed = (gather.value, *(other.value for other in waits_for(schedule, gather)))
-                if any(number in behind.get(value, ()) for value in needed) or filled + size > COMBINED_BYTES:
-                    number, filled = len(groups), 0.0
+                before = frozenset[int]().union(*[behind[value] for value in needed if value in behind])
+                if filled + size > COMBINED_BYTES or waiting.leads(number, before):
+                    number, filled = waiting.begin(number), 0.0
                     groups.append([])
+                waiting.join(number, before)
                 groups[number].append(gather)
                 numbers[gather], filling[kind] = number, (number, filled + size)
             found |= {numbers[gather]}
-        if found:
-            found &= {number for number, _ in filling.values()}
-        behind |= dict.fromkeys(operation.results, found)
+        behind |= dict.fromkeys(operation.results, waiting.still_open(found))
     return [group for group in groups if len(group) > 1]
 
 

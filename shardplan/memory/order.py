@@ -53,8 +53,8 @@ def operands_first(
 ) -> Iterator[Operation]:
     """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``.
 
-    ``before`` are operations that some wait for, by index, instead of those that they are computed from. Where these
-    wait for each other, one does not."""
+    ``before`` are operations that some wait for, by index, instead of those that they are computed from; an index
+    behind all operations stands for what it waits for. Where these wait for each other, one does not."""
     operations, own, stack, opened = program.operations, _before(program), [index], set[int]()
     while stack:
         here = stack[-1]
@@ -62,10 +62,11 @@ def operands_first(
             stack.pop()
             if here not in done:
                 done.add(here)
-                yield operations[here]
+                if here < len(operations):
+                    yield operations[here]
             continue
         opened.add(here)
-        waiting = own[here] if before is None else before.get(here, own[here])
+        waiting = own[here] if before is None or here not in before else before[here]
         stack += [other for other in reversed(waiting) if other not in done and other not in opened]
 
 

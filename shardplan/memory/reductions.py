@@ -22,14 +22,16 @@ from shardplan.layout import Layout
 from shardplan.memory.combining import (
     COMBINED_BYTES,
     Gather,
+    Waiting,
+    brought_by,
     gather_for,
     read_before,
     read_otherwise,
     reducing,
+    repeated_of,
     with_partners,
 )
 from shardplan.memory.gathering import combined_gathers
-from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -67,14 +69,17 @@ def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
 
 def _merged(schedule: Schedule, merged: Sequence[Sequence[Reduced]], scattered: bool) -> list[list[Reduced]]:
     """What is reduced together of all-reduces, or of what is ``scattered``, where other collectives are ``merged``."""
-    program, groups = schedule.program, list[list[Reduced]]()
+    groups = list[list[Reduced]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
-    same, numbers = repeated_in(program, apart_in(schedule)), dict[Reduced, int]()
-    read = read_before(schedule, merged)
+    same, numbers = repeated_of(schedule), dict[Reduced, int]()
+    read, brought = read_before(schedule, merged), brought_by(schedule, merged)
     sums = read_otherwise(schedule).keys() | reducing(schedule)
     for operation in with_partners(schedule, merged):
+        for value in read[operation.index]:
+            if value in brought and value not in behind:
+                behind[value] = frozenset[int]().union(*[behind[o] for o in brought[value] if o in behind])
         found = frozenset[int]().union(*[behind[o] for o in read[operation.index] if o in behind])
         if not found and operation.index not in sums:
             continue
@@ -93,52 +98,6 @@ def _merged(schedule: Schedule, merged: Sequence[Sequence[Reduced]], scattered: 
             found |= {numbers[one]}
         behind |= dict.fromkeys(operation.results, waiting.still_open(found))
     return groups
-
-
-class Waiting:
-    """Which groups of collectives wait for which: each for all that any of its members depends on."""
-
-    def __init__(self) -> None:
-        self._before: list[frozenset[int]] = []  # per group
-        self._full: set[int] = set()
-
-    def begin(self, last: int) -> int:
-        """The number of a new group; the last one of its kind, or -1, takes no more members."""
-        self._before.append(frozenset())
-        self._full.add(last)
-        return len(self._before) - 1
-
-    def join(self, number: int, before: frozenset[int]) -> None:
-        """Lets a group have a member that depends on others."""
-        self._before[number] |= before - {number}
-
-    def still_open(self, found: frozenset[int]) -> frozenset[int]:
-        """Of groups, and of what the full ones among them wait for, those that may take more members."""
-        full = found & self._full
-        for number in full:
-            self._look_through(number)
-        return (found - full).union(*[self._before[number] for number in full]) if full else found
-
-    def _look_through(self, number: int) -> None:
-        """Lets a group wait for what full ones wait for instead of for these."""
-        stack = [number]
-        while stack:
-            before = self._before[stack[-1]]
-            full = before & self._full
-            if deeper := [other for other in full if self._before[other] & self._full]:
-                stack += deeper
-                continue
-            self._before[stack.pop()] = (before - full).union(*[self._before[other] for other in full])
-
-    def leads(self, number: int, others: frozenset[int]) -> bool:
-        """Whether one of the others is a group that may take more members, or waits for it."""
-        seen, stack = set(others), [*others]
-        while stack and number not in seen:
-            other = stack.pop()
-            self._before[other] = self.still_open(self._before[other])
-            stack += self._before[other] - seen
-            seen |= self._before[other]
-        return number in seen
 
 
 def _reductions_of(
