@@ -77,7 +77,7 @@ class GraphSolver:
         """Whether the messages have stopped to help; and whether the last sweeps have raised the bound by little."""
         self.contradicted = False  # whether twins may be what leaves the gap open, and are worth telling apart
         self.opens = self.creeping = False
-        """Whether `sweep_until_prunable` ends where messages creep; and whether it has."""
+        """Whether `sweep_until_prunable` ends where messages creep far from closed; and whether it has."""
         self.fitted = math.inf  # the gap where choices that fit were looked through
         self.estimate = 0.0
         """Seconds that the sweeps should have taken, the same on every machine."""
@@ -290,7 +290,7 @@ class GraphSolver:
         """Whether a turn of sweeps left most of the gap, or a later one's last do: short cycles are quicker."""
         gap, few = self.upper - self.lower, relaxation.sweeper.entries < _QUICKLY_OPENED
         slow = relaxation.sweeps > _SWEEPS and relaxation.risen(_LAST_SWEEPS) < _SLOW * gap
-        return few and (slow or gap > _WORTH_SWEEPING_ON * left)
+        return few and (slow or gap > _WORTH_SWEEPING_ON * left) and relative_gap(self.upper, self.lower) > _FAR
 
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
         """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may
