@@ -1,5 +1,7 @@
 """How long XLA's last scheduler takes kernels and collectives to run, as its log says, and what they wait for."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,6 +15,7 @@ from shardplan.memory.merging import join_producers, merge_nodes
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.times import BYTES_MOVED, UNKNOWN, kernel_microseconds
 from shardplan.memory.turning import turn_operands
+from shardplan.schedule import Schedule
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",))
 
@@ -117,6 +120,18 @@ def test_parts_that_are_gathered_behind_other_dimensions_are_put_side_by_side_fo
     assert len(graph.further) == unpacked
     assert {end} == (graph.needs[min(graph.further)] if unpacked else graph.needs[product] & {end})
     assert (end in graph.needs[product]) != bool(unpacked) and graph.further <= graph.needs[product]
+
+
+def test_parts_are_brought_from_the_copy_that_readers_share_where_the_value_lies_otherwise():
+    pins = {"0": jax.P(None, "x"), "1": jax.P()}
+    graph, kernels = _graph(lambda x, w: x @ w, _matrix(1024, 1024), _matrix(1024, 8192), mesh=MESH, pins=pins)
+    [[gather, _]], assignment = graph.gathers.items(), graph.schedule.assignment
+    copies = {**assignment.copies, gather.value: assignment.values[gather.value]}
+    stored = {**assignment.values, gather.value: ((), ())}
+    otherwise = Schedule(graph.schedule.problem, replace(assignment, values=stored, copies=copies))
+    graph = Graph(otherwise, kernels, [], [])
+    turn_operands(graph, kernels)
+    assert len(graph.further) == 1  # as from a value that lies where the copy does
 
 
 def test_a_product_of_a_graph_takes_as_long_as_it_is_measured():

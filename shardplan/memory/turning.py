@@ -118,10 +118,10 @@ def _unpack_exchanged(graph: Graph, kernels: Kernels) -> None:
 
 def _lies_apart(schedule: Schedule, gather: Gather) -> bool:
     """Whether what an all-to-all brings at last lies in parts, of which each has some of a dimension within others."""
-    steps = schedule.route(gather.value, gather.layout).steps
-    if steps[-1].kind != "all-to-all":
+    route = schedule.route(gather.value, gather.layout)
+    if route.steps[-1].kind != "all-to-all":
         return False
-    before = steps[-2].layout if len(steps) > 1 else schedule.assignment.values[gather.value]
+    before = route.steps[-2].layout if len(route.steps) > 1 else route.source  # perhaps a copy, not the value itself
     gathered = [dim for dim, axes in enumerate(gather.layout) if {*before[dim]} - {*axes}]
     sizes, degree = schedule.program.values[gather.value].shape, schedule.space.mesh.degree
     return any(sizes[dim] > degree(gather.layout[dim]) for dim in range(min(gathered)))
