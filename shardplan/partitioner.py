@@ -162,12 +162,32 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
 
 
 def split_runs(operation: Operation, split: Any, even: bool) -> bool:
-    """Whether an operation can be split so at all: where only an island would do, blocks are equal and lie apart, and
-    a window that is moved does not lie across two of them."""
+    """Whether an operation can be split so at all: where only an island would do, blocks are equal and lie apart, a
+    window that is moved does not lie across two of them, and the first of dilated ones begins with an element."""
     if _by_groups(operation) or _pools_whole(operation):
         return even and not _with_neighbours(None, split)
+    low, dilation = _dilations(operation).get(split.operands[0].dim, (0, 1)) if split.operands else (0, 1)
+    if low < 0 and low % dilation:
+        return False
     window = windows(operation).get(split.results[0].dim)
     return window is None or (even and window == 1)
+
+
+def _dilations(operation: Operation) -> dict[int, tuple[int, int]]:
+    """Of the dimensions that windows or padding move over, what is padded in front and how far the elements are then
+    apart. Where less than nothing is padded, so that the first block begins between two elements, XLA 0.10.2 fails a
+    check of its own when it splits the dimension, which ends the process."""
+    name, params = operation.primitive.name, operation.params
+    if name == "pad":
+        return {dim: (low, inner + 1) for dim, (low, _, inner) in enumerate(params["padding_config"])}
+    if name == "conv_general_dilated":
+        dims, dilations = params["dimension_numbers"].lhs_spec[2:], params["lhs_dilation"]
+    elif "base_dilation" in params:
+        dims, dilations = range(len(params["base_dilation"])), params["base_dilation"]
+    else:
+        return {}
+    padding = zip(dims, params["padding"], dilations, strict=True)
+    return {dim: (low, dilation) for dim, (low, _), dilation in padding}
 
 
 def passes_sums(operation: Operation) -> bool:

@@ -372,7 +372,8 @@ class Replay:
         operation = self._makers[value]
         strategy = self._schedule.generating(operation, layout)
         operands = [self._read(o, wanted) for o, wanted in zip(operation.operands, strategy.operands, strict=True)]
-        return self._constrain(self._bind(operation, operands)[0], layout)
+        made = self._constrain(self._bind(operation, operands)[0], strategy.results[0])
+        return made if strategy.results[0] == layout else self._constrain(made, layout)
 
     def _reduced(self, value: int, parts: Any, layout: Layout, steps: Sequence[Step]) -> Any:
         """A value whose parts are stacked, reduced by these steps."""

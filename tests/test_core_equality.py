@@ -97,6 +97,12 @@ def normalised(w: Any, x: Any) -> Any:
     return jnp.mean(jax.vmap(one, axis_name="batch")(x) ** 2)
 
 
+def every_third(x: Any) -> Any:
+    """Its gradient is made from nothing, and padded between its elements, on all devices: XLA pads no part of it."""
+    picked = x[1:-1:2, ::-3]
+    return jnp.sum(picked * jnp.cos(jnp.arange(picked.size).reshape(picked.shape)))
+
+
 IDS = jnp.asarray(np.random.default_rng(1).integers(0, 32, (8, 16)))
 
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -112,6 +118,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fft": (lambda x: jnp.abs(jnp.fft.rfft(x, axis=1)), (values(8, 16),)),
     "segment sum": (lambda x: jax.ops.segment_sum(x, jnp.arange(16) % 4, 4), (values(16, 8),)),
     "rolled by nothing": (lambda w, x: w - jax.grad(rolled)(w, x), (values(16, 16), values(8, 16, seed=1))),
+    "strided slice": (lambda x: x - jax.grad(every_third)(x), (values(32, 32),)),
     "named batch": (jax.value_and_grad(normalised), (values(16, 16), values(8, 16, seed=1))),
     "histogram": (lambda x: jnp.zeros(8, jnp.int32).at[(x * 3).astype(jnp.int32) % 8].add(1), (values(64),)),
 }
@@ -160,6 +167,26 @@ def test_lookups_outside_of_a_table_whose_rows_are_split(table: Any, ids: Any) -
     for found, expected in zip(step(rows, wanted), jax.jit(look_up)(rows, wanted), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert "reduce-scatter" in {c.kind for c in step.plan(rows, wanted).collectives} or table is bool
+
+
+def strided(w: Any, x: Any) -> Any:
+    """Its kernel is smaller than the padding, of which its gradient therefore has less than nothing."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jnp.sum(jax.lax.conv_general_dilated(x, w, (2, 2), [(1, 1), (1, 1)], dimension_numbers=numbers) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (jax.grad(strided, 1), (values(1, 1, 4, 8), values(2, 64, 32, 4, seed=1))),
+        (lambda _, x: jax.lax.pad(x * 2, 0.0, ((0, 0, 0), (-3, 4, 1), (0, 0, 0))), (values(1), values(2, 64, 4))),
+    ],
+)
+def test_dilated_blocks_that_begin_between_two_elements_are_not_split(fn: Any, args: Any) -> None:
+    """XLA's partitioner fails a check of its own there, and ends the process."""
+    mesh = mesh_of((2, 4))
+    step = shardplan.auto(fn, mesh, pins={"1": P(None, ("x", "y"))})
+    assert_equal_trees(step(*args), jax.jit(fn)(*args))
 
 
 # ---- random programs
