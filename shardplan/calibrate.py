@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,12 @@ class Calibration:
         return f"{text_table(header, rows, numbers=(1, 2, 3))}\nmean error of interpolation {self.error:.1%}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the profile as TOML, in the form that `hardware=` reads."""
-        Path(path).write_text(profile_toml(self.profile), encoding="utf-8")
+        """Writes the profile as TOML, in the form that `hardware=` reads; raises ArgumentError where that fails."""
+        _check_path(path)
+        try:
+            Path(path).write_text(profile_toml(self.profile), encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(f"cannot write the profile to `{path}`: {error.strerror}") from error
 
 
 def calibrate(
@@ -87,16 +92,22 @@ def calibrate(
         mesh: of devices that can run, real or emulated.
         plan: measures the collectives that it sends and the element types of its matrix products; without one,
             all-reduce and all-gather over each axis, float32 and bfloat16.
-        path: where to write the profile (TOML), if anywhere.
+        path: where to write the profile (a `.toml` file), if anywhere.
         largest_bytes: of a collective; of memory traffic.
         largest_side: of a square matrix product, whose rows are then split. Of both, what takes much longer than a
             tenth of a second is not measured.
         progress: whether to say on standard error what is being measured.
 
     Raises:
-        ArgumentError: the mesh has no devices that can run, or the plan is for other axes.
+        ArgumentError: the mesh has no devices that can run, the plan is for other axes, a size is no whole number above
+            0, or the path is no place for a profile; before anything is measured.
     """
     _check(mesh, plan)
+    for name, size in (("largest_bytes", largest_bytes), ("largest_side", largest_side)):
+        if not isinstance(size, Integral) or size <= 0:
+            raise ArgumentError(f"`{name}` is a whole number above 0, got `{size!r}`")
+    if path is not None:
+        _check_path(path)
     mesh = with_auto_axes(mesh)  # type: ignore[assignment]
     unit, collectives, dtypes = 4 * mesh.size * 8, _collectives(mesh, plan), _dtypes(plan)
     say = _Progress(len(dtypes) + 1 + len(collectives), progress)
@@ -141,6 +152,15 @@ def _check(mesh: Mesh, plan: Plan | None) -> None:
         raise ArgumentError(f"calibrate measures devices that are there: a jax.sharding.Mesh of them, got `{mesh}`")
     if plan is not None and dict(mesh.shape) != plan.mesh_axes:
         raise ArgumentError(f"the plan is for the mesh {plan.mesh_axes}, got {dict(mesh.shape)}")
+
+
+def _check_path(path: str | os.PathLike[str]) -> None:
+    """Raises ArgumentError where no profile can be written that `hardware=` would read."""
+    place = Path(path)
+    if place.suffix != ".toml":
+        raise ArgumentError(f"a profile is written as TOML, got the path `{path}`: end it in `.toml`")
+    if not place.absolute().parent.is_dir():
+        raise ArgumentError(f"cannot write the profile to `{path}`: there is no folder `{place.parent}`")
 
 
 def _can_run(device: jax.Device) -> bool:
@@ -263,7 +283,7 @@ def _measured(name: str, curve: Curve, predict: Any) -> Measured:
 def profile_toml(profile: HardwareProfile) -> str:
     """A profile in the form of the files in `shardplan/hardware_profiles`."""
     links = {"intra_host": profile.intra_host, "inter_host": profile.inter_host}
-    links |= {f'axes."{axis}"': link for axis, link in profile.axes.items()}
+    links |= {f"axes.{_quoted(axis)}": link for axis, link in profile.axes.items()}
     lines = [
         f"sources = [{', '.join(_quoted(source) for source in profile.sources)}]",
         f"devices_per_host = {profile.devices_per_host}",

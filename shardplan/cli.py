@@ -5,7 +5,8 @@ A step is named ``module:attribute`` and planned from its shapes; no devices are
     shardplan plan train:step --mesh data=2,model=4 --save plan.json
     shardplan explain train:step '0/params/*/kernel' --plan plan.json
 
-The exit status is 0; 1 where an audit is outside of its tolerance; 2 for an error, which is one message.
+The exit status is 0; 1 where an audit is outside of its tolerance; 2 for an error, which is one message, or the
+traceback of what the step itself raises.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import os
 import runpy
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -64,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has gone
         sys.stderr.close()
         return 1
+    except Exception:  # the step's own, most likely: its traceback says where, but not that an audit failed
+        traceback.print_exc()
+        return 2
     finally:
         warnings.formatwarning = usual
     return status
@@ -219,6 +224,8 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
+    if not options.tolerance >= 0:
+        raise ArgumentError(f"a tolerance is a fraction of 0 or more, as 0.02, got `{options.tolerance}`")
     found = audit(_make_plan(options), target=options.target)
     agrees = found.ok(options.tolerance)
     record = {

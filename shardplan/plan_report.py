@@ -178,6 +178,16 @@ def memory_text(plan: Plan) -> str:
     return f"{megabytes(arguments)} MB of arguments per device{peak}"
 
 
+def pins_text(plan: Plan) -> str:
+    """One line: what the pins cost, where there are some."""
+    price = plan.statistics.get("pins")
+    if price is None:
+        return ""
+    sent = price["communication_bytes"]
+    more = f"{megabytes(abs(sent))} MB {'less' if sent < 0 else 'more'} are sent than without them"
+    return f"pins cost {objective_text(plan, price['objective'])} of the objective; {more}"
+
+
 def mesh_text(mesh_axes: dict[str, int]) -> str:
     """``data=2, model=4``."""
     return ", ".join(f"{name}={size}" for name, size in mesh_axes.items())
@@ -198,6 +208,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
             for (kind, axes), (times, sent) in planned_traffic(plan).items()
         ],
         "layouts": {argument.path: list(argument.spec) for argument in plan.arguments},
+        **({"pins": plan.statistics["pins"]} if "pins" in plan.statistics else {}),
         **({"refined": plan.statistics["refined"]} if "refined" in plan.statistics else {}),
     }
 
@@ -222,8 +233,7 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
         f"  {evidence(plan)}",
-        *([f"  {time_text(plan)}"] if time_text(plan) else []),
-        f"  {memory_text(plan)}",
+        *(f"  {text}" for text in (time_text(plan), pins_text(plan), memory_text(plan)) if text),
         *(
             []
             if "meshes" not in plan.statistics
@@ -254,7 +264,7 @@ def plan_html(plan: Plan) -> str:
     title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>"
     return (
         f"<div>{title}<br>{html.escape(evidence(plan))}<br>"
-        f"{html.escape(time_text(plan))}<br>{html.escape(memory_text(plan))}"
+        f"{html.escape(time_text(plan))}<br>{html.escape(pins_text(plan))}<br>{html.escape(memory_text(plan))}"
         f"{html_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3))}"
         f"{html_table(_LAYOUT_HEADER, _layout_rows(groups), numbers=(3, 4))}<div>{drawn}</div></div>"
     )

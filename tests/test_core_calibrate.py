@@ -1,6 +1,8 @@
 """Calibration: curves, the profile that they give, its file, and its error on points held out."""
 
 import math
+import re
+from dataclasses import replace
 from importlib.util import find_spec
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.calibrate import calibrate, profile_toml, sent_bytes
+from shardplan.calibrate import Calibration, calibrate, profile_toml, sent_bytes
 from shardplan.hardware import load
 from shardplan.measuring import collective, measure_curve
 from shardplan.target import gpu_mesh
@@ -68,6 +70,33 @@ def test_the_file_of_a_shipped_profile_is_read_back(tmp_path):
     copy = load(tmp_path / "copy.toml")
     assert (copy.flops, copy.intra_host, copy.inter_host) == (profile.flops, profile.intra_host, profile.inter_host)
     assert (copy.memory_bytes, copy.sources) == (profile.memory_bytes, profile.sources)
+
+
+def test_axes_of_any_name_are_read_back(tmp_path):
+    profile = replace(load("h100"), axes={'a "b" \\c': load("h100").inter_host})
+    (tmp_path / "axes.toml").write_text(profile_toml(profile))
+    assert load(tmp_path / "axes.toml").axes == profile.axes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "no/such/folder/ours.toml"}, "there is no folder `no/such/folder`"),
+        ({"path": "ours.json"}, "end it in `.toml`"),
+        ({"largest_side": -1}, "`largest_side` is a whole number above 0, got `-1`"),
+        ({"largest_bytes": 1e6}, "`largest_bytes` is a whole number above 0, got `1000000.0`"),
+    ],
+)
+def test_what_cannot_be_measured_or_kept_is_said_before_anything_is_measured(options, message, capsys):
+    with pytest.raises(shardplan.ArgumentError, match=re.escape(message)):
+        calibrate(_mesh(), **options)
+    assert "measuring" not in capsys.readouterr().err
+
+
+def test_a_profile_that_cannot_be_written(tmp_path):
+    (tmp_path / "taken.toml").mkdir()
+    with pytest.raises(shardplan.ArgumentError, match="Is a directory"):
+        Calibration(load("h100"), ()).save(tmp_path / "taken.toml")
 
 
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

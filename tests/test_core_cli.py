@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import jax
 import pytest
 
 import shardplan
+from shardplan.audit import Audit
 from shardplan.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -120,13 +122,20 @@ def test_difference_as_json(capsys: pytest.CaptureFixture[str]):
 
 
 @needs_compiler
-def test_an_audit_outside_of_its_tolerance_is_status_1(capsys: pytest.CaptureFixture[str]):
+def test_an_audit_outside_of_its_tolerance_is_status_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def off(plan: shardplan.Plan, target: str) -> Audit:
+        found = shardplan.audit(plan, target)
+        return replace(found, predicted_bytes=found.compiled.communication_bytes / 1.1)
+
+    monkeypatch.setattr("shardplan.cli.audit", off)
     command = "audit train:step --mesh data=8 --pin 1/inputs=data --pin '0/*=' --json"
-    status, output, _ = run(f"{command} --tolerance 1e9", capsys)
-    record = json.loads(output)
-    assert status == 0
-    assert record["within_tolerance"]
-    assert run(f"{command} --tolerance -1", capsys)[0] == 1
+    for tolerance, expected in ((0.11, 0), (0.09, 1)):
+        status, output, _ = run(f"{command} --tolerance {tolerance}", capsys)
+        record = json.loads(output)
+        assert status == expected
+        assert record["ratio"] == pytest.approx(1.1) and record["within_tolerance"] == (not expected)
 
 
 @needs_compiler
@@ -211,8 +220,22 @@ def test_a_plan_of_another_step_is_refused(capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_the_step_itself_raises_is_the_users(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(ZeroDivisionError, match="the user's own"):
-        main(["plan", "steps:step_that_raises", "--mesh", "8"])
+    """Its traceback is shown, and the exit status is not that of an audit outside of its tolerance."""
+    status, _, errors = run("audit steps:step_that_raises --mesh 8", capsys)
+    assert status == 2
+    assert "ZeroDivisionError: the user's own" in errors and "in raises" in errors
+
+
+def test_a_module_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "torn.py").write_text("def step(:")
+    status, _, errors = run("audit torn:step --mesh 8", capsys)
+    assert status == 2 and "SyntaxError" in errors
+
+
+@pytest.mark.parametrize("tolerance", ["-1", "nan"])
+def test_tolerances_that_nothing_can_keep(tolerance: str, capsys: pytest.CaptureFixture[str]):
+    status, _, errors = run(f"audit train:step --mesh 8 --tolerance {tolerance}", capsys)
+    assert status == 2 and f"a fraction of 0 or more, as 0.02, got `{float(tolerance)}`" in errors
 
 
 def test_rules(capsys: pytest.CaptureFixture[str]):

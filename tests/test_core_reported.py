@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.plan_report import plan_record
 
 ROWS = {"1": P("x", None)}
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -41,5 +42,8 @@ def test_pins_have_a_price():
     price = pinned.statistics["pins"]
     assert price["objective"] == pytest.approx(pinned.objective - free.objective) and price["objective"] > 0
     assert price["communication_bytes"] == pinned.communication_bytes - free.communication_bytes
+    more = f"{price['communication_bytes'] / 1e6:.1f} MB more are sent than without them"
+    assert more in str(pinned) and more in pinned._repr_html_() and "pins cost" not in str(free)
+    assert plan_record(pinned)["pins"] == price
     same = shardplan.plan(step, MESH, w, x, pins={"1": free.layouts["1"]})
     assert same.statistics["pins"]["objective"] == pytest.approx(0, abs=1e-6 * free.objective)
