@@ -26,7 +26,7 @@ def once(derive: Derive) -> Derive:
 
     @functools.wraps(derive)
     def known(of: Any, *arguments: Any) -> Any:
-        key = derive, *arguments
+        key = (derive, *arguments) if arguments else derive
         try:
             return of.known[key]
         except KeyError:

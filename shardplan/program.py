@@ -38,11 +38,11 @@ class Value:
     dtype: Any
     name: str | None = None
     weak_type: bool = False
+    total_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the whole tensor, before it is split."""
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole tensor, before it is split."""
-        return prod(self.shape) * _jax.item_bytes(self.dtype)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_bytes", prod(self.shape) * _jax.item_bytes(self.dtype))
 
 
 @dataclass(frozen=True, slots=True)

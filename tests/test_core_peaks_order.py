@@ -285,14 +285,14 @@ def test_reductions_join_no_group_that_waits_for_them_through_another_one():
 def test_a_group_waits_for_what_its_members_depend_on_and_for_what_full_groups_among_these_wait_for():
     waiting = Waiting()
     first, second, third = waiting.begin(-1), waiting.begin(-1), waiting.begin(-1)
-    waiting.join(second, frozenset({first}))
-    waiting.join(third, frozenset({second}))
-    assert waiting.leads(first, frozenset({third}))
-    assert not waiting.leads(third, frozenset({first}))
+    waiting.join(second, 1 << first)
+    waiting.join(third, 1 << second)
+    assert waiting.leads(first, 1 << third)
+    assert not waiting.leads(third, 1 << first)
     fourth = waiting.begin(second)
-    assert waiting.still_open(frozenset({second})) == {first}
-    assert waiting.leads(first, frozenset({third}))
-    assert not waiting.leads(fourth, frozenset({third}))
+    assert waiting.still_open(1 << second) == 1 << first
+    assert waiting.leads(first, 1 << third)
+    assert not waiting.leads(fourth, 1 << third)
 
 
 def test_products_are_apart_that_would_wait_for_themselves():

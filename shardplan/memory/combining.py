@@ -48,49 +48,65 @@ class Gather:
 
 
 class Waiting:
-    """Which groups of collectives wait for which: each for all that any of its members depends on."""
+    """Which groups of collectives wait for which: each for all that any of its members depends on.
+
+    Sets of groups are numbers with a bit for each, the lowest one for the first.
+    """
 
     def __init__(self) -> None:
-        self._before: list[frozenset[int]] = []  # per group
-        self._full: set[int] = set()
+        self._before: list[int] = []  # per group
+        self._full = 0
 
     def begin(self, last: int) -> int:
         """The number of a new group; the last one of its kind, or -1, takes no more members."""
-        self._before.append(frozenset())
-        self._full.add(last)
+        self._before.append(0)
+        self._full |= 1 << last if last >= 0 else 0
         return len(self._before) - 1
 
-    def join(self, number: int, before: frozenset[int]) -> None:
+    def join(self, number: int, before: int) -> None:
         """Lets a group have a member that depends on others."""
-        self._before[number] |= before - {number}
+        self._before[number] |= before & ~(1 << number)
 
-    def still_open(self, found: frozenset[int]) -> frozenset[int]:
+    def still_open(self, found: int) -> int:
         """Of groups, and of what the full ones among them wait for, those that may take more members."""
         full = found & self._full
-        for number in full:
+        if not full:
+            return found
+        for number in _members(full):
             self._look_through(number)
-        return (found - full).union(*[self._before[number] for number in full]) if full else found
+            found |= self._before[number]
+        return found & ~full
 
     def _look_through(self, number: int) -> None:
         """Lets a group wait for what full ones wait for instead of for these."""
         stack = [number]
         while stack:
             before = self._before[stack[-1]]
-            full = before & self._full
+            full = _members(before & self._full)
             if deeper := [other for other in full if self._before[other] & self._full]:
                 stack += deeper
                 continue
-            self._before[stack.pop()] = (before - full).union(*[self._before[other] for other in full])
+            for other in full:
+                before = before & ~(1 << other) | self._before[other]
+            self._before[stack.pop()] = before
 
-    def leads(self, number: int, others: frozenset[int]) -> bool:
+    def leads(self, number: int, others: int) -> bool:
         """Whether one of the others is a group that may take more members, or waits for it."""
-        seen, stack = set(others), [*others]
-        while stack and number not in seen:
-            other = stack.pop()
-            self._before[other] = self.still_open(self._before[other])
-            stack += self._before[other] - seen
-            seen |= self._before[other]
-        return number in seen
+        seen = left = others
+        while left and not seen >> number & 1:
+            other = left.bit_length() - 1
+            before = self._before[other] = self.still_open(self._before[other])
+            left = left & ~(1 << other) | before & ~seen
+            seen |= before
+        return bool(seen >> number & 1)
+
+
+def _members(groups: int) -> list[int]:
+    found = []
+    while groups:
+        found.append(groups.bit_length() - 1)
+        groups ^= 1 << found[-1]
+    return found
 
 
 _Others = tuple[tuple[int, tuple[int, ...]], ...]
@@ -132,27 +148,36 @@ def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Lay
     return Gather(value, layout, operation.index if alone else None)
 
 
-def read_before(schedule: Schedule, merged: Sequence[Sequence[int | Gather]] = ()) -> list[list[int]]:
+@once
+def read_before(schedule: Schedule) -> list[list[int]]:
     """Per operation, the values that are there before it is computed: those that it reads, and for a product that XLA
-    merges with others what these read too. Of equal values, it is the first one. Of what collectives bring that are
-    ``merged`` it is the number of their group, counted from behind all values."""
-    read = _read_before(schedule)
+    merges with others what these read too. Of equal values, it is the first one."""
+    apart = apart_in(schedule)
+    same, read = repeated_in(schedule.program, apart), [*_values_read(schedule.program, apart)]
+    for index, together in read_together(schedule).items():
+        read[index] = [same.get(o, o) for o in together]
+    return read
+
+
+def read_of_merged(schedule: Schedule, merged: Sequence[Sequence[int | Gather]]) -> dict[int, list[int]]:
+    """The same of the operations, by index, that read what collectives bring which are ``merged``: with the number of
+    their group, counted from behind all values, before each of these."""
+    read, otherwise = read_before(schedule), read_otherwise(schedule)
     operations, same, first = schedule.program.operations, repeated_of(schedule), len(schedule.program.values)
     groups = {one: first + number for number, group in enumerate(merged) if len(group) > 1 for one in group}
     made = {operations[one].results[0]: number for one, number in groups.items() if isinstance(one, int)}
-    if not groups:
-        return read
-    read, otherwise = [*read], read_otherwise(schedule)
-    for operation in operations:
-        index, found = operation.index, dict[int, int]()
-        for operand, layout in otherwise.get(operation.index, ()):
-            number = groups.get(gather_for(schedule, operation, operand, layout))
+    reading = {index for index, values in enumerate(read) if not made.keys().isdisjoint(values)} if made else set()
+    changed = dict[int, list[int]]()
+    for index in sorted(reading | otherwise.keys()) if groups else ():
+        found = dict[int, int]()
+        for operand, layout in otherwise.get(index, ()):
+            number = groups.get(gather_for(schedule, operations[index], operand, layout))
             if number is not None:
                 found[same.get(operand, operand)] = number
-        if found or not made.keys().isdisjoint(read[index]):
+        if found or index in reading:
             brought = ((found.get(value, made.get(value)), value) for value in read[index])
-            read[index] = [*dict.fromkeys(one for pair in brought for one in pair if one is not None)]
-    return read
+            changed[index] = [*dict.fromkeys(one for pair in brought for one in pair if one is not None)]
+    return changed
 
 
 def repeated_of(schedule: Schedule) -> dict[int, int]:
@@ -161,7 +186,7 @@ def repeated_of(schedule: Schedule) -> dict[int, int]:
 
 
 def brought_by(schedule: Schedule, merged: Sequence[Sequence[int | Gather]]) -> dict[int, list[int]]:
-    """Per group of ``merged`` collectives, by the number that `read_before` gives it, the values that these bring."""
+    """Per group of ``merged`` collectives, by the number that `read_of_merged` gives it, what these bring."""
     operations, same, first = schedule.program.operations, repeated_of(schedule), len(schedule.program.values)
     brought = {
         first + number: [operations[one].results[0] if isinstance(one, int) else one.value for one in group]
@@ -171,39 +196,33 @@ def brought_by(schedule: Schedule, merged: Sequence[Sequence[int | Gather]]) -> 
 
 
 @once
-def _read_before(schedule: Schedule) -> list[list[int]]:
-    apart = apart_in(schedule)
-    same, read = repeated_in(schedule.program, apart), [*_values_read(schedule.program, apart)]
-    for index, together in read_together(schedule).items():
-        read[index] = [same.get(o, o) for o in together]
-    return read
-
-
-@once
 def _values_read(program: Program, apart: Apart) -> list[list[int]]:
     """Per operation, the values that it reads; of equal ones, the first, unless they are computed apart."""
     same = repeated_in(program, apart)
     return [[same.get(o, o) for o in operation.operands if isinstance(o, int)] for operation in program.operations]
 
 
-def with_partners(schedule: Schedule, merged: Sequence[Sequence[int | Gather]] = ()) -> list[Operation]:
+def with_partners(
+    schedule: Schedule,
+    changed: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    brought: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> list[Operation]:
     """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
     together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
     need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the
     exponentials' sums, so waits for the picked logits, from which the loss is computed with these. It does not where
     each device computes the loss of a part of the rows alone; nor do the exponentials then, whose sums the loss needs.
     Nor where the backward pass alone reads a part of the rows. Products that XLA merges stand behind what any of them
-    reads, and what reads one of several collectives that are ``merged`` already behind what all of these bring."""
+    reads, and what reads one of several collectives that are merged already (``changed``, by `read_of_merged`) behind
+    what all of these bring (``brought``)."""
     pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
     read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
     parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
     partners = _partners(schedule.problem, reducing(schedule), parts)
     together = read_together(schedule)
-    if not merged:
+    if not changed:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))
-    pairs = zip(read_before(schedule), read_before(schedule, merged), strict=True)
-    changed = {index: read for index, (before, read) in enumerate(pairs) if read is not before}
-    return _ordered(schedule.program, partners, together | changed, brought_by(schedule, merged))
+    return _ordered(schedule.program, partners, {**together, **changed}, brought)
 
 
 @once
@@ -309,15 +328,16 @@ def _ordered(
                     o for o in made if o >= len(program.operations) or program.operations[o].region == region
                 ]
     for index in order_of(program):
-        waiting = [operands_first(program, index, done, before)]
+        waiting = [operands_first(program, index, done, before)] if index not in done else []
         while waiting:
             following = next(waiting[-1], None)
             if following is None:
                 waiting.pop()
                 continue
             order.append(following)
-            behind = [other for other in partners.get(following.index, ()) if other not in done]
-            waiting += [operands_first(program, other, done, before) for other in reversed(behind)]
+            if following.index in partners:
+                behind = [other for other in partners[following.index] if other not in done]
+                waiting += [operands_first(program, other, done, before) for other in reversed(behind)]
     return order
 
 

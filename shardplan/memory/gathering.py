@@ -54,36 +54,48 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     groups = list[list[Gather]]()
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
-    behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
+    behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
-    read, otherwise = read_before(schedule), read_otherwise(schedule)
-    for operation in with_partners(schedule):
-        found = frozenset[int]().union(*[behind[o] for o in read[operation.index] if o in behind])
-        if not found and operation.index not in otherwise:
+    read, gathers = read_before(schedule), _gathers(schedule)
+    left = len({gather for some in gathers.values() for gather, _ in some})
+    for operation in with_partners(schedule) if left else ():
+        found = 0
+        for value in read[operation.index]:
+            found |= behind.get(value, 0)
+        here = gathers.get(operation.index, ())
+        if not found and not here:
             continue
-        for gather, kind in _gathers_of(schedule, operation):
+        for gather, kind in here:
             if gather not in numbers:
                 size = bytes_in(schedule, gather.value, gather.layout)
                 number, filled = filling.get(kind, (-1, math.inf))
-                needed = (gather.value, *(other.value for other in waits_for(schedule, gather)))
-                before = frozenset[int]().union(*[behind[value] for value in needed if value in behind])
+                before = behind.get(gather.value, 0)
+                for other in waits_for(schedule, gather):
+                    before |= behind.get(other.value, 0)
                 if filled + size > COMBINED_BYTES or waiting.leads(number, before):
                     number, filled = waiting.begin(number), 0.0
                     groups.append([])
                 waiting.join(number, before)
                 groups[number].append(gather)
                 numbers[gather], filling[kind] = number, (number, filled + size)
-            found |= {numbers[gather]}
+            found |= 1 << numbers[gather]
+        if len(numbers) == left:
+            break
         behind |= dict.fromkeys(operation.results, waiting.still_open(found))
     return [group for group in groups if len(group) > 1]
 
 
-def _gathers_of(schedule: Schedule, operation: Operation) -> Iterator[tuple[Gather, _Kind]]:
-    """The gathers that an operation reads, with the kind of each."""
-    for operand, layout in read_otherwise(schedule).get(operation.index, ()):
-        gathered = last_gathered(schedule, operand, layout)
-        if gathered is not None:
-            yield gather_for(schedule, operation, operand, layout), (operation.region, *gathered)
+def _gathers(schedule: Schedule) -> dict[int, list[tuple[Gather, _Kind]]]:
+    """The gathers that operations read, by the index of each that reads any, with the kind of each gather."""
+    found = dict[int, list[tuple[Gather, _Kind]]]()
+    for index, pairs in read_otherwise(schedule).items():
+        operation = schedule.program.operations[index]
+        for operand, layout in pairs:
+            gathered = last_gathered(schedule, operand, layout)
+            if gathered is not None:
+                gather = gather_for(schedule, operation, operand, layout)
+                found.setdefault(index, []).append((gather, (operation.region, *gathered)))
+    return found
 
 
 def waits_for(schedule: Schedule, gather: Gather) -> tuple[Awaited, ...]:

@@ -7,7 +7,6 @@ product runs. Its result is one buffer, which lives until nothing reads any of i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere, merged_in
@@ -38,16 +37,16 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
         results = [schedule.program.operations[index].results[0] for index in group]
         spans = [_span(lifetimes, result) for result in results]
         last = lifetimes.end if leaving.intersection(results) else max(_until_taken_out(lifetimes, results).values())
-        whole = replace(spans[0], start=min(span.start for span in spans), end=last)
+        whole = spans[0]._replace(start=min(span.start for span in spans), end=last)
         first, until = _run(lifetimes, group)
         if until > first:
-            whole = replace(whole, start=first + 1)
+            whole = whole._replace(start=first + 1)
             for operand in _others(schedule, group):
                 span = found.get(operand, lifetimes.held.get(operand))
                 if span is not None and first < span.end <= until and span.start <= first:
-                    found[operand] = replace(span, end=first)
+                    found[operand] = span._replace(end=first)
         for result, span in zip(results, spans, strict=True):
-            found[result] = replace(whole, end=max(last, span.end))
+            found[result] = whole._replace(end=max(last, span.end))
     return found
 
 

@@ -15,8 +15,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from shardplan.layout import Layout
 from shardplan.memory.combining import (
@@ -26,6 +26,7 @@ from shardplan.memory.combining import (
     brought_by,
     gather_for,
     read_before,
+    read_of_merged,
     read_otherwise,
     reducing,
     repeated_of,
@@ -42,6 +43,15 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 Reduced = int | Gather
 """What is reduced: a partial result as an operation, by its index, makes it, or a sum that waits as it is read."""
+
+
+class _Reduction(NamedTuple):
+    """What is reduced, with the value, the layout to which it is, and what reductions have in common that are merged."""
+
+    one: Reduced
+    value: int
+    layout: Layout
+    kind: object
 
 
 @once
@@ -61,62 +71,75 @@ def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
     through all gathers first, then all-reduces, and at last what is scattered: what reads one of several that are
     merged by then stands behind what all of them bring.
     """
-    groups = list[list[Reduced]]()
+    groups, reductions = list[list[Reduced]](), _reductions(schedule)
     for scattered in (False, True):
-        groups += _merged(schedule, [*combined_gathers(schedule), *groups], scattered)
+        if some := {index: found[scattered] for index, found in reductions.items() if found[scattered]}:
+            groups += _merged(schedule, [*combined_gathers(schedule), *groups], some)
     return groups
 
 
-def _merged(schedule: Schedule, merged: Sequence[Sequence[Reduced]], scattered: bool) -> list[list[Reduced]]:
-    """What is reduced together of all-reduces, or of what is ``scattered``, where other collectives are ``merged``."""
+def _merged(
+    schedule: Schedule, merged: Sequence[Sequence[Reduced]], reductions: Mapping[int, Sequence[_Reduction]]
+) -> list[list[Reduced]]:
+    """What is reduced together of these, by the operation, where other collectives are ``merged``."""
     groups = list[list[Reduced]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
-    behind: dict[int, frozenset[int]] = {}  # per value, the last groups that it depends on
+    behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
     same, numbers = repeated_of(schedule), dict[Reduced, int]()
-    read, brought = read_before(schedule, merged), brought_by(schedule, merged)
-    sums = read_otherwise(schedule).keys() | reducing(schedule)
-    for operation in with_partners(schedule, merged):
-        for value in read[operation.index]:
-            if value in brought and value not in behind:
-                behind[value] = frozenset[int]().union(*[behind[o] for o in brought[value] if o in behind])
-        found = frozenset[int]().union(*[behind[o] for o in read[operation.index] if o in behind])
-        if not found and operation.index not in sums:
+    read, brought = read_before(schedule), brought_by(schedule, merged)
+    changed = read_of_merged(schedule, merged)
+    left, bringing = len({found.one for some in reductions.values() for found in some}), len(schedule.program.values)
+    for operation in with_partners(schedule, changed, brought):
+        found = 0
+        for value in changed.get(operation.index, read[operation.index]):
+            if value >= bringing and value not in behind:
+                behind[value] = 0
+                for one in brought[value]:
+                    behind[value] |= behind.get(one, 0)
+            found |= behind.get(value, 0)
+        here = reductions.get(operation.index, ())
+        if not found and not here:
             continue
-        repeated = not operation.results or operation.results[0] in same
-        for one, value, layout, kind in _reductions_of(schedule, operation, repeated, scattered):
+        for one, value, layout, kind in here:
             if one not in numbers:
                 size = bytes_in(schedule, value, layout)
                 number, filled = filling.get(kind, (-1, math.inf))
-                before = found if isinstance(one, int) else behind.get(same.get(value, value), frozenset())
+                before = found if isinstance(one, int) else behind.get(same.get(value, value), 0)
                 if filled + size > COMBINED_BYTES or waiting.leads(number, before):
                     number, filled = waiting.begin(number), 0.0
                     groups.append([])
                 waiting.join(number, before)
                 groups[number].append(one)
                 numbers[one], filling[kind] = number, (number, filled + size)
-            found |= {numbers[one]}
+            found |= 1 << numbers[one]
+        if len(numbers) == left:
+            break
         behind |= dict.fromkeys(operation.results, waiting.still_open(found))
     return groups
 
 
-def _reductions_of(
-    schedule: Schedule, operation: Operation, repeated: bool, scattered: bool
-) -> Iterator[tuple[Reduced, int, Layout, object]]:
-    """The sums that wait which an operation reads whole, and its own partial result, each with the value, the layout
-    to which it is reduced, and what reductions have in common that are merged: those that are ``scattered``, or not."""
-    for operand, layout in read_otherwise(schedule).get(operation.index, ()):
-        steps = schedule.route(operand, layout).steps
-        if steps and steps[-1].kind in REDUCTIONS and _is_scattered(steps) == scattered:
-            kind = operation.region, *_kind(schedule, operand, steps, "sum")
-            yield gather_for(schedule, operation, operand, layout), operand, layout, kind
-    if repeated or operation.index not in reducing(schedule):
-        return
-    steps = tuple(step for step in schedule.result_steps(operation, 0) if step.kind in REDUCTIONS)
-    if steps and _is_scattered(steps) == scattered:
-        reducer = schedule.assignment.strategies[operation.index].reducers[0]
-        kind = operation.region, *_kind(schedule, operation.results[0], steps, reducer)
-        yield operation.index, operation.results[0], steps[-1].layout, kind
+def _reductions(schedule: Schedule) -> dict[int, tuple[list[_Reduction], list[_Reduction]]]:
+    """Per operation, by index, the sums that wait which it reads whole, and its own partial result: those that are
+    reduced for all devices, and those that are scattered."""
+    found, operations = dict[int, tuple[list[_Reduction], list[_Reduction]]](), schedule.program.operations
+    same, otherwise, made = repeated_of(schedule), read_otherwise(schedule), reducing(schedule)
+    for operation in (operations[index] for index in sorted(otherwise.keys() | made)):
+        here = found[operation.index] = list[_Reduction](), list[_Reduction]()
+        for operand, layout in otherwise.get(operation.index, ()):
+            steps = schedule.route(operand, layout).steps
+            if steps and steps[-1].kind in REDUCTIONS:
+                kind = operation.region, *_kind(schedule, operand, steps, "sum")
+                gather = gather_for(schedule, operation, operand, layout)
+                here[_is_scattered(steps)].append(_Reduction(gather, operand, layout, kind))
+        if operation.index in made and operation.results[0] not in same:
+            steps = tuple(step for step in schedule.result_steps(operation, 0) if step.kind in REDUCTIONS)
+            if steps:
+                reducer = schedule.assignment.strategies[operation.index].reducers[0]
+                kind = operation.region, *_kind(schedule, operation.results[0], steps, reducer)
+                reduction = _Reduction(operation.index, operation.results[0], steps[-1].layout, kind)
+                here[_is_scattered(steps)].append(reduction)
+    return found
 
 
 def _is_scattered(steps: Sequence[Step]) -> bool:
