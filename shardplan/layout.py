@@ -93,6 +93,11 @@ class Domain:
     def position(self) -> dict[Layout, int]:
         return {layout: position for position, layout in enumerate(self.layouts)}
 
+    @cached_property
+    def parts(self) -> dict[Layout, float]:
+        """Per layout, over how many devices it splits the tensor, as in ``degrees``."""
+        return dict(zip(self.layouts, self.degrees.astype(float).tolist(), strict=True))
+
     def __len__(self) -> int:
         return len(self.layouts)
 

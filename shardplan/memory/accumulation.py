@@ -37,7 +37,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.memory.activations import activated
 from shardplan.memory.convolutions import forward_convolutions
-from shardplan.memory.products import is_multiplied, merged_products
+from shardplan.memory.products import is_multiplied, merged_products, multiplied
 from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
@@ -90,7 +90,7 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     convolutions = forward_convolutions(program)
     found, biases = dict[int, Accumulation](), dict[int, Accumulation]()
     units = list[Accumulation]()
-    for operation in program.operations:
+    for operation in _of_products(program):
         result, name = next(iter(operation.results), -1), operation.primitive.name
         convolved = operation.index in convolutions
         if convolved or is_multiplied(program, operation):
@@ -127,6 +127,29 @@ def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
             if result not in running:
                 graph.open[result] = replace(product, between=(), added=True)
     return found | {last.addition: last for last in (*biases.values(), *units)}
+
+
+@once
+def _of_products(program: Program) -> list[Operation]:
+    """The products and convolutions of a program, and what may become part of one."""
+    names, some = _VIEWS | _ADDITIONS | {_CONVERSION}, {*forward_convolutions(program), *multiplied(program)}
+    some |= _units(program).keys()
+    return [operation for operation in program.operations if operation.index in some or operation.primitive.name in names]
+
+
+@once
+def _units(program: Program) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Per operation that is the end of a rectifier, or of such a unit, by index: see `activated`."""
+    ends = ((operation.index, activated(program, operation)) for operation in program.operations)
+    return {index: unit for index, unit in ends if unit is not None}
+
+
+@once
+def _read_counts(program: Program) -> Counter[int]:
+    """How often each value is read, by operations or as what leaves a region."""
+    counts = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
+    counts.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
+    return counts
 
 
 @once
@@ -198,9 +221,11 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
     same = repeated_in(program, apart) if held is None else {}
     among = None if held is None else {*held}
     sizes, layouts, read = {}, {}, {}
+    products = multiplied(program)
+    order = [operation for operation in order if operation.index in products]
     for operation in order:
         strategy = schedule.assignment.strategies.get(operation.index)
-        if strategy is None or not is_multiplied(program, operation):
+        if strategy is None:
             continue
         if operation.results[0] not in same if among is None else operation.results[0] in among:
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
@@ -233,8 +258,7 @@ class _Graph:
         program = schedule.program
         self._schedule, self._program = schedule, program
         self._makers = program.makers
-        self._reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
-        self._reads.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
+        self._reads = _read_counts(program)
         self.open: dict[int, _Open] = {}
 
     def operand(self, operation: Operation, position: int) -> int:
@@ -253,7 +277,7 @@ class _Graph:
 
     def unit(self, operation: Operation) -> tuple[_Open, tuple[int, ...]] | None:
         """The product that applies the unit of which an operation is the end, and all that is between, if one does."""
-        value, between = activated(self._program, operation) or (-1, ())
+        value, between = _units(self._program).get(operation.index, (-1, ()))
         product, operations = self.open.get(value), [*(self._program.operations[index] for index in between), operation]
         if product is None or product.convolved or product.added or product.widened:
             return None

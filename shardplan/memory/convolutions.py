@@ -29,6 +29,12 @@ _PLANE = 2
 """Images with more dimensions than this are read with their channels outermost."""
 
 
+@once
+def convolutions_of(program: Program) -> tuple[Operation, ...]:
+    """The convolutions of a program."""
+    return tuple(operation for operation in program.operations if operation.primitive.name == CONVOLUTION)
+
+
 def copied_with_neighbours(problem: Problem, strategies: Mapping[int, Strategy]) -> dict[tuple[int, int], float]:
     """The operands of convolutions that are copied with rows of neighbours, by the operation's index and the operand's
     position, and how many times as large as the operand's block the copy is."""
@@ -61,8 +67,7 @@ def neighbour_bytes(problem: Problem, operation: Operation, strategy: Strategy) 
         for position in {halo.operand for halo in strategy.halos}:
             operand, layout = operation.operands[position], strategy.operands[position]
             if isinstance(operand, int) and layout is not None:
-                domain = problem.domain(operand)
-                block = problem.program.values[operand].total_bytes / float(domain.degrees[domain.position[layout]])
+                block = problem.program.values[operand].total_bytes / problem.domain(operand).parts[layout]
                 found += block * _times_larger(problem, operation, strategy, position)
     return found
 
@@ -78,6 +83,8 @@ def reordered_inputs(
     reversed, for the gradient of images, are read from the same copy.
     """
     found: dict[int, tuple[Operation, int]] = {}
+    if not convolutions_of(program):
+        return found
     read = {value.index for value in program.values} - {*program.inputs}
     for operation in order:
         if operation.primitive.name != CONVOLUTION:
@@ -97,7 +104,7 @@ def reordered_inputs(
 
 def unreversed(program: Program) -> dict[int, int]:
     """Filters that convolutions read in reverse, which cuDNN does by itself, with what they are the reverse of."""
-    filters = {o.operands[1] for o in program.operations if o.primitive.name == CONVOLUTION}
+    filters = {operation.operands[1] for operation in convolutions_of(program)}
     reversing = (o for o in program.operations if o.primitive.name == "rev" and o.results[0] in filters)
     return {o.results[0]: o.operands[0] for o in reversing if isinstance(o.operands[0], int)}
 
@@ -147,7 +154,7 @@ def spread_operands(
     operation's index and position), with rows of neighbours or in an island, is so with what is around it.
     """
     found, lying = dict[tuple[int, int], float](), dict[int, tuple[int, int]]()
-    for operation in operations:
+    for operation in operations if convolutions_of(program) else ():
         if operation.primitive.name == CONVOLUTION:
             turned = _turned(operation, lying)
             reverses = operation.operands[1] in _reversed(program) and _reverses(_windows(program, operation))
@@ -197,19 +204,18 @@ def forward_convolutions(program: Program) -> frozenset[int]:
     """The convolutions, by index, that are neither the gradient of an image nor that of filters to cuDNN, and add
     channels up."""
     found = set[int]()
-    for operation in program.operations:
-        if operation.primitive.name == CONVOLUTION:
-            params, image = operation.params, operand_type(program, operation.operands[0])
-            windows = _windows(program, operation)
-            if operation.operands[1] in _reversed(program) and _reverses(windows):
-                continue
-            if prod(w.filters for w in windows) > prod(w.image for w in windows):
-                windows = [window.changed_places() for window in windows]
-            groups, strides = params["feature_group_count"], any(stride > 1 for stride in params["window_strides"])
-            alone = groups == params["batch_group_count"] == 1
-            gradient = alone and not strides and _is_gradient(windows)
-            if not gradient and (groups == 1 or groups < image.shape[params["dimension_numbers"].lhs_spec[1]]):
-                found.add(operation.index)
+    for operation in convolutions_of(program):
+        params, image = operation.params, operand_type(program, operation.operands[0])
+        windows = _windows(program, operation)
+        if operation.operands[1] in _reversed(program) and _reverses(windows):
+            continue
+        if prod(w.filters for w in windows) > prod(w.image for w in windows):
+            windows = [window.changed_places() for window in windows]
+        groups, strides = params["feature_group_count"], any(stride > 1 for stride in params["window_strides"])
+        alone = groups == params["batch_group_count"] == 1
+        gradient = alone and not strides and _is_gradient(windows)
+        if not gradient and (groups == 1 or groups < image.shape[params["dimension_numbers"].lhs_spec[1]]):
+            found.add(operation.index)
     return frozenset(found)
 
 

@@ -88,14 +88,12 @@ def product_copies(
     before which place the kernels run that only copy, where that is known.
     """
     copying, copies = _Copying(problem, order, kernels), dict[ProductOperand, Copy]()
-    for place, operation in enumerate(order):
-        for position in range(len(operation.operands)):
-            copy = copied.get((operation.index, position))
-            if copy is not None:
-                begins = copying.begins(copy, operation)
-                begins = (made or {}).get((operation.index, position), place) if begins == place else begins
-                known = copies.get(copy) or Copy(operation, position, begins, place)
-                copies[copy] = replace(known, last=place)
+    for place, index, position in sorted((copying.places[index], index, position) for index, position in copied):
+        copy, operation = copied[index, position], order[place]
+        begins = copying.begins(copy, operation)
+        begins = (made or {}).get((index, position), place) if begins == place else begins
+        known = copies.get(copy) or Copy(operation, position, begins, place)
+        copies[copy] = replace(known, last=place)
     return copies
 
 
@@ -116,18 +114,19 @@ class _Copying:
         self._pointwise = pointwise_operations(problem)
         self._lying = lying_of(problem.program, self._pointwise).orders
         self._makers = problem.program.makers
-        self._places = {operation.index: place for place, operation in enumerate(order)}
+        self.places = {operation.index: place for place, operation in enumerate(order)}
+        """Per operation, by index, its place in the order."""
         self._beside: dict[int, ProductOperand] = {}  # per value that lies otherwise, what its kernel writes as well
         self._began: dict[int, int | None] = {}  # per value, where one kernel writes all copies; None: each its own
         self._moved: dict[tuple[Hashable, int], int] = {}  # per kernel that only moves, and region, where it runs
 
     def begins(self, copy: ProductOperand, reader: Operation) -> int:
         """Where a copy is written that a product reads first."""
-        maker, value, place = self._makers.get(copy.value), copy.value, self._places[reader.index]
+        maker, value, place = self._makers.get(copy.value), copy.value, self.places[reader.index]
         if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in _MOVING:
             return self._moved.setdefault((self._moving_kernel(copy), reader.region), place)
         stored = value in self._kernels.read or value in self._kernels.stored
-        made = self._places[maker.index] if stored else place
+        made = self.places[maker.index] if stored else place
         if value in self._lying:
             turned = self._turns(copy, self._lying[value])
             if turned and not stored and not self._turns_in_tiles(value):

@@ -97,14 +97,15 @@ def is_outer(program: Program, operation: Operation) -> bool:
 
 
 @once
-def _multiplied(program: Program) -> frozenset[int]:
+def multiplied(program: Program) -> frozenset[int]:
+    """The products that are left to a library, by index."""
     products = (o for o in program.operations if o.primitive.name == PRODUCT)
     return frozenset(o.index for o in products if not is_outer(program, o) and not is_sum(program, o))
 
 
 def is_multiplied(program: Program, operation: Operation) -> bool:
     """Whether a product is left to a library."""
-    return operation.primitive.name == PRODUCT and operation.index in _multiplied(program)
+    return operation.primitive.name == PRODUCT and operation.index in multiplied(program)
 
 
 @once

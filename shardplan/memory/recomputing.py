@@ -76,12 +76,10 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     """The same where values are split as in a schedule: what devices repeat takes longer to compute and to read."""
     problem, found = schedule.problem, [float(schedule.problem.space.mesh.device_count)] * len(schedule.program.values)
     for value, layout in schedule.assignment.values.items():
-        domain = problem.domain(value)
-        found[value] = float(domain.degrees[domain.position[layout]])
+        found[value] = problem.domain(value).parts[layout]
     for operation, result, left in left_otherwise(schedule):
         if adds_many(problem.program, operation):  # its kernel makes parts of sums, whatever is kept of these then
-            domain = problem.domain(result)
-            found[result] = float(domain.degrees[domain.position[left]])
+            found[result] = problem.domain(result).parts[left]
     running = running_sums(schedule)
     added = running.union(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))

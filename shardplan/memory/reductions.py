@@ -46,7 +46,7 @@ Reduced = int | Gather
 
 
 class _Reduction(NamedTuple):
-    """What is reduced, with the value, the layout to which it is, and what reductions have in common that are merged."""
+    """What is reduced, with the value, the layout to which it is, and what those have in common that are merged."""
 
     one: Reduced
     value: int

@@ -12,8 +12,7 @@ from shardplan.strategy import Strategy
 
 def bytes_in(schedule: Schedule, value: int, layout: Layout) -> float:
     """Bytes of a value on one device, in a layout."""
-    domain = schedule.problem.domain(value)
-    return schedule.program.values[value].total_bytes / float(domain.degrees[domain.position[layout]])
+    return schedule.program.values[value].total_bytes / schedule.problem.domain(value).parts[layout]
 
 
 def layout_left(problem: Problem, operation: Operation, strategy: Strategy, position: int) -> Layout:

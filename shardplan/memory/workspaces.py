@@ -21,5 +21,5 @@ def window_bytes(operation: Operation, problem: Problem, strategy: Strategy) -> 
         return 0.0
     value, domain = problem.program.values[source], problem.domain(source)
     layout = strategy.operands[0]
-    degree = 1.0 if layout is None else float(domain.degrees[domain.position[layout]])
+    degree = 1.0 if layout is None else domain.parts[layout]
     return 4.0 * len(value.shape) * prod(value.shape) / degree

@@ -154,7 +154,7 @@ def _alike(
             merged = not kind and operation.index in fused and not schedule.result_steps(operation, 0)
             if not merged:
                 layout, domain = layout_left(problem, operation, strategy, 0), problem.domain(operation.results[0])
-                degree = float(domain.degrees[domain.position[layout]])
+                degree = domain.parts[layout]
                 alike.setdefault((layout, degree), ([], [], []))[kind].append(operation.index)
     return alike
 
