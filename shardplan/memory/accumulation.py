@@ -134,7 +134,9 @@ def _of_products(program: Program) -> list[Operation]:
     """The products and convolutions of a program, and what may become part of one."""
     names, some = _VIEWS | _ADDITIONS | {_CONVERSION}, {*forward_convolutions(program), *multiplied(program)}
     some |= _units(program).keys()
-    return [operation for operation in program.operations if operation.index in some or operation.primitive.name in names]
+    return [
+        operation for operation in program.operations if operation.index in some or operation.primitive.name in names
+    ]
 
 
 @once

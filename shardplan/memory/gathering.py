@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -35,13 +36,16 @@ from shardplan.memory.combining import (
     read_otherwise,
     with_partners,
 )
-from shardplan.memory.held import Lifetime
+from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 from shardplan.search import PairUsage
+
+if TYPE_CHECKING:
+    from shardplan.memory.liveness import Lifetimes
 
 _Kind = tuple[int, tuple[int, ...], int]
 """What is gathered together is alike in the region, in the mesh axes that it goes over, and in the dimension that these
@@ -141,6 +145,20 @@ def sliced_at_the_end(schedule: Schedule) -> list[int]:
         if isinstance(output, int) and output in found and number not in gathered
         if schedule.layout_of_output(number) != schedule.assignment.values[output]
     ]
+
+
+def held_at_the_end(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What leaves in another layout than it is computed in, see `gathered_at_the_end` and `sliced_at_the_end`: in that
+    one until then, and the largest result of a gather that is copied."""
+    sizes = []
+    for number, copied in (gathered_at_the_end(schedule) | dict.fromkeys(sliced_at_the_end(schedule), False)).items():
+        output, layout = schedule.program.outputs[number], schedule.layout_of_output(number)
+        if isinstance(output, int) and output in lifetimes.held:
+            own = schedule.assignment.values[output]
+            yield Held(output, own, bytes_in(schedule, output, own), lifetimes.held[output])
+            sizes += [bytes_in(schedule, output, layout)] * copied
+    if sizes:
+        yield Held(None, (), max(sizes), Lifetime(lifetimes.end, lifetimes.end))
 
 
 def held_whole(problem: Problem, held: Mapping[int, Lifetime], end: int) -> Iterator[PairUsage]:

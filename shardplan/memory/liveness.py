@@ -9,7 +9,7 @@ value read what it is computed from instead, so these live longer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from shardplan.memory.convolutions import (
 from shardplan.memory.copies import convolution_copies, multiplied_copies, operand_copies
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
-from shardplan.memory.gathering import gathered_at_the_end, sliced_at_the_end
+from shardplan.memory.gathering import held_at_the_end
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.masking import masked_rows
 from shardplan.memory.merging import beside_merged, merged_lifetimes
@@ -36,7 +36,7 @@ from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
-from shardplan.memory.results import Unused, beside_results, copied_after
+from shardplan.memory.results import beside_results, copied_after, unused_results
 from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.slicing import is_sliced, sliced_on_the_way
@@ -70,6 +70,8 @@ class Lifetimes:
         copied = copied_operands(program, pointwise_operations(problem), kernels.masked, kernels.carried)
         self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
+        copying = (self.from_copies, self._spread, self.put_beside, self.turned)
+        self._copying = {index for some in copying for index, _ in some}  # operations that read copies
         self.held: dict[int, Lifetime] = {}
         self.carried: dict[int, Lifetime] = {}  # what lies in a carry, with where it is made
         last_read = dict.fromkeys(outputs, self.end)
@@ -79,22 +81,26 @@ class Lifetimes:
         outputs |= leaving.keys()
         last_read |= leaving
         same = repeated_results(program, self.order, kernels.apart)
-        apart = problem.generated | same.keys() | kernels.views
+        apart, stored = problem.generated | same.keys() | kernels.views, outputs | kernels.stored
+        in_memory = stored | kernels.read
         for operation in reversed(self.order):
-            for result in (result for result in operation.results if result in same):
-                last_read[same[result]] = max(last_read.get(same[result], 0), last_read.get(result, 0))
-            if operation.results and same.keys() >= {*operation.results}:
-                continue
-            starts, place = self._starts(operation), self.place[operation.index]
-            for result, start in zip(operation.results, starts, strict=True):
-                passed = operation.primitive is _jax.optimization_barrier
-                needed = result in outputs or result in kernels.stored or (result in kernels.read and not passed)
-                if (needed or operation.index not in self.fused) and result not in apart:
-                    self.held[result] = Lifetime(start, last_read.get(result, place))
+            if not same.keys().isdisjoint(operation.results):
+                for result in (result for result in operation.results if result in same):
+                    last_read[same[result]] = max(last_read.get(same[result], 0), last_read.get(result, 0))
+                if same.keys() >= {*operation.results}:
+                    continue
+            needed = stored if operation.primitive is _jax.optimization_barrier else in_memory
+            if operation.index not in self.fused or not needed.isdisjoint(operation.results):
+                place, fused = self.place[operation.index], operation.index in self.fused
+                for result, start in zip(operation.results, self._starts(operation), strict=True):
+                    if (not fused or result in needed) and result not in apart:
+                        self.held[result] = Lifetime(start, last_read.get(result, place))
+            updates = operation.index in self.updating
             for operand, until in self._needed_until(operation, last_read):
-                last_read[operand] = max(last_read.get(operand, 0), until)
-                if operation.index not in self.updating:
-                    last_copy[operand] = max(last_copy.get(operand, 0), until)
+                if last_read.get(operand, -1) < until:
+                    last_read[operand] = until
+                if not updates and last_copy.get(operand, -1) < until:
+                    last_copy[operand] = until
         self._hold_slices(same, last_read)
         for index in (*program.inputs, *program.captured):
             self.held[index] = Lifetime(0, self.end)
@@ -148,11 +154,20 @@ class Lifetimes:
         spans = {state: self.reads[state] for state in sorted(states)}
         return {state: (first, max(first, last_read.get(state, last))) for state, (first, last) in spans.items()}
 
-    def _needed_until(self, operation: Operation, last_read: dict[int, int]) -> Iterator[tuple[int, int]]:
+    def _needed_until(self, operation: Operation, last_read: dict[int, int]) -> Iterable[tuple[int, int]]:
         """The operands of an operation, with the last place that reads them, or what is computed from them on the way.
 
         What passes a barrier is each operand's own memory. A copy of an operand is made for its first reader.
         """
+        cut = operation.primitive.name == "split"
+        if operation.index in self._copying or operation.bodies or cut or len(operation.results) > 1:
+            return self._needed_for_copies(operation, last_read)
+        until = self.place[operation.index]
+        for result in operation.results:
+            until = until if result in self.held else max(until, last_read.get(result, 0))
+        return [(operand, until) for operand in operation.operands if isinstance(operand, int)]
+
+    def _needed_for_copies(self, operation: Operation, last_read: dict[int, int]) -> Iterator[tuple[int, int]]:
         place = self.place[operation.index]
         cut = operation.primitive.name == "split"
         ends = [self.held[r].start * cut if r in self.held else last_read.get(r, place) for r in operation.results]
@@ -166,7 +181,7 @@ class Lifetimes:
                     first = self._until_copied(operand, self.copies[copy].first)
                 first = self.put_beside.get((operation.index, position), first)
                 if operand in initial:  # from the loop's start on, its memory is the carry's
-                    yield operand, self.start(operation) - 1
+                    yield operand, max(0, self.start(operation) - 1)
                 else:
                     until = max(first, ends[position] if passed else max(ends, default=0))
                     yield from ((read, until) for read in self.turned.get((operation.index, position), (operand,)))
@@ -293,23 +308,11 @@ def memory_profile(
     ``donated`` are the positions of the inputs whose memory the outputs tied to them take. Where ``sending`` does not
     say otherwise, collectives begin and end with the operations that need them.
     """
-    ends, results = np.zeros(lifetimes.end + 2), [*_results(lifetimes, schedule, donated)]
+    ends, results = np.zeros(lifetimes.end + 2), [*unused_results(lifetimes, schedule, donated)]
     for held in beside_results(memory_held(lifetimes, schedule, donated, sending), results):
         ends[held.lifetime.start] += held.size
         ends[held.lifetime.end + 1] -= held.size
     return np.cumsum(ends)[:-1]
-
-
-def _results(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> Iterator[Unused]:
-    """The memory of results until these are made, from where no argument is there."""
-    program = schedule.program
-    for number, output in enumerate(program.outputs):
-        if isinstance(output, int) and output in lifetimes.held:
-            layout, position = schedule.layout_of_output(number), program.ties.get(number)
-            first = lifetimes.unread_from(program.inputs[position]) if position in donated else 0
-            made, copied = lifetimes.held[output].start, lifetimes.beside if position in donated else {}
-            last = copied.get(output, made) if layout == schedule.assignment.values[output] else lifetimes.end
-            yield Unused(bytes_in(schedule, output, layout), first, last - 1)
 
 
 def memory_held(
@@ -351,7 +354,7 @@ def memory_held(
         elif isinstance(output, int) and output in lifetimes.beside:
             layout, first = schedule.assignment.values[output], lifetimes.held[output].start
             yield hold(output, layout, first, lifetimes.beside[output])
-    yield from _gathered_at_the_end(lifetimes, schedule)
+    yield from held_at_the_end(lifetimes, schedule)
     together = gathered_from(lifetimes, schedule, sending)
     for value in schedule.assignment.copies:
         copy = schedule.copy(value)
@@ -372,20 +375,6 @@ def memory_held(
     yield from convolution_copies(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes, sending.filling):
         yield Held(None, layout, size, Lifetime(first, last))
-
-
-def _gathered_at_the_end(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """What leaves in another layout than it is computed in, see `gathered_at_the_end` and `sliced_at_the_end`: in that
-    one until then, and the largest result of a gather that is copied."""
-    sizes = []
-    for number, copied in (gathered_at_the_end(schedule) | dict.fromkeys(sliced_at_the_end(schedule), False)).items():
-        output, layout = schedule.program.outputs[number], schedule.layout_of_output(number)
-        if isinstance(output, int) and output in lifetimes.held:
-            own = schedule.assignment.values[output]
-            yield Held(output, own, bytes_in(schedule, output, own), lifetimes.held[output])
-            sizes += [bytes_in(schedule, output, layout)] * copied
-    if sizes:
-        yield Held(None, (), max(sizes), Lifetime(lifetimes.end, lifetimes.end))
 
 
 def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout], sending: Sending) -> Iterator[Held]:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardplan.memory.bringing import Sending, computed_until
 from shardplan.memory.held import Held
+from shardplan.memory.sizes import bytes_in
 from shardplan.program import Program
+from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.liveness import Lifetimes
@@ -64,6 +66,18 @@ def beside_results(held: Iterable[Held], results: Sequence[Unused]) -> Iterator[
                 break
         else:
             yield one
+
+
+def unused_results(lifetimes: Lifetimes, schedule: Schedule, donated: frozenset[int]) -> Iterator[Unused]:
+    """The memory of results until these are made, from where no argument is there."""
+    program = schedule.program
+    for number, output in enumerate(program.outputs):
+        if isinstance(output, int) and output in lifetimes.held:
+            layout, position = schedule.layout_of_output(number), program.ties.get(number)
+            first = lifetimes.unread_from(program.inputs[position]) if position in donated else 0
+            made, copied = lifetimes.held[output].start, lifetimes.beside if position in donated else {}
+            last = copied.get(output, made) if layout == schedule.assignment.values[output] else lifetimes.end
+            yield Unused(bytes_in(schedule, output, layout), first, last - 1)
 
 
 def copied_after(lifetimes: Lifetimes, program: Program, beside: Collection[int], sending: Sending) -> dict[int, int]:
