@@ -40,9 +40,12 @@ class Value:
     weak_type: bool = False
     total_bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the whole tensor, before it is split."""
+    elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total_bytes", prod(self.shape) * _jax.item_bytes(self.dtype))
+        elements = prod(self.shape)
+        object.__setattr__(self, "elements", elements)
+        object.__setattr__(self, "total_bytes", elements * _jax.item_bytes(self.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from types import MappingProxyType
 
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
 from shardplan.memory.fusion import is_view, pointwise_operations, readers_in
-from shardplan.memory.order import operands_first, order_of
+from shardplan.memory.order import operands_first, operands_made, order_of
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import Apart, apart_in, repeated_in
 from shardplan.memory.slicing import is_sliced
@@ -243,7 +242,7 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
         if len(operation.results) != 1:
             continue
         result = operation.results[0]
-        size = prod(program.values[result].shape)
+        size = program.values[result].elements
         if operation.index in reduced:
             sources[result] = frozenset({operation.index})
         elif operation.index in pointwise or is_view(program, operation):
@@ -252,7 +251,7 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
                 for o in operation.operands
                 if isinstance(o, int)
                 and o in sources
-                and prod(program.values[o].shape) == size
+                and program.values[o].elements == size
                 and (operation.index, o) not in parts
             ]
             found = frozenset[int]().union(*(sources[o] for o in read))
@@ -327,8 +326,15 @@ def _ordered(
                 before[some] = [
                     o for o in made if o >= len(program.operations) or program.operations[o].region == region
                 ]
+    needed = operands_made(program)
     for index in order_of(program):
-        waiting = [operands_first(program, index, done, before)] if index not in done else []
+        if index in done:
+            continue
+        if index not in partners and done.issuperset(before.get(index, needed[index])):
+            done.add(index)
+            order.append(program.operations[index])
+            continue
+        waiting = [operands_first(program, index, done, before)]
         while waiting:
             following = next(waiting[-1], None)
             if following is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING
 
 from shardplan.memory.fusion import REDUCTIONS
@@ -76,13 +75,13 @@ def _before(
     operation, values = graph.program.operations[index], graph.program.values
     sums, elements = _is_sum(graph, index), graph.elements(operation)
     reads = sorted(graph.reads[index], key=lambda value: (-values[value].total_bytes, value))
-    shared = reads[:1] if sums else [value for value in reads if prod(values[value].shape) > 1]
+    shared = reads[:1] if sums else [value for value in reads if values[value].elements > 1]
     needs = [(need, owner.get(need, need)) for need in graph.needs[index]]
     for value in shared:
         for other in reversed(touching.get(value, [])[-_MOST_TOUCHING:]):
             before = all(need == other or place[own] < place[other] for need, own in needs)
             alike = graph.elements(graph.program.operations[other]) == elements
-            reads_it = value in graph.reads[other] or (sums and prod(values[value].shape) == elements)
+            reads_it = value in graph.reads[other] or (sums and values[value].elements == elements)
             if alike and before and place[other] < place[index] and reads_it:
                 return other
     return None
@@ -106,7 +105,7 @@ def _behind(
         elements = graph.elements(graph.program.operations[index])
         reads = sorted(graph.reads[index], key=lambda value: (-values[value].total_bytes, value))
         for value in reads:
-            if value != reads[0] and prod(values[value].shape) != elements:
+            if value != reads[0] and values[value].elements != elements:
                 continue
             later = (
                 other

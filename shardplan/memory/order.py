@@ -55,7 +55,7 @@ def operands_first(
 
     ``before`` are operations that some wait for, by index, instead of those that they are computed from; an index
     behind all operations stands for what it waits for. Where these wait for each other, one does not."""
-    operations, own, stack, opened = program.operations, _before(program), [index], set[int]()
+    operations, own, stack, opened = program.operations, operands_made(program), [index], set[int]()
     while stack:
         here = stack[-1]
         if here in done or here in opened:
@@ -71,7 +71,7 @@ def operands_first(
 
 
 @once
-def _before(program: Program) -> list[tuple[int, ...]]:
+def operands_made(program: Program) -> list[tuple[int, ...]]:
     """Per operation, those of its region that it is computed from, by index, in the order of its operands."""
     makers = program.makers
     found = []

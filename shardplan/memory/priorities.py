@@ -138,7 +138,7 @@ class _Fusion:
         values = problem.program.values
         self._problem = problem
         self._bytes = {value: values[value].total_bytes / degree for value, (degree, _) in split.items()}
-        self._elements = {value: prod(values[value].shape) / degree for value, (degree, _) in split.items()}
+        self._elements = {value: values[value].elements / degree for value, (degree, _) in split.items()}
         self._around = {value: max(buffer, self._bytes[value]) for value, (_, buffer) in split.items()}
         self._quicker = {
             value: next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
@@ -203,7 +203,7 @@ class _Fusion:
     def _of_element(self, value: int, result: int) -> dict[int, float]:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""
         values = self._problem.program.values
-        if prod(values[value].shape) == prod(values[result].shape):
+        if values[value].elements == values[result].elements:
             return {_OWN: 1.0}
         return {value: self._elements[result] / max(self._elements[value], 1e-9)}
 

@@ -25,7 +25,6 @@ of what it scatters into: these are not overwritten. So a product and what is co
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import prod
 
 from shardplan import _jax
 from shardplan.memory.fusion import fuses_operands
@@ -48,9 +47,11 @@ def overwritten_values(
 
     ``held`` says of each value in memory from which place to which.
     """
-    fused = kernels.fused
+    fused, makers = kernels.fused, problem.program.makers
     merged = _made_with_others(problem, order, kernels)
     taken: set[int] = set()
+    made = (value for value in held if value in makers and makers[value].index in fused and value not in merged)
+    ending = {held[value][1] for value in made}
     for place, operation in enumerate(order):
         if not operation.results or operation.results[0] not in held:
             continue
@@ -61,7 +62,7 @@ def overwritten_values(
         elif operation.index in kernels.adding:
             added = kernels.adding[operation.index]
             candidates = [added.onto] if added.in_place and _fits(problem, added.onto, operation) else []
-        elif operation.index in fused:
+        elif operation.index in fused and place in ending:
             candidates = list(_overwritable(problem, fused, held, operation))
         else:
             continue
@@ -83,9 +84,10 @@ def _made_with_others(problem: Problem, order: Sequence[Operation], kernels: Ker
             if not isinstance(operand, int) or operand in read:
                 continue
             read.add(operand)
-            elements = prod(values[operand].shape)
-            reduces = operation.index not in apart and fuses_operands(problem, operation)
-            if reduces or (operation.index in fused and prod(values[operation.results[0]].shape) == elements):
+            if operation.index in fused:
+                if values[operation.results[0]].elements == values[operand].elements:
+                    found.add(operand)
+            elif operation.index not in apart and fuses_operands(problem, operation):
                 found.add(operand)
     return frozenset(found)
 
@@ -135,7 +137,7 @@ def read_in_kernel(
             if maker is not None and maker.index in fused and maker.index not in kernel:
                 kernel[maker.index] = maker
                 stack.append(maker)
-    values, elements = problem.program.values, prod(problem.program.values[operation.results[0]].shape)
+    values, elements = problem.program.values, problem.program.values[operation.results[0]].elements
     elsewhere, found = set[int](), dict[int, None]()
     for part in (kernel[index] for index in sorted(kernel, reverse=True)):
         choices = problem.choices.get(part.index)
@@ -147,6 +149,6 @@ def read_in_kernel(
                 found[operand] = None
                 if updates and operand == part.operands[0]:  # where nothing is written, it stays
                     continue
-                if apart or prod(values[operand].shape) != elements:
+                if apart or values[operand].elements != elements:
                     elsewhere.add(operand)
     return {value: value not in elsewhere for value in found}
