@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -48,11 +51,16 @@ _COMPLEX_CYCLES = {"exp": 2020, "log": 600, "sqrt": 500, "div": 70, "mul": 30}
 def cycles_of(program: Program, operation: Operation) -> int:
     """The clock cycles for one element of an operation that computes."""
     name = operation.primitive.name
-    if any(jax.dtypes.issubdtype(operand_type(program, o).dtype, np.complexfloating) for o in operation.operands):
+    if any(_is_complex(operand_type(program, operand).dtype) for operand in operation.operands):
         return _COMPLEX_CYCLES.get(name, 2 * _CYCLES.get(name, _OTHER_CYCLES))
     if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
         return _OTHER_CYCLES
     return _CYCLES.get(name, _OTHER_CYCLES)
+
+
+@cache
+def _is_complex(dtype: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(dtype, np.complexfloating))
 
 
 def cycles_in_kernel(operation: Operation) -> int:

@@ -131,6 +131,8 @@ def product_operands(
 def turned_carries(program: Program) -> frozenset[int]:
     """The values that a loop's body, or a branch, writes into what it is given, and that leave in its place, of which
     products read copies in another order; and what it is given, which is turned to that before, and back behind."""
+    if len(program.regions) == 1:
+        return frozenset()
     read = {one.value for one in product_operands(program).values() if [*one.order] != sorted(one.order)}
     found = set[int]()
     for region in program.regions[1:]:

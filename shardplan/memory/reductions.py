@@ -95,8 +95,8 @@ def _merged(
         for value in changed.get(operation.index, read[operation.index]):
             if value >= bringing and value not in behind:
                 behind[value] = 0
-                for one in brought[value]:
-                    behind[value] |= behind.get(one, 0)
+                for other in brought[value]:
+                    behind[value] |= behind.get(other, 0)
             found |= behind.get(value, 0)
         here = reductions.get(operation.index, ())
         if not found and not here:
