@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.coalescing import is_scattered
 from shardplan.memory.hiding import Graph
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.measured import product_microseconds
@@ -139,3 +140,64 @@ def test_a_product_of_a_graph_takes_as_long_as_it_is_measured():
     [index] = graph.takes
     product = graph.program.operations[index]
     assert graph.takes[index] == kernel_microseconds(graph.schedule, product, product.operands)
+
+
+def _attention(heads):
+    """A graph of a training step of attention, of which so many heads share keys, on one of 2 devices."""
+
+    def loss(q, k, v):
+        scores = jnp.einsum("bqkgd,btkd->bkgqt", q, k).astype("float32")
+        mixed = jnp.einsum("bkgqt,btkd->bqkgd", jax.nn.softmax(scores, axis=-1).astype("bfloat16"), v)
+        return jnp.sum(mixed.astype("float32") ** 2)
+
+    queries, keys = (jax.ShapeDtypeStruct((4, 512, 2, *own, 64), "bfloat16") for own in ((heads,), ()))
+    step, mesh = jax.grad(loss, argnums=(0, 1, 2)), jax.sharding.AbstractMesh((2,), ("x",))
+    graph, kernels = _graph(step, queries, keys, keys, mesh=mesh, pins={"*": jax.P("x")})
+    turn_operands(graph, kernels)
+    join_kernels(graph, kernels)
+    return graph
+
+
+def test_scores_of_few_heads_that_share_keys_are_read_one_by_one():
+    graph = _attention(4)
+    names = {node: graph.program.operations[node].primitive.name for node in graph.reads}
+    [turned] = graph.scattered
+    assert names[turned] == "convert_element_type"
+    assert graph.takes[turned] == pytest.approx(85.0888, rel=1e-3)  # by XLA's log; 3.8 if all was read at once
+    copying = [graph.takes[node] for node in graph.further]
+    assert max(copying) == pytest.approx(83.0018, rel=1e-3)  # so the forward pass turns what keys are weighed by
+    assert not graph.joined  # for no sum reads all else so that the kernel reads
+
+
+def test_scores_of_many_heads_that_share_keys_are_turned_in_tiles():
+    graph = _attention(16)
+    assert not graph.scattered
+    assert graph.tiled
+    assert graph.tiled.isdisjoint(graph.joined)  # such kernels add nothing up
+
+
+def test_what_a_kernel_copies_twice_is_taken_from_its_results_after_a_sum():
+    graph = _attention(4)
+    last = max(node for node in graph.reads if graph.program.operations[node].primitive.name == "convert_element_type")
+    assert last in graph.parts  # the scores' gradient, for queries' and keys' gradients
+    sums = [node for node in graph.reads if graph.program.operations[node].primitive.name == "reduce_sum"]
+    assert sums[-1] in graph.needs[last]  # nothing is made of a sum in the kernel that makes it
+    [turned] = graph.scattered
+    assert turned not in graph.parts
+
+
+@pytest.mark.parametrize(
+    ("shape", "order", "item", "scattered"),  # as XLA compiles a transposition: in tiles, or not
+    [
+        ((16, 2048, 8), (0, 2, 1), 4, False),
+        ((16, 512, 8, 512), (0, 1, 3, 2), 4, True),
+        ((16, 512, 16, 512), (0, 1, 3, 2), 4, False),
+        ((16, 512, 512, 2), (0, 3, 2, 1), 1, False),
+        ((16, 2, 512, 512), (0, 3, 2, 1), 1, True),
+        ((16, 512, 512, 4), (0, 3, 2, 1), 4, True),
+        ((16, 512, 512, 4), (0, 2, 1, 3), 4, False),  # what lies innermost stays
+        ((1, 64, 1), (2, 1, 0), 4, False),
+    ],
+)
+def test_what_is_turned_is_read_as_xla_does(shape, order, item, scattered):
+    assert is_scattered(shape, range(len(shape)), order, item) is scattered

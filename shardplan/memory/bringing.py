@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
+    from shardplan.memory.hiding import Graph
     from shardplan.memory.liveness import Lifetimes
 
 
@@ -42,6 +43,27 @@ class Sending:
     beside: dict[tuple[int, int], int] = field(default_factory=dict)
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
     still: set[int] = field(default_factory=set)
+
+    def add(self, graph: Graph, placed: Sequence[int]) -> None:
+        """Adds when collectives of a graph, of which all nodes are placed, run beside kernels, and kernels that end no
+        operation. What a gather brings is there from where that begins to its reader, however many others begin and end
+        between: several wait for one another."""
+        ran: list[int] = []
+        after: dict[int, int] = {}  # per node, how many kernels run before it
+        read: set[int] = set()  # ends of collectives
+        for node in placed:
+            after[node] = len(ran)
+            read.update(graph.needs[node] if graph.runs(node) else ())
+            if node < len(graph.program.operations):
+                ran.append(node)
+        begun = {gather: after[graph.starts[end]] for gather, end in graph.gathers.items() if end in read}
+        self.begins.update({gather: ran[place] for gather, place in begun.items()})
+        self.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
+        self.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
+        self.side_by_side.update(graph.side_by_side)
+        self.beside.update(
+            {operand: ran[after[node]] if node in graph.further else node for operand, node in graph.beside.items()}
+        )
 
 
 def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:

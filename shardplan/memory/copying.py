@@ -97,13 +97,14 @@ def product_copies(
     return copies
 
 
-def own_kernels(
+def written_by(
     problem: Problem, order: Sequence[Operation], copied: Mapping[tuple[int, int], ProductOperand], kernels: Kernels
-) -> frozenset[ProductOperand]:
-    """The copies that kernels write which make nothing else."""
+) -> dict[ProductOperand, Operation | None]:
+    """The operation whose kernel writes each copy beside what it makes; None where a kernel makes nothing else."""
     places = {operation.index: place for place, operation in enumerate(order)}
     found = product_copies(problem, order, copied, kernels)
-    return frozenset(read for read, copy in found.items() if copy.first == places[copy.reader.index])
+    alone = {read: copy.first == places[copy.reader.index] for read, copy in found.items()}
+    return {read: None if alone[read] else order[copy.first] for read, copy in found.items()}
 
 
 class _Copying:
@@ -151,7 +152,7 @@ class _Copying:
             if values[moved].total_bytes > values[value].total_bytes:
                 part, taken = value, moved
             value = moved
-        if maker is None or maker.index in self._kernels.fused:
+        if maker is None:
             return copy
         batch = len(maker.params["dimension_numbers"][1][0]) if maker.primitive.name == PRODUCT else 0
         shape, viewed = values[copy.value].shape, len(values[taken].shape) > batch + 2

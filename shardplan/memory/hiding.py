@@ -25,11 +25,12 @@ Below, two kernels of a layer run between one weight's gradient and the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.memory.accumulation import waiting_for_sums
 from shardplan.memory.bringing import Sending
+from shardplan.memory.coalescing import bytes_apart, turning_reads
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.cycles import BESIDE, cycles_in_kernel
@@ -93,31 +94,10 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     for wanted in (*nodes, *schedule.program.regions[region].operations):
         for operation in operands_first(schedule.program, wanted, done) if wanted not in done else ():
             order += [*bodies[operation.index], operation.index]
-    _add_sending(sending, graph, placed)
+    sending.add(graph, placed)
     if not graph.starts and (region or not gathered_at_the_end(schedule)):
         sending.still.add(region)
     return order
-
-
-def _add_sending(sending: Sending, graph: Graph, placed: Sequence[int]) -> None:
-    """Adds when collectives run beside kernels, and kernels that end no operation. What a gather brings is there from
-    where that begins to its reader, however many others begin and end between: several wait for one another."""
-    ran: list[int] = []
-    after: dict[int, int] = {}  # per node, how many kernels run before it
-    read: set[int] = set()  # ends of collectives
-    for node in placed:
-        after[node] = len(ran)
-        read.update(graph.needs[node] if graph.runs(node) else ())
-        if node < len(graph.program.operations):
-            ran.append(node)
-    begun = {gather: after[graph.starts[end]] for gather, end in graph.gathers.items() if end in read}
-    sending.begins.update({gather: ran[place] for gather, place in begun.items()})
-    sending.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
-    sending.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
-    sending.side_by_side.update(graph.side_by_side)
-    sending.beside.update(
-        {operand: ran[after[node]] if node in graph.further else node for operand, node in graph.beside.items()}
-    )
 
 
 class Graph(Nodes):
@@ -133,7 +113,10 @@ class Graph(Nodes):
         region: int = 0,
     ) -> None:
         layouts = schedule.assignment.values
-        super().__init__(lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else 0.0)
+        super().__init__(
+            lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else 0.0,
+            lambda value: bytes_apart(schedule, value, layouts[value]) if value in layouts else 0.0,
+        )
         self.schedule, self.program = schedule, schedule.program
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
@@ -156,7 +139,9 @@ class Graph(Nodes):
         self._computing: dict[int, float] = {}  # per kernel, how long those in it take
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in here if self._is_part(o)}
+        self.tiled = set[int]()  # kernels that turn what they read, in tiles
         self.by_rows = set[int]()  # kernels that go through rows which they have reduced
+        self._turning = turning_reads(schedule)
         self._find_kernels(here, kernels)
         together = {one: number for number, group in enumerate(combined) for one in group}
         self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
@@ -192,14 +177,22 @@ class Graph(Nodes):
                 if slow:
                     some = [self.program.operations[index] for index in slow]
                     self._computing[operation.index] = sum(computing_microseconds(self.schedule, one) for one in some)
+                    self._turn(operation, slow)
                 self.reads[operation.index], self._moved_by[operation.index] = reads, brought
                 self.by_rows.update({operation.index} if by_rows else ())
                 rows.difference_update(operation.results)
 
+    def _turn(self, operation: Operation, slow: Collection[int]) -> None:
+        """Takes in that what an operation's kernel reads may lie otherwise. What adds up gets that turned already."""
+        turning = [self._turning[one] for one in slow if one in self._turning]
+        if turning and operation.primitive.name not in REDUCTIONS:
+            (self.scattered if any(turning) else self.tiled).add(operation.index)
+
     def _slow_in(self, operation: Operation) -> frozenset[int]:
         """The operations that take long, of those that are computed where an operation is: this, and on the way."""
         found = [self._slow[o] for o in operation.operands if isinstance(o, int) and o in self._slow]
-        slow = {operation.index} if cycles_in_kernel(operation) else set()
+        long = cycles_in_kernel(operation) or operation.index in self._turning
+        slow = {operation.index} if long else set()
         return frozenset[int]().union(slow, *found) if found or slow else frozenset()
 
     def _read_by(self, operation: Operation) -> frozenset[int]:
@@ -264,8 +257,8 @@ class Graph(Nodes):
                 self.takes[index] = UNKNOWN
             elif not library:
                 self.moves[index] = {*self.reads[index]}, {*operation.results}
-                computing, moving = self._computing.get(index, 0.0), self.takes[index]
-                self.takes[index] += computing - BESIDE * min(computing, moving)
+                computing, moving = self._computing.get(index, 0.0), self.moving(index)
+                self.takes[index] = moving + computing - BESIDE * min(computing, moving)
             for position, result in enumerate(operation.results if strategy is not None else ()):
                 steps = self.schedule.result_steps(operation, position)
                 if strategy is not None and any(step.kind != "slice" for step in steps):

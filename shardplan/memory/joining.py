@@ -79,12 +79,24 @@ def _before(
     needs = [(need, owner.get(need, need)) for need in graph.needs[index]]
     for value in shared:
         for other in reversed(touching.get(value, [])[-_MOST_TOUCHING:]):
-            before = all(need == other or place[own] < place[other] for need, own in needs)
+            leads = not _is_sum(graph, other)  # in one kernel nothing is computed of a sum that it makes
+            before = all((leads and need == other) or place[own] < place[other] for need, own in needs)
             alike = graph.elements(graph.program.operations[other]) == elements
             reads_it = value in graph.reads[other] or (sums and values[value].elements == elements)
-            if alike and before and place[other] < place[index] and reads_it:
+            if alike and before and place[other] < place[index] and reads_it and not _turns(graph, index, other):
                 return other
     return None
+
+
+def _turns(graph: Graph, index: int, other: int) -> bool:
+    """Whether two kernels stay apart since one turns what it reads: in tiles, or each element by itself, where one of
+    them makes what the other reads, and that takes longer for all that they read."""
+    if not graph.tiled.isdisjoint({index, other}):
+        return True
+    if graph.scattered.isdisjoint({index, other}) or not graph.moves.keys() >= {index, other}:
+        return False
+    leads = not graph.moves[other][1].isdisjoint(graph.moves[index][0])
+    return leads and graph.moving(index, other) > graph.moving(index) + graph.moving(other)
 
 
 def _behind(

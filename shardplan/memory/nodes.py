@@ -23,10 +23,10 @@ from shardplan.memory.times import BYTES_MOVED
 class Nodes:
     """Kernels and ends of collectives, by number.
 
-    ``size``: the bytes of a value on one device.
+    ``size``: the bytes of a value on one device; ``size_apart``: those read where each element is read by itself.
     """
 
-    def __init__(self, size: Callable[[int], float]) -> None:
+    def __init__(self, size: Callable[[int], float], size_apart: Callable[[int], float] | None = None) -> None:
         self.needs: dict[int, set[int]] = {}
         self.takes: dict[int, float] = {}
         """Microseconds."""
@@ -36,7 +36,9 @@ class Nodes:
         """Those that each reads as they are made, or lie outside."""
         self.moves: dict[int, tuple[set[int], set[int]]] = {}
         """Per kernel that is bound by memory, the values that it reads and makes."""
-        self._size = size
+        self.scattered: set[int] = set()
+        """Kernels that read each element by itself."""
+        self._size, self._size_apart = size, size_apart or size
 
     def in_order(self) -> list[int]:
         """All nodes, each behind what it needs, else in the order of the program; fewer if there are cycles."""
@@ -74,8 +76,20 @@ class Nodes:
         for index, other in owner.items():
             self.takes[other] += self.takes.pop(index)
             self.values[other] |= self.values.pop(index)
-            part, whole = self.moves.pop(index, None), self.moves.pop(other, None)
-            if part is not None and whole is not None:
-                again = (part[0] & whole[0]) | (part[0] & whole[1]) | (part[1] & whole[0])
-                self.takes[other] -= sum(map(self._size, again)) / BYTES_MOVED
-                self.moves[other] = part[0] | whole[0], part[1] | whole[1]
+            if index in self.moves and other in self.moves:
+                self.takes[other] += self.moving(index, other) - self.moving(index) - self.moving(other)
+                self.moves[other] = self._as_one(index, other)
+                self.scattered |= {other} if index in self.scattered else set()
+            else:
+                self.moves.pop(other, None)
+            self.moves.pop(index, None)
+
+    def moving(self, *nodes: int) -> float:
+        """Microseconds in which kernels that are bound by memory read and write, as one kernel."""
+        reads, made = self._as_one(*nodes)
+        size = self._size if self.scattered.isdisjoint(nodes) else self._size_apart
+        return (sum(map(size, reads)) + sum(map(self._size, made))) / BYTES_MOVED
+
+    def _as_one(self, *nodes: int) -> tuple[set[int], set[int]]:
+        made = set[int]().union(*(self.moves[node][1] for node in nodes))
+        return set[int]().union(*(self.moves[node][0] for node in nodes)) - made, made

@@ -7,18 +7,22 @@ products then weigh and add up), several are in memory at once: each fills a wai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere
+from shardplan.memory.coalescing import bytes_apart, moves_apart
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import spread_operands
-from shardplan.memory.copying import copying_kernel, own_kernels
+from shardplan.memory.copying import copying_kernel, written_by
 from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.lying import lying_of
 from shardplan.memory.masking import mask_rows
 from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.times import BYTES_MOVED
+from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -64,36 +68,64 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
 
 
 def _turn_products(graph: Graph, kernels: Kernels) -> None:
-    """Adds a kernel to a graph for each copy of an operand that products read (`shardplan.memory.copying`) and that is
-    larger than what it is made from (an outer product): not where the kernel writes it that makes what is copied, nor
-    for merged products, for which one puts operands side by side."""
+    """Adds a kernel to a graph for each copy of an operand that products read (`shardplan.memory.copying`): not where
+    the kernel writes it that makes what is copied, nor for merged products, for which one puts operands side by side.
+    """
     schedule, program, assignment = graph.schedule, graph.program, graph.schedule.assignment
     operands = copied_operands(program, pointwise_operations(schedule.problem), kernels.masked, kernels.carried)
     merged = {index for group in merged_anywhere(schedule) for index in group}
     alone = {place: read for place, read in operands.items() if place[0] not in merged}
     adding = {found.product: index for index, found in kernels.adding.items()}
-    own = own_kernels(schedule.problem, program.operations, alone, kernels)
+    writing = written_by(schedule.problem, program.operations, alone, kernels)
+    _take_apart(graph, alone, writing)
     nodes: dict[ProductOperand, int] = {}
     for (index, position), read in alone.items():
         node, product, strategy = adding.get(index, index), program.operations[index], assignment.strategies.get(index)
         operand, layout = product.operands[position], strategy.operands[position] if strategy is not None else None
-        if node not in graph.needs or read not in own or layout is None or not isinstance(operand, int):
-            continue
-        stored = assignment.values.keys() & graph.sources(operand)  # besides what is made from nothing where it is read
-        made_from = sum([bytes_in(schedule, value, assignment.values[value]) for value in stored])
-        size = read.padding * bytes_in(schedule, operand, layout)
-        if size <= made_from:
+        if node not in graph.needs or writing[read] is not None or layout is None or not isinstance(operand, int):
             continue
         if read not in nodes:
-            nodes[read] = copying_kernel(
-                graph, (node, product), Gather(operand, layout), (made_from + size) / BYTES_MOVED
-            )
+            takes = _copying_microseconds(graph, read, read.padding * bytes_in(schedule, operand, layout))
+            nodes[read] = copying_kernel(graph, (node, product), Gather(operand, layout), takes)
         others = {o for n in {node, index} for o in program.operations[n].operands if isinstance(o, int)} - {operand}
         gone = graph.sources(operand).difference(*map(graph.sources, others - {product.results[0]}))
         graph.needs[node] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
         graph.needs[node].add(nodes[read])
         graph.values[node] -= gone
         graph.beside[index, position] = nodes[read]
+
+
+def _copying_microseconds(graph: Graph, read: ProductOperand, written: float) -> float:
+    """Microseconds in which a kernel writes a copy of these bytes, and reads what it is made from."""
+    schedule = graph.schedule
+    values, lying = schedule.assignment.values, lying_of(graph.program, pointwise_operations(schedule.problem)).orders
+    stored = values.keys() & graph.sources(read.value)  # besides what is made from nothing where it is read
+    apart = read.value in values and moves_apart(schedule, read.value, lying.get(read.value), read.order)
+    made_from = sum((bytes_apart if apart else bytes_in)(schedule, value, values[value]) for value in stored)
+    return (made_from + written) / BYTES_MOVED
+
+
+def _take_apart(
+    graph: Graph, copied: Mapping[tuple[int, int], ProductOperand], writing: Mapping[ProductOperand, Operation | None]
+) -> None:
+    """Has what kernels make taken from several results, where they write several copies, or one beside a value that is
+    read as well."""
+    written = {writer.index: set[ProductOperand]() for writer in writing.values() if writer is not None}
+    for read, writer in writing.items():
+        if writer is not None:
+            written[writer.index].add(read)
+    copying: dict[ProductOperand, set[int]] = {}
+    for (index, _), read in copied.items():
+        copying.setdefault(read, set()).add(index)
+    readers: dict[int, set[int]] = {}
+    for node, reads in graph.reads.items():
+        for value in reads:
+            readers.setdefault(value, set()).add(node)
+    for index, copies in written.items():
+        results = graph.program.operations[index].results
+        others = set[int]().union(*(readers.get(value, set()) for value in results))
+        if len(copies) + bool(others.difference(*(copying[read] for read in copies))) > 1:
+            graph.parts.add(index)
 
 
 def _unpack_exchanged(graph: Graph, kernels: Kernels) -> None:
