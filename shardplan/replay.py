@@ -23,6 +23,7 @@ from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import adding_block, filled, fills, starting_inside, unfilled_params
+from shardplan.paddings import padded_apart
 from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
@@ -79,12 +80,8 @@ class Replay:
     def _run_bodies(self, operation: Operation) -> None:
         links = self._schedule.problem.links[operation.index]
         operands = [self._entering(link) for link in links.enter]
-        if operation.primitive.name == "scan":
-            results = list(self._scan(operation, links, operands))
-        elif operation.primitive.name == "while":
-            results = list(self._while(operation, links, operands))
-        else:
-            results = list(self._branch(operation, links, operands))
+        run = {"scan": self._scan, "while": self._while}.get(operation.primitive.name, self._branch)
+        results = list(run(operation, links, operands))
         layouts = self._schedule.assignment.values
         for position, value in enumerate(operation.results):
             if value in self._schedule.problem.stacks and self._schedule.is_partial(value, layouts[value]):
@@ -225,7 +222,8 @@ class Replay:
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)
-        found = list(map(self._read, operation.operands, strategy.operands))
+        read = list(map(self._read, operation.operands, strategy.operands))
+        found = padded_apart(self._schedule, operation, read, self._constrain)
         return behind_sum(self._schedule, operation, found, self._held, self._constrain)
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
