@@ -22,7 +22,7 @@ from shardplan.lookups import adds_whole_rows, fills_elements, looks_up_rows
 from shardplan.program import Operation
 from shardplan.reads import SLICES, gives_whole_windows, reads_place, reads_poorly
 from shardplan.rules.expression import Apply, Position, Term, children
-from shardplan.updates import runs_by_place, splits_places, windows
+from shardplan.updates import runs_by_place, splits_moved_windows, splits_places, windows
 
 if TYPE_CHECKING:
     from shardplan.strategy import Strategy
@@ -291,6 +291,8 @@ def runs(operation: Operation, strategy: Strategy) -> bool:
             return False  # the windows overlap, and XLA sends several times the halo
     if splits_places(operation, strategy):
         return runs_by_place(strategy)
+    if splits_moved_windows(operation, strategy):
+        return False
     if strategy.padded and _pads_places(operation, strategy):
         return False
     if strategy.padded and channels_apart(operation, strategy):

@@ -57,6 +57,22 @@ def splits_places(operation: Operation, strategy: Strategy) -> bool:
     return len(data) == rank and any(data[dim] for dim in moved)  # parts of a sum have another dimension
 
 
+def splits_moved_windows(operation: Operation, strategy: Strategy) -> bool:
+    """Whether a scatter's updates are split along a window that its indices move: the indices say where the window
+    begins, and a block of it begins elsewhere."""
+    if not operation.primitive.name.startswith("scatter"):
+        return False
+    data, _, updates = (variable.aval.shape for variable in operation.equation.invars)  # type: ignore[attr-defined]
+    numbers, layout = operation.params["dimension_numbers"], strategy.operands[2] or ()
+    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = (dim for dim in range(len(data)) if dim not in apart)
+    windows = zip(kept, numbers.update_window_dims, strict=True)
+    moved = [
+        place for dim, place in windows if dim in numbers.scatter_dims_to_operand_dims and updates[place] < data[dim]
+    ]
+    return bool(layout) and any(layout[place - len(updates)] for place in moved)  # of a sum, parts lie in front
+
+
 def runs_by_place(strategy: Strategy) -> bool:
     """Whether `update_block` gives what the strategy says, of those without windows across blocks (`split_runs`): all
     blocks are equal, and nothing is left to add up."""

@@ -54,6 +54,20 @@ def test_sizes_that_do_not_divide_in_layouts_that_nobody_would_choose(name: str)
         np.testing.assert_allclose(found, step(x, row, jnp.int32(9)), rtol=1e-6)
 
 
+@pytest.mark.parametrize("update", ["add", "multiply"])
+def test_rows_that_are_split_are_written_where_each_of_them_belongs(update: str) -> None:
+    """The place says where the first of the rows goes; a device that has others must not write them there."""
+    mesh, x, rows = mesh_of((2, 4)), jnp.cos(jnp.arange(128.0)).reshape(16, 8), jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+
+    def step(x: jax.Array, rows: jax.Array) -> jax.Array:
+        places = (x * 1).at[3:11]
+        return getattr(places, update)(rows * 2)
+
+    plan = shardplan.plan(step, mesh, x, rows, pins={"0": P(), "1": P("y")})
+    for seed in range(6):
+        np.testing.assert_allclose(run(scrambled(plan, seed), mesh, x, rows), step(x, rows), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P(("x", "y"))], ids=str)
