@@ -55,10 +55,25 @@ def test_what_fits_a_wait_is_placed_into_it():
     assert placed[:3] == [3, 4, 0]
 
 
+def test_a_collective_begins_behind_all_that_can_start_where_it_leads_to_no_other():
+    needs = {0: [], 1: [], 2: [], 3: [4], 4: [5], 5: []}
+    takes = {0: 90.0, 1: 200.0, 2: 5.0, 3: 1.0, 4: 32.0, 5: 0.0}
+    assert _placed(needs, takes, starts={4: 5}) == [3, 4, 2, 0, 1, 5]
+    needs |= {5: [6], 6: [7], 7: []}  # the start of one that another one leads to
+    assert _placed(needs, takes | {6: 8.0, 7: 0.0}, starts={4: 5, 6: 7})[:5] == [3, 4, 2, 0, 5]
+
+
+def test_a_collective_begins_at_once_where_another_one_waits_for_it():
+    needs = {0: [7], 1: [7], 2: [3, 5, 0, 1], 3: [4], 4: [], 5: [6], 6: [], 7: [8], 8: []}
+    takes = {0: 40.0, 1: 40.0, 2: 5.0, 3: 32.0, 4: 0.0, 5: 8.0, 6: 0.0, 7: 20.0, 8: 0.0}
+    assert _placed(needs, takes, starts={3: 4, 5: 6, 7: 8})[:5] == [2, 3, 1, 4, 5]
+
+
 @pytest.mark.parametrize(("view", "order"), [(0.0, [2, 4, 3, 1, 0]), (1.0, [2, 4, 3, 0, 1])])
 def test_what_can_run_is_placed_before_what_an_all_to_all_reads_a_view_of(view, order):
-    needs = {0: [], 1: [], 2: [4], 3: [1], 4: [3]}
-    assert _placed(needs, {0: 200.0, 1: 9.0, 2: 5.0, 3: view, 4: 1.0}, starts={4: 3}) == order
+    needs = {0: [], 1: [6], 2: [4], 3: [1], 4: [3], 5: [], 6: [5]}
+    takes = {0: 200.0, 1: 9.0, 2: 5.0, 3: view, 4: 1.0, 5: 0.0, 6: 8.0}
+    assert [node for node in _placed(needs, takes, starts={4: 3, 6: 5}) if node < 5] == order
 
 
 @pytest.mark.parametrize(

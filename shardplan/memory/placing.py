@@ -2,7 +2,9 @@
 
 It is XLA's own procedure: on XLA's graph with XLA's times it gives the order that XLA compiles. Of what can be placed,
 what can start at once comes first. An operation can start when what needs it has run, or a microsecond after that one
-began, if this is later; a collective takes its time. What leads to more collectives comes next, then what is as long as
+began, if this is later; a collective takes its time, and begins at once where another one waits for it to be placed,
+but behind all that can start where none does and it leads to no more of them. What leads to more collectives comes
+next, then what is as long as
 the wait for what can start next, then what reads what a collective brings, then what lets most be placed, and at last
 what stands last in the order before. One of several values of a merged collective is taken from these first, so that
 what reads it does not count as reading what the collective brings.
@@ -42,6 +44,7 @@ class Placing:
         self._depth = self._depths()
         self._ready_at: dict[int, float] = {}
         self._frees = {node: sum(self._readers[n] == {node} for n in needs) for node, needs in self._needs.items()}
+        self._starts = {*graph.starts.values()}
         alone = graph.starts.keys() - graph.merged
         self._brought = {node: not alone.isdisjoint(needs) for node, needs in self._needs.items()}
         self._fitting: list[_Key] = []  # what can start, by time
@@ -49,6 +52,7 @@ class Placing:
         self._waiting: list[tuple[float, int]] = []
         self._ending: list[tuple[float, float, int]] = []  # ends of collectives
         self._sending = False
+        self._start: int | None = None  # of the collective that runs, once it can be placed
 
     def _depths(self) -> dict[int, float]:
         """How long the collectives take that lead to a node, one after another."""
@@ -86,7 +90,11 @@ class Placing:
             heapq.heappush(self._waiting, (at, node))
 
     def _keys(self, node: int) -> tuple[_Key, _Key]:
-        depth, rest = -self._depth[node], (not self._brought[node], -self._frees[node], -self._graph.place[node], node)
+        last = node in self._starts and not self._depth[node]
+        depth, rest = (
+            1.0 if last else -self._depth[node],
+            (not self._brought[node], -self._frees[node], -self._graph.place[node], node),
+        )
         return (depth, self._cost(node), *rest), (depth, 0.0, *rest)
 
     def _cost(self, node: int) -> float:
@@ -112,17 +120,22 @@ class Placing:
             until = max(until, self._waiting[0][0])
         next_at = self._waiting[0][0] if until > self._now else None
         while self._waiting and self._waiting[0][0] <= until:
-            self._insert(heapq.heappop(self._waiting)[-1])
+            ready = heapq.heappop(self._waiting)[-1]
+            self._insert(ready)
+            self._start = ready if ready in self._starts else self._start
         if next_at is None and self._waiting:
             next_at = self._waiting[0][0]
         node = self._freeing[0][-1]
-        if next_at is not None:
+        if self._start is not None and self._ending:
+            node = self._start
+        elif next_at is not None:
             depth, wait = self._freeing[0][0], next_at - self._now
             above = bisect_left(self._fitting, (depth, wait))
             near = [self._fitting[n] for n in (above, above - 1) if 0 <= n < len(self._fitting)]
             time = min((abs(key[1] - wait), key[1]) for key in near if key[0] == depth)[1]
             node = self._fitting[bisect_left(self._fitting, (depth, time))][-1]
         self._remove(node)
+        self._start = None if node == self._start else self._start
         return node
 
     def _place(self, node: int) -> None:
