@@ -29,7 +29,7 @@ import numpy as np
 from shardplan.audit import audit
 from shardplan.auto import plan as make_plan
 from shardplan.baselines import BASELINES
-from shardplan.cli_arguments import Step, load_step, parse_bytes, parse_mesh, parse_pin, parse_positions
+from shardplan.cli_arguments import Step, load_step, parse_bytes, parse_mesh, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
@@ -154,7 +154,7 @@ def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
         "memory_limit": parse_bytes(options.memory_limit) if options.memory_limit else None,
         "objective": options.objective,
         "hardware": options.hardware,
-        "pins": dict(parse_pin(pin) for pin in options.pin) or None,
+        "pins": parse_pins(options.pin) or None,
         "donate_argnums": parse_positions(options.donate.split(",")) if options.donate else step.donated,
         "reduce_dtype": dtype,
         "time_limit": options.time_limit,

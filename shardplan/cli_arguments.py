@@ -115,6 +115,15 @@ def parse_pin(text: str) -> tuple[str, PartitionSpec]:
     return path, PartitionSpec(*[_entry(entry) for entry in entries])
 
 
+def parse_pins(texts: Sequence[str]) -> dict[str, PartitionSpec]:
+    """All pins by their paths, of which each has one."""
+    pins = [parse_pin(text) for text in texts]
+    paths = [path for path, _ in pins]
+    if twice := [f"`{path}`" for path in dict.fromkeys(paths) if paths.count(path) > 1]:
+        raise ArgumentError(f"{', '.join(twice)} is pinned twice: keep one of the layouts")
+    return dict(pins)
+
+
 def _entry(text: str) -> str | tuple[str, ...] | None:
     if text in ("-", "", "None"):
         return None

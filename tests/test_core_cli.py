@@ -232,6 +232,11 @@ def test_a_module_that_cannot_be_read(folder: Path, capsys: pytest.CaptureFixtur
     assert status == 2 and "SyntaxError" in errors
 
 
+def test_a_path_is_pinned_once(capsys: pytest.CaptureFixture[str]):
+    status, _, errors = run("plan train:step --mesh data=8 --pin 1/inputs=data --pin 1/inputs=-,data", capsys)
+    assert status == 2 and "`1/inputs` is pinned twice: keep one of the layouts" in errors
+
+
 @pytest.mark.parametrize("tolerance", ["-1", "nan"])
 def test_tolerances_that_nothing_can_keep(tolerance: str, capsys: pytest.CaptureFixture[str]):
     status, _, errors = run(f"audit train:step --mesh 8 --tolerance {tolerance}", capsys)
