@@ -153,10 +153,10 @@ class Graph:
 
     def touch(self, variables: Iterable[int]) -> None:
         """Notes that costs or tables of these variables changed."""
-        variables = list(variables)
-        self.unsupported.update(variables)
-        self.unfollowed.update(variables)
-        self.undominated.update(variables)
+        for v in variables:
+            self.unsupported.add(v)
+            self.unfollowed.add(v)
+            self.undominated.add(v)
 
     def live(self) -> list[int]:
         """Ids of the variables that are left, ascending."""

@@ -71,7 +71,7 @@ def settle_usage(graph: Graph) -> None:
             continue
         rest = []
         for amounts, start, end in spans:
-            if (amounts == amounts[0]).all():
+            if graph.tables.is_level(amounts):
                 graph.fixed_spans.append((float(amounts[0]), start, end))
             else:
                 rest.append((amounts, start, end))
@@ -142,33 +142,42 @@ def _eliminate_one(graph: Graph, v: int) -> bool:
 def follow(graph: Graph) -> int:
     """Takes out variables whose choice is determined by a neighbour's; returns how many.
 
-    Those with few edges go first: then a variable that many follow has lost them by the time that it goes itself.
+    Those with few edges go first: then a variable that many follow has lost them by the time that it goes itself. Where
+    nothing has changed since it was looked at, it is not looked at again; what changes meanwhile is, in its turn.
     """
-    neighbours = graph.neighbours
-    heap = [(len(neighbours[v]), v) for v in graph.live()]
+    neighbours, live = graph.neighbours, graph.live()
+    degrees = {v: len(neighbours[v]) for v in live}
+    queued = {v for v in live if (graph.exclusions and v in graph.unfollowed) or graph.size(v) == 1}
+    heap = [(degrees[v], v) for v in queued]
     heapq.heapify(heap)
-    count = 0
+    count, reached = 0, (0, -1)
     for number in itertools.count():
         if not heap:
             break
         if number % 256 == 0:
             graph.tick()
         degree, v = heapq.heappop(heap)
+        reached = max(reached, (degree, v))
         if graph.costs[v] is None:
             continue
         if degree != len(neighbours[v]):
             heapq.heappush(heap, (len(neighbours[v]), v))
             continue
+        around = [*neighbours[v]]
         if graph.size(v) == 1:
             _fold_fixed(graph, v)
-            count += 1
-            continue
-        leader = _leader(graph, v) if graph.exclusions and v in graph.unfollowed else None
-        graph.unfollowed.discard(v)
-        if leader is not None:
+        else:
+            leader = _leader(graph, v) if graph.exclusions and v in graph.unfollowed else None
+            graph.unfollowed.discard(v)
+            if leader is None:
+                continue
             fold_follower(graph, v, *leader)
             heapq.heappush(heap, (len(neighbours[leader[0]]), leader[0]))
-            count += 1
+        count += 1
+        for w in around if graph.exclusions else ():
+            if w not in queued and (degrees[w], w) > reached:
+                queued.add(w)
+                heapq.heappush(heap, (degrees[w], w))
     return count
 
 

@@ -149,6 +149,14 @@ class Tables:
             self._results[key] = found
         return found[0]  # type: ignore[return-value]
 
+    def is_level(self, array: Array) -> bool:
+        """Whether all entries are equal."""
+        key = ("level", id(array))
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = (bool((array == array[0]).all()), array)
+        return found[0]  # type: ignore[return-value]
+
     def finite(self, table: Array) -> NDArray[np.bool_] | None:
         """Where the array is finite, or `None` where it is so everywhere."""
         key = ("finite", id(table))
