@@ -159,12 +159,19 @@ class DeferredSums:
         for operation, moves in self._ways:
             passes = operation.index in self._summing
             if not passes and (moves or through):
-                passes = any(not waiting <= needed for waiting in self._waiting(operation, able))
+                passes = self._passes(operation, able, needed)
             if passes:
                 able.update(operation.results)
                 if not self._becomes.keys().isdisjoint(operation.results):
                     able |= self._with_stacks(operation.results)
         return able
+
+    def _passes(self, operation: Operation, able: set[int], needed: set[int]) -> bool:
+        """Whether sums pass through an operation that are not all ``needed`` as a whole."""
+        passed = self._passed.get(operation.index, ())
+        if all(len(values) == 1 for _, values, _ in passed):  # of most operations, see `_waiting`
+            return any(value in able and value not in needed for _, [value], _ in passed)
+        return any(not waiting <= needed for waiting in self._waiting(operation, able))
 
     def _sums(self, operation: Operation) -> bool:
         """Whether the result of an operation may come out as parts of a sum."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from shardplan.errors import InfeasibleError
 from shardplan.finding import Found, Search
@@ -86,12 +87,12 @@ def _step(schedule: Schedule, traffic: Mapping[int, int], shared: Mapping[int, i
     problem = schedule.problem
     prices, devices = time_prices(problem), problem.space.mesh.device_count
     left = sum(sent_seconds(prices, sent) for sent in schedule.collectives())
-    repeated = 0.0
+    work, repeated = cache(prices.work), 0.0  # that of repeated layers once
     for index, strategy in schedule.assignment.strategies.items():
         operation, choices = problem.program.operations[index], problem.choices.get(index)
         if choices is not None and operation.results and operation.results[0] not in problem.generated:
             times = problem.times(operation)
-            left += times * prices.work(choices.flops, shared[index], choices.dtype, devices)
-            alone = times * prices.work(choices.flops, traffic[index], choices.dtype, 1)
+            left += times * work(choices.flops, shared[index], choices.dtype, devices)
+            alone = times * work(choices.flops, traffic[index], choices.dtype, 1)
             repeated += alone * (1 / strategy.degree - 1 / devices)
     return _Step(repeated, left)

@@ -219,7 +219,8 @@ def _prune(program: Program) -> Program:
             needed.update(o for o in operation.operands if isinstance(o, int))
             for body in operation.bodies:
                 needed.update(o for o in program.regions[body].outputs if isinstance(o, int))
-    operations = tuple(replace(operation, index=number) for number, operation in enumerate(reversed(kept)))
+    numbered = enumerate(reversed(kept))
+    operations = tuple(one if one.index == number else replace(one, index=number) for number, one in numbered)
     members: dict[int, list[int]] = {}
     for operation in operations:
         members.setdefault(operation.region, []).append(operation.index)

@@ -235,25 +235,21 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
     leading = _leading_to(program, bits)
     partners: dict[int, list[int]] = {}
     for operation in program.operations:
-        needed = 0
+        needed, near = 0, list[int]()
         for operand in operation.operands:
-            needed |= behind.get(operand, 0) if isinstance(operand, int) else 0
-        behind |= dict.fromkeys(operation.results, needed | bits.get(operation.index, 0))
+            if isinstance(operand, int):
+                needed |= behind.get(operand, 0)
+                near += [operand] if operand in sources else []
+        if leads := needed | bits.get(operation.index, 0):
+            behind |= dict.fromkeys(operation.results, leads)
         if len(operation.results) != 1:
             continue
         result = operation.results[0]
-        size = program.values[result].elements
         if operation.index in reduced:
             sources[result] = frozenset({operation.index})
-        elif operation.index in pointwise or is_view(program, operation):
-            read = [
-                o
-                for o in operation.operands
-                if isinstance(o, int)
-                and o in sources
-                and program.values[o].elements == size
-                and (operation.index, o) not in parts
-            ]
+        elif near and (operation.index in pointwise or is_view(program, operation)):
+            size = program.values[result].elements
+            read = [o for o in near if program.values[o].elements == size and (operation.index, o) not in parts]
             found = frozenset[int]().union(*(sources[o] for o in read))
             if 0 < len(found) <= _MOST_PARTNERS:
                 sources[result] = found
@@ -272,11 +268,11 @@ def _read_by_several(
     value's kernel reads: what one alone reads waits for no other."""
     inside, ends = set[int](), dict[int, set[int]]()  # per reduction, what others read that is computed from it
     for operation in program.operations:
-        made = sources.get(operation.results[0], frozenset()) if len(operation.results) == 1 else frozenset[int]()
         for operand in operation.operands:
-            read = sources.get(operand, frozenset()) if isinstance(operand, int) else frozenset[int]()
+            read = sources.get(operand) if isinstance(operand, int) else None
             if not isinstance(operand, int) or not read or (operation.index, operand) in parts:
                 continue
+            made = sources.get(operation.results[0], frozenset()) if len(operation.results) == 1 else frozenset[int]()
             if read <= made:
                 inside.add(operand)
             for index in read:

@@ -25,6 +25,10 @@ _SCALING = frozenset({"mul", "div", "add", "sub", "max", "min"})
 CONVOLUTION = "conv_general_dilated"
 POOLING_GRADIENT = "select_and_scatter_add"
 
+ReadingCopies = Mapping[tuple[int, float], Sequence[tuple[int, int]]]
+"""Per spread operand and how many times larger its copy is, the places of the convolutions that read it, with the
+position there."""
+
 _PLANE = 2
 """Images with more dimensions than this are read with their channels outermost."""
 
@@ -286,42 +290,35 @@ def _windows(program: Program, operation: Operation) -> list[_Window]:
 
 
 def spread_copies(
-    program: Program,
-    order: Sequence[Operation],
-    copied: Collection[tuple[int, int]] = (),
-    made: Mapping[tuple[int, int], int] | None = None,
+    order: Sequence[Operation], reading: ReadingCopies, made: Mapping[tuple[int, int], int] | None = None
 ) -> Iterator[tuple[Operation, int, float, int, int]]:
     """For each copy of a spread operand the first convolution that reads it, and its position there, how many times
     larger it is than the operand, and from which to which place of the order it lives: from where it is ``made``, if
     that is known."""
-    for (_, times), places in _reading_copies(program, order, copied).items():
+    for (_, times), places in reading.items():
         place, position = places[0]
         start = (made or {}).get((order[place].index, position), place)
         yield order[place], position, times, start, places[-1][0]
 
 
-def spread_until(
-    program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]] = ()
-) -> dict[tuple[int, int], int]:
+def spread_until(order: Sequence[Operation], reading: ReadingCopies) -> dict[tuple[int, int], int]:
     """Per operand of a convolution that is read from a copy with zeros, by the operation's index and the position, the
     place of the order where the copy is made."""
-    found = _reading_copies(program, order, copied)
-    return {(order[place].index, n): places[0][0] for places in found.values() for place, n in places}
+    return {(order[place].index, n): places[0][0] for places in reading.values() for place, n in places}
 
 
 @once
 def spread_again(program: Program) -> frozenset[tuple[int, int]]:
     """The operands of convolutions of which a convolution before has a copy with zeros, by the operation's index and
     the position."""
-    found = _reading_copies(program, program.operations, ())
+    found = reading_copies(program, program.operations)
     return frozenset((program.operations[place].index, n) for places in found.values() for place, n in places[1:])
 
 
-def _reading_copies(
-    program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]]
-) -> dict[tuple[int, float], list[tuple[int, int]]]:
-    """Per spread operand and how many times larger its copy is, the places of the convolutions that read it, with the
-    position there."""
+def reading_copies(
+    program: Program, order: Sequence[Operation], copied: Collection[tuple[int, int]] = ()
+) -> ReadingCopies:
+    """The copies that convolutions read where operations run in an order."""
     spread = spread_operands(program, order, copied)
     found: dict[tuple[int, float], list[tuple[int, int]]] = {}
     for place, operation in enumerate(order if spread else ()):

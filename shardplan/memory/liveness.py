@@ -20,6 +20,7 @@ from shardplan.memory.accumulation import with_products_late
 from shardplan.memory.bringing import Sending, brought_spans, computed_in_parts, gathered_from, reduced_at
 from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import (
+    reading_copies,
     rectifiers_of_poolings,
     reordered_inputs,
     spread_copies,
@@ -65,8 +66,9 @@ class Lifetimes:
         self.readers = readers = readers_of(self.order)
         self.fused, self.stored = kernels.fused, kernels.stored
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
-        self.spread = list(spread_copies(program, self.order, kernels.copied, self.put_beside))
-        self._spread = spread_until(program, self.order, kernels.copied)
+        reading = reading_copies(program, self.order, kernels.copied)
+        self.spread = list(spread_copies(self.order, reading, self.put_beside))
+        self._spread = spread_until(self.order, reading)
         copied = copied_operands(program, pointwise_operations(problem), kernels.masked, kernels.carried)
         self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
