@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardplan import _jax
 from shardplan.layout import Layout
-from shardplan.memory.combining import Gather, gather_for
+from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import combined_gathers, waits_for
 from shardplan.memory.pipelining import gathered_before, peeled_loops
@@ -170,7 +170,7 @@ def brought_for(
         for link, source in lifetimes.kept_around(operation)
     ]
     wanted += [(operand, layout, place) for operand, layout in _needed_otherwise(schedule).get(operation.index, ())]
-    ends: dict[int | Constant, int] = {}
+    ends, until = dict[int | Constant, int](), -1
     if operation.primitive is _jax.optimization_barrier:  # what passes it lives on in the same memory
         pairs = zip(operation.operands, operation.results, strict=True)
         ends = {operand: lifetimes.reads[result][1] for operand, result in pairs if result in lifetimes.reads}
@@ -182,7 +182,9 @@ def brought_for(
         kept = operation.index not in lifetimes.updating or place <= lifetimes.copied[operand][1]
         copied = layout == schedule.copy(operand) and kept  # also where what a product reads was copied before
         if layout != values[operand] and not copied:
-            last = ends[operand] if operand in ends else computed_until(lifetimes, operation, schedule)
+            if operand not in ends and until < 0:
+                until = computed_until(lifetimes, operation, schedule)
+            last = ends.get(operand, until)
             beside = lifetimes.put_beside.get((operation.index, operation.operands.index(operand)), last)
             yield operand, layout, min(first, beside), min(last, beside)
 
@@ -193,7 +195,10 @@ def _needed_otherwise(schedule: Schedule) -> dict[int, list[tuple[int, Layout]]]
     it, by index, its operands that it needs so, with these layouts. What it computes on the way, and of which it reads
     but a part of what a device has, it does not; nor what is made from nothing."""
     found: dict[int, list[tuple[int, Layout]]] = {o.index: [] for o in schedule.program.operations if o.bodies}
+    moving = found.keys() | read_otherwise(schedule).keys()
     for index, strategy in schedule.assignment.strategies.items():
+        if index not in moving:
+            continue
         operation = schedule.program.operations[index]
         for position, (operand, layout) in enumerate(zip(operation.operands, strategy.operands, strict=True)):
             if not isinstance(operand, int) or layout is None:

@@ -71,7 +71,7 @@ class _Kernel:
     element, else 0. ``tiles``: whether tiles can be cut of all that it computes. ``slower``: how much longer it takes
     to read and to compute than one that keeps the whole device busy; ``again``: the least time of reading from caches,
     as a share of that from memory. ``writes``: the bytes of what it makes; ``scalars``: of elements that it computes
-    with one number each.
+    with one number each. ``time`` is how long it takes.
     """
 
     reads: dict[int, dict[int, float]]
@@ -87,6 +87,7 @@ class _Kernel:
     again: float = 0.0
     scalars: float = 0.0
     times: dict[int, float] = field(default_factory=dict)
+    time: float = 0.0
 
 
 def stored_values(
@@ -157,6 +158,7 @@ class _Fusion:
             kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
             kernel.times = {value: sum(times.values()) for value, times in kernel.reads.items()}
             kernel.moved = self._moved(result)
+            kernel.time = _time(kernel.cycles, kernel.moved, kernel.rows)
             for value in kernel.reads:
                 self._saved.setdefault(value, {})[result] = 0.0
 
@@ -254,7 +256,7 @@ class _Fusion:
         for reader in saved:
             saved[reader] = self._saving(value, reader)
         own = self._kernels[value]
-        gain = inf if value in self._renamed else LAUNCH + _time(own.cycles, own.moved, own.rows) + sum(saved.values())
+        gain = inf if value in self._renamed else LAUNCH + own.time + sum(saved.values())
         self._offer(value, gain)
 
     def _offer(self, value: int, gain: float) -> None:
@@ -273,7 +275,7 @@ class _Fusion:
         )
         rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
         moved = kernel.moved + kernel.slower * moved
-        return _time(kernel.cycles, kernel.moved, kernel.rows) - _time(cycles, moved, rows)
+        return kernel.time - _time(cycles, moved, rows)
 
     def _reading_apart(self, value: int, times: float, again: float) -> float:
         """The bytes that a kernel which computes a value so often reads for it, if it reads none of them anyway."""
@@ -343,6 +345,7 @@ class _Fusion:
         kernel.rows = max(kernel.rows, own.rows)
         kernel.tiles &= own.tiles
         kernel.moved = self._moved(reader)
+        kernel.time = _time(kernel.cycles, kernel.moved, kernel.rows)
         self._sources.pop(reader, None)
 
 
