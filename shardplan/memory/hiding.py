@@ -243,7 +243,7 @@ class Graph(Nodes):
     def elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""
         value = (operation.operands if operation.primitive.name in REDUCTIONS else operation.results)[:1]
-        return sum(prod(self.program.values[v].shape) for v in value if isinstance(v, int))
+        return sum(self.program.values[v].elements for v in value if isinstance(v, int))
 
     def _connect(self, merged: Mapping[int, int]) -> None:
         sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end

@@ -79,11 +79,15 @@ def _before(
     needs = [(need, owner.get(need, need)) for need in graph.needs[index]]
     for value in shared:
         for other in reversed(touching.get(value, [])[-_MOST_TOUCHING:]):
-            leads = not _is_sum(graph, other)  # in one kernel nothing is computed of a sum that it makes
-            before = all((leads and need == other) or place[own] < place[other] for need, own in needs)
-            alike = graph.elements(graph.program.operations[other]) == elements
+            if place[other] >= place[index] or graph.elements(graph.program.operations[other]) != elements:
+                continue
             reads_it = value in graph.reads[other] or (sums and values[value].elements == elements)
-            if alike and before and place[other] < place[index] and reads_it and not _turns(graph, index, other):
+            leads = not _is_sum(graph, other)  # in one kernel nothing is computed of a sum that it makes
+            if (
+                reads_it
+                and all([(leads and need == other) or place[own] < place[other] for need, own in needs])
+                and not _turns(graph, index, other)
+            ):
                 return other
     return None
 
