@@ -1,13 +1,15 @@
 """How long XLA's last scheduler takes kernels and collectives to run, as its log says, and what they wait for."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardplan
-from shardplan.memory.coalescing import is_scattered
+from shardplan.memory.coalescing import is_scattered, moves_apart
 from shardplan.memory.hiding import Graph
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.measured import product_microseconds
@@ -201,3 +203,15 @@ def test_what_a_kernel_copies_twice_is_taken_from_its_results_after_a_sum():
 )
 def test_what_is_turned_is_read_as_xla_does(shape, order, item, scattered):
     assert is_scattered(shape, range(len(shape)), order, item) is scattered
+
+
+@pytest.mark.parametrize("waits", [(), ((1,),)])
+@pytest.mark.parametrize(("split", "apart"), [((), False), ((0,), True)])
+def test_a_sum_that_waits_is_moved_as_its_part_on_one_device_is(waits, split, apart):
+    value = SimpleNamespace(shape=(64, 64, 16), dtype=np.dtype("float32"))
+    schedule = SimpleNamespace(
+        assignment=SimpleNamespace(values={0: (*waits, (), (), split)}),
+        program=SimpleNamespace(values=[value]),
+        space=SimpleNamespace(mesh=SimpleNamespace(degree=lambda axes: 4 ** len(axes))),
+    )
+    assert moves_apart(schedule, 0, None, (0, 2, 1)) == apart

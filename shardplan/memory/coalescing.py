@@ -82,8 +82,9 @@ def moves_apart(schedule: Schedule, value: int, lying: Sequence[int] | None, ord
 
 def _shape_left(schedule: Schedule, value: int) -> list[int]:
     """The sizes of a value's dimensions on one device."""
-    split, degree = schedule.assignment.values[value], schedule.space.mesh.degree
-    return [-(-size // degree(axes)) for size, axes in zip(schedule.program.values[value].shape, split, strict=True)]
+    layout, shape = schedule.assignment.values[value], schedule.program.values[value].shape
+    split = layout[len(layout) - len(shape) :]  # without what a sum that waits is yet to be added up over
+    return [-(-size // schedule.space.mesh.degree(axes)) for size, axes in zip(shape, split, strict=True)]
 
 
 def _runs(order: Sequence[int], other: Sequence[int]) -> list[list[int]]:
