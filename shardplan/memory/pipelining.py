@@ -2,12 +2,13 @@
 stacks that are gathered for loops.
 
 A reduce-scatter that an island states, and whose result a scan stacks, is sent while the next iteration computes: that
-of a product, or of what stays partial until it is put into the form that is stacked. So the first iteration runs before
-the loop, as part of what is around it. It takes its slices from stacks as a gather leaves them, the gathered dimension
-first. The loop reads a copy of that in the usual order, so that both are in memory from the gather up to that
-iteration. Reduce-scatters that XLA makes of all-reduces come too late for this. Loops that stay whole read nothing but
-the copy: each stack is copied before the next one is gathered. So do the loops of a backward pass where the forward
-loop's gathers have what it stacks in such an order.
+of a product, or of what stays partial until it is put into the form that is stacked, or is stacked (the gradient of a
+weight that another loop inside reads in each iteration). So the first iteration runs before the loop, as part of what
+is around it. It takes its slices from stacks as a gather leaves them, the gathered dimension first. The loop reads a
+copy of that in the usual order, so that both are in memory from the gather up to that iteration. Reduce-scatters that
+XLA makes of all-reduces come too late for this. Loops that stay whole read nothing but the copy: each stack is copied
+before the next one is gathered. So do the loops of a backward pass where the forward loop's gathers have what it stacks
+in such an order.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(weights, x):
@@ -30,6 +31,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardplan.layout import Layout
 from shardplan.memory.combining import Gather
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.sizes import bytes_in
@@ -53,15 +55,17 @@ def peeled_loops(schedule: Schedule) -> frozenset[int]:
         if operation.region and operation.results and operation.index in schedule.assignment.strategies
         if _scatters_itself(schedule, operation)
     }
-    if not scattered:
-        return frozenset()
     makers = program.makers
     reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
     found = set[int]()
     for loop in program.operations:
-        stacked = (link.source for link in links[loop.index].inside if link.stacked) if loop.bodies else ()
-        for source in stacked:
-            value = source if isinstance(source, int) else -1
+        for link in links[loop.index].inside if loop.bodies else ():
+            source = link.source
+            if not link.stacked or not isinstance(source, int):
+                continue
+            if _reduces(schedule, source, schedule.link_layout(link)):
+                found.add(loop.index)
+            value = source
             while value in makers and value not in scattered and makers[value].primitive.name in _FORMATTING:
                 operand = makers[value].operands[0]
                 value = operand if isinstance(operand, int) and reads[operand] == 1 else -1
@@ -77,10 +81,14 @@ def _scatters_itself(schedule: Schedule, operation: Operation) -> bool:
         return schedule.island_dtype(operation) is not None
     if operation.primitive.name not in _FORMATTING or not isinstance(operation.operands[0], int):
         return False
-    layout = schedule.assignment.strategies[operation.index].operands[0]
-    if layout is None or layout == schedule.assignment.values.get(operation.operands[0], layout):
+    return _reduces(schedule, operation.operands[0], schedule.assignment.strategies[operation.index].operands[0])
+
+
+def _reduces(schedule: Schedule, value: int, layout: Layout | None) -> bool:
+    """Whether a value that stays partial is scattered where it is read in a layout."""
+    if layout is None or layout == schedule.assignment.values.get(value, layout):
         return False
-    return any(step.kind == "reduce-scatter" for step in schedule.route(operation.operands[0], layout).steps)
+    return any(step.kind == "reduce-scatter" for step in schedule.route(value, layout).steps)
 
 
 def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[int, int]]:
