@@ -64,10 +64,11 @@ class Call:
 
     def types(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arguments by their paths."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.shapes())
-        return {
-            jax.tree_util.keystr(path[1:], simple=True, separator="/"): (s.shape, str(s.dtype)) for path, s in leaves
-        }
+        return {path: (shape.shape, str(shape.dtype)) for path, shape in _by_path(self.shapes()).items()}
+
+    def by_path(self) -> dict[str, Any]:
+        """The arguments by their paths."""
+        return _by_path((self.args, self.kwargs))
 
     def check_alive(self, leaves: Sequence[Any]) -> None:
         """Raises CallError where an array was donated before; over several CPU devices XLA would end the process."""
@@ -78,6 +79,11 @@ class Call:
                 f"`{paths[gone.index(True)]}` holds no data any more, one of {sum(gone)} such arrays: a step before "
                 "took their memory for its results (donate_argnums) or they were deleted. Pass what that step returned"
             )
+
+
+def _by_path(arguments: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    return {jax.tree_util.keystr(path[1:], simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 class Calls:

@@ -18,6 +18,7 @@ from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
 from shardplan.errors import ArgumentError, EnclosingTraceError, PlanMismatchError, warn
+from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
 from shardplan.mesh import GivenMesh, check_mesh, without_manual_axes
 from shardplan.options import Options
@@ -56,7 +57,8 @@ def auto(
         memory_limit: bytes that one device may hold.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
         hardware: a profile or its name; ``"h100"`` where none is given.
-        pins: path globs of arguments to ``PartitionSpec``s that they must have.
+        pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
+            split at the first call keep that layout too: it is part of their types.
         donate_argnums: positions of arguments whose memory the results may take, as in ``jax.jit``.
         static_argnums: positions of arguments that are compiled into the program, as in ``jax.jit``.
         reduce_dtype: a narrower float type in which gradients may be summed over devices.
@@ -269,7 +271,12 @@ def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
 def _traced_plan(call: Call, mesh: GivenMesh, options: Options) -> Plan:
     started = time.perf_counter()
     traced = _trace(call)
-    resolved = replace(options, static_argnums=call.static_positions, donate_argnums=call.donated_positions)
+    resolved = replace(
+        options,
+        pins=with_explicit(options.pins, call.by_path(), mesh),
+        static_argnums=call.static_positions,
+        donate_argnums=call.donated_positions,
+    )
     spent = time.perf_counter() - started
 
     def make(chosen: Options) -> Plan:

@@ -1,4 +1,5 @@
-"""Hard layouts: the user's pins of arguments, and the sharding constraints inside the user's function.
+"""Hard layouts: the user's pins of arguments, the layouts that arguments have on mesh axes of type Explicit, and the
+sharding constraints inside the user's function.
 
 >>> import jax
 >>> from shardplan.layout import MeshAxes
@@ -12,13 +13,15 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan.errors import ArgumentError
 from shardplan.layout import LayoutSpace, from_spec
@@ -37,6 +40,39 @@ class HardLayouts:
 
     layouts: dict[int, HardLayout]
     ignored: tuple[str, ...]
+
+
+def with_explicit(
+    pins: Mapping[str, PartitionSpec] | None, arguments: Mapping[str, Any], mesh: Any
+) -> Mapping[str, PartitionSpec] | None:
+    """Pins, and with them the layouts of arguments that mesh axes of type Explicit split: they are part of their types.
+
+    ``arguments`` are arrays or shapes by their paths. A pin goes before an argument's own layout; what is split over no
+    such axis, or lies on another mesh than the planned one, may lie anywhere.
+    """
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        return pins
+    found = dict(pins or {})
+    for name, argument in arguments.items():
+        spec = _explicit_spec(argument, mesh)
+        if spec is not None and not any(fnmatchcase(name, pattern) for pattern in pins or {}):
+            found[glob.escape(name)] = spec
+    return found or pins
+
+
+def _explicit_spec(argument: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
+    """How axes of type Explicit split an argument over a mesh: None where none does."""
+    sharding = getattr(argument, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or [*sharding.mesh.shape.items()] != [*mesh.shape.items()]:
+        return None
+    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
+    split = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec]
+    kept = [tuple(axis for axis in axes if kinds.get(axis) is AxisType.Explicit) for axes in split]
+    if not any(kept):
+        return None
+    rest = None if all(kind is AxisType.Explicit for kind in kinds.values()) else PartitionSpec.UNCONSTRAINED
+    behind = ((),) * (len(argument.shape) - len(kept))
+    return PartitionSpec(*(axes or rest for axes in (*kept, *behind)))
 
 
 def hard_layouts(program: Program, space: LayoutSpace, pins: Mapping[str, PartitionSpec] | None) -> HardLayouts:

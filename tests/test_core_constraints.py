@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
@@ -77,3 +77,56 @@ def test_constraints_that_no_plan_can_keep_are_left_out_with_a_warning() -> None
         shardplan.ShardplanWarning, match=r"constraint at test_core_constraints.py.* is not kept.*pad to 8"
     ):
         assert_equal_trees(shardplan.auto(fn, mesh)(jnp.ones((8, 6))), 2 * jnp.ones((8, 6)))
+
+
+# ---- layouts that arguments have by their types
+
+
+def _twice(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w) @ w
+
+
+def _shaped(mesh: Any, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, spec))
+
+
+def test_arguments_that_explicit_axes_split_stay_so_and_the_price_is_said() -> None:
+    mesh = mesh_of((2, 4), explicit=True)
+    free = shardplan.plan(_twice, mesh, _shaped(mesh, P()), _shaped(mesh, P()))
+    assert "pins" not in free.statistics
+    plan = shardplan.plan(_twice, mesh, _shaped(mesh, P(None, "y")), _shaped(mesh, P("x")))
+    assert [sharding.spec for sharding in plan.leaf_shardings()] == [P(None, "y"), P("x")]
+    sent = plan.communication_bytes - free.communication_bytes
+    assert plan.statistics["pins"]["communication_bytes"] == sent > 0
+    same = shardplan.plan(_twice, mesh_of((2, 4)), *(_shaped(mesh_of((2, 4)), P(None, "y")) for _ in range(2)))
+    assert same.communication_bytes == free.communication_bytes  # axes of type Auto say nothing of the type
+
+
+def test_a_pin_goes_before_the_layout_of_an_argument() -> None:
+    mesh = mesh_of((2, 4), explicit=True)
+    pins = {"0": P("x", None)}
+    plan = shardplan.plan(_twice, mesh, _shaped(mesh, P(None, "y")), _shaped(mesh, P(None, "y")), pins=pins)
+    assert [sharding.spec for sharding in plan.leaf_shardings()] == [P("x"), P(None, "y")]
+
+
+def test_axes_of_other_types_may_split_more_of_an_argument() -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    plan = shardplan.plan(lambda x, w: x * w, mesh, _shaped(mesh, P("x")), _shaped(mesh, P()), pins={"1": P("x", "y")})
+    assert [sharding.spec for sharding in plan.leaf_shardings()] == [P("x", "y"), P("x", "y")]
+
+
+def test_steps_with_explicit_arguments_run_and_are_planned_once() -> None:
+    mesh = mesh_of((2, 4), explicit=True)
+    w = jax.device_put(jnp.eye(8) + 0.1 * X, NamedSharding(mesh, P(None, "x")))
+    x = jax.device_put(X, NamedSharding(mesh, P("y", "x")))
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 1e-4 * jax.grad(lambda w: jnp.sum(_twice(x, w)))(w)
+
+    planned = shardplan.auto(step, mesh)
+    first = planned(w, x)
+    assert_equal_trees(first, step(jnp.eye(8) + 0.1 * X, X))
+    made = planned.plan(w, x)
+    assert [sharding.spec for sharding in made.leaf_shardings()] == [P(None, "x"), P("y", "x")]
+    assert_equal_trees(planned(first, x), step(step(jnp.eye(8) + 0.1 * X, X), X))
+    assert planned.plan(first, x) is made
