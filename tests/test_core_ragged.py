@@ -215,3 +215,11 @@ def test_matrices_in_another_type_are_gone_before_the_gradients_that_read_them_t
     # parameters; a new one, its gradient and its transposition; copies of the rows of all layers and one transposed
     held = 4 * (3 + 1) * matrices + 2 * (1 + 1) * matrices + 2 * 3 * masked
     assert plan.peak_bytes == pytest.approx(held, rel=0.01)  # compiled: 774.9 MB
+
+
+def test_gradients_go_through_matrices_that_are_made_from_nothing() -> None:
+    def step(x: Any, sizes: Any) -> Any:
+        return jax.grad(lambda x: jnp.sum(jax.lax.ragged_dot(x, jnp.full((4, 64, 64), 0.5) * 1.0, sizes) ** 2))(x)
+
+    x, sizes = jnp.ones((512, 64)), jnp.full(4, 128, jnp.int32)
+    assert_equal_trees(shardplan.auto(step, mesh_of((8,)))(x, sizes), step(x, sizes))

@@ -125,7 +125,7 @@ def _turned_matrices(schedule: Schedule, kernels: Kernels) -> Iterator[tuple[tup
             continue
         matrices, sources = operation.operands[MATRICES], set[int]()
         stack = [matrices] if isinstance(matrices, int) else []
-        if not stack or strategy.operands[MATRICES] != schedule.assignment.values[stack[0]]:
+        if not stack or strategy.operands[MATRICES] != schedule.assignment.values.get(stack[0]):
             continue
         while stack:
             maker = makers.get(value := stack.pop())
