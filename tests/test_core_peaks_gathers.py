@@ -12,6 +12,7 @@ from shardplan.memory.combining import Gather, gather_for
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
+from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.reductions import reduced_together
 from shardplan.memory.usages import Usages
@@ -265,3 +266,19 @@ def test_what_is_empty_is_merged_with_nothing(compute):
 
     plan = shardplan.plan(step, MESH, jax.ShapeDtypeStruct((8, 0), "float32"), pins={"0": jax.P("x")})
     assert combined_gathers(plan.schedule) == [] and plan.communication_bytes == 0
+
+
+def test_an_iteration_runs_apart_whose_gradient_an_inner_loop_leaves_partial():
+    def step(weights, x):
+        def layer(x, w):
+            return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0], None
+
+        def loss(weights):
+            return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    stack, x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    plan = shardplan.plan(step, MESH, stack, x, pins={"0": jax.P(None, "x", None), "1": jax.P("x", None)})
+    outer = [o.index for o in plan.program.operations if o.bodies and not o.region]
+    assert peeled_loops(plan.schedule) == {outer[-1]}

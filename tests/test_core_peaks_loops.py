@@ -309,22 +309,6 @@ def test_an_iteration_runs_apart_whose_gradient_stays_partial_until_it_is_put_in
     assert peeled_loops(schedule) == {[o.index for o in operations if o.bodies][-1]}
 
 
-def test_an_iteration_runs_apart_whose_gradient_an_inner_loop_leaves_partial():
-    def step(weights, x):
-        def layer(x, w):
-            return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0], None
-
-        def loss(weights):
-            return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
-
-        return weights - 0.1 * jax.grad(loss)(weights)
-
-    stack, x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
-    plan = shardplan.plan(step, MESH, stack, x, pins={"0": jax.P(None, "x", None), "1": jax.P("x", None)})
-    outer = [o.index for o in plan.program.operations if o.bodies and not o.region]
-    assert peeled_loops(plan.schedule) == {outer[-1]}
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_is_made_for_a_loop_is_kept_for_others_that_would_make_the_same(transposed):
     def step(x, w):
