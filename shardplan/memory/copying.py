@@ -100,7 +100,8 @@ def product_copies(
 def written_by(
     problem: Problem, order: Sequence[Operation], copied: Mapping[tuple[int, int], ProductOperand], kernels: Kernels
 ) -> dict[ProductOperand, Operation | None]:
-    """The operation whose kernel writes each copy beside what it makes; None where a kernel makes nothing else."""
+    """The operation with which each copy is written: the one whose kernel makes what is copied, or another reader that
+    comes first; None where a kernel only copies for the first reader."""
     places = {operation.index: place for place, operation in enumerate(order)}
     found = product_copies(problem, order, copied, kernels)
     alone = {read: copy.first == places[copy.reader.index] for read, copy in found.items()}

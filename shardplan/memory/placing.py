@@ -4,10 +4,9 @@ It is XLA's own procedure: on XLA's graph with XLA's times it gives the order th
 what can start at once comes first. An operation can start when what needs it has run, or a microsecond after that one
 began, if this is later; a collective takes its time, and begins at once where another one waits for it to be placed,
 but behind all that can start where none does and it leads to no more of them. What leads to more collectives comes
-next, then what is as long as
-the wait for what can start next, then what reads what a collective brings, then what lets most be placed, and at last
-what stands last in the order before. One of several values of a merged collective is taken from these first, so that
-what reads it does not count as reading what the collective brings.
+next, then what is as long as the wait for what can start next, then what reads what a collective brings, then what lets
+most be placed, and at last what stands last in the order before. One of several values of a merged collective is taken
+from these first, so that what reads it does not count as reading what the collective brings.
 
 What an all-to-all starts from is a view of what it reads, which can start a microsecond later than now for that: what
 can be placed at once comes between, however long it takes.
