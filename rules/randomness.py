@@ -37,7 +37,7 @@ def _per_key(name: str) -> Semantics:
     def rule(equation: Equation) -> Expression:
         out = equation.outputs[0]
         at = letters("i", len(out.shape))
-        operands = ("key", "data", "more")[: len(equation.inputs)]
+        operands = ("key", "data")[: len(equation.inputs)]
         body: Term
         if _counts_positions(equation.inputs[0]) or name in ("seed", "clone"):
             body = Apply(name, tuple(Read(n, at[: len(t.shape)]) for n, t in enumerate(equation.inputs)))
@@ -46,6 +46,21 @@ def _per_key(name: str) -> Semantics:
         return expression(equation, sizes_of((at, out.shape)), [Result(at, body)], operands)
 
     return rule
+
+
+def _gamma(equation: Equation) -> Expression:
+    """A number for each parameter. All are drawn in one loop over them in a row, of keys that are split in their order:
+    only where the outermost dimension is split are parts of the row next to each other."""
+    out = equation.outputs[0]
+    at = letters("i", len(out.shape))
+    outer = next((n for n, size in enumerate(out.shape) if size > 1), 0)
+    outer = outer if _counts_positions(equation.inputs[0]) else len(at)
+    reads = tuple(
+        Read(n, tuple(index if dim == outer else None for dim, index in enumerate(at[: len(tensor.shape)])))
+        for n, tensor in enumerate(equation.inputs)
+    )
+    body = Opaque("gamma", reads, tuple(index for dim, index in enumerate(at) if dim != outer))
+    return expression(equation, sizes_of((at, out.shape)), [Result(at, body)], ("key", "data"))
 
 
 def _words(name: str, into_key: bool) -> Semantics:
@@ -84,7 +99,7 @@ RULES: dict[str, Semantics] = {
     "random_seed": _per_key("seed"),
     "random_clone": _per_key("clone"),
     "random_fold_in": _per_key("fold_in"),
-    "random_gamma": _per_key("gamma"),
+    "random_gamma": _gamma,
     "rng_bit_generator": _rng_bit_generator,
     "rng_uniform": _rng_uniform,
     "to_edtype": _words("wrap", into_key=True),

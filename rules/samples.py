@@ -217,7 +217,7 @@ def _random() -> dict[str, Sample]:
         "random_fold_in": _sample(jax.vmap(jax.random.fold_in), "key[8] u32[8]"),
         "random_seed": _sample(jax.vmap(jax.random.key), "u32[8]"),
         "random_clone": _sample(jax.random.clone, "key[8]"),
-        "random_gamma": _sample(lambda k, a: jax.vmap(jax.random.gamma)(k, a), "key[8] f32[8]"),
+        "random_gamma": _sample(jax.random.gamma, "key[] f32[8,4]"),
         "to_edtype": _bind("to_edtype", "i32[8,4]", edtype=extended),
         "from_edtype": Sample(
             lambda x: _primitives()["from_edtype"].bind(x, dtype=np.dtype(np.int32)),

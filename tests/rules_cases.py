@@ -207,7 +207,7 @@ def randomness(draw: Any) -> Case:
         return (lambda *w: threefry2x32_p.bind(*w)), words
     if kind == "state":
         return (lambda k: lax.rng_bit_generator(k, shape)), [np.arange(4, dtype=np.uint32)]
-    alpha = np.abs(numbers(len(keys))) + np.float32(1)
+    alpha = np.abs(numbers(len(keys), *shape)) + np.float32(1)
     return (lambda k, a: jax.vmap(jax.random.gamma)(k, a)), [keys, alpha]
 
 

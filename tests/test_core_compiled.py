@@ -95,6 +95,18 @@ def test_one_small_step() -> None:
     assert compiled_over_predicted(descend(loss), (params, batch), (8,)) == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.parametrize("pins", [None, {"1": P("x", "y")}], ids=str)
+def test_numbers_drawn_in_a_row(pins: Any) -> None:
+    """Where an inner dimension were split, XLA would bring all numbers to each device."""
+
+    def draw(key: Any, concentrations: Any) -> Any:
+        return jax.random.gamma(key, jnp.abs(concentrations) + 1)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    ratio = compiled_over_predicted(draw, (key, floats(32768, 8)), (2, 4), pins=pins)
+    assert ratio == pytest.approx(1, abs=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize("along", [None, 0])
