@@ -390,13 +390,10 @@ class Problem:
         copies = {v: self.domain(v).layouts[choices[i]] for v, i in variables.copies.items()}
         strategies = {}
         for operation in self.program.operations:
-            options = self.choices.get(operation.index)
+            options, variable = self.choices.get(operation.index), variables.operations.get(operation.index)
             if operation.index in self._barriers:
                 strategies[operation.index] = barrier_strategy(operation, values, self.space.mesh)
-            elif options is None:
-                continue
-            elif operation.index in variables.operations:
-                strategies[operation.index] = options.strategies[choices[variables.operations[operation.index]]]
-            elif operation.results[0] not in self.generated:
-                strategies[operation.index] = options.strategies[choices[variables.values[operation.results[0]]]]
+            elif options is not None and (variable is not None or operation.results[0] not in self.generated):
+                variable = variables.values[operation.results[0]] if variable is None else variable
+                strategies[operation.index] = options.strategies[choices[variable]]
         return Assignment(values, copies, strategies, self.generated)

@@ -389,13 +389,3 @@ def test_what_is_summed_over_devices_is_stored_for_that():
     kernels = kernels_of(plan.schedule.problem)
     ended = kernels.fused - ending_at_reductions(plan.schedule, kernels).fused
     assert [plan.program.operations[index].primitive.name for index in ended] == ["gather"]
-
-
-def test_reductions_that_would_wait_for_each_other_are_apart():
-    def step(x):
-        total, largest = jnp.sum(x), jnp.max(x)
-        return total, largest, jnp.max(x * total), jnp.sum(x * largest)
-
-    plan = shardplan.plan(step, MESH, jax.ShapeDtypeStruct((4096, 64), "float32"), pins={"0": jax.P("x", None)})
-    order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))[0]
-    assert sorted(order) == list(range(len(plan.program.operations)))

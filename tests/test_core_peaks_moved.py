@@ -137,3 +137,13 @@ def test_a_carry_that_is_gathered_for_a_loop_is_held_whole_while_that_runs(donat
     whole, split = (domain.position[layout] for layout in (((), ()), ((0,), ())))
     assert pair.amounts[whole, split] == 4 * 512 * 512 and pair.amounts[split, split] == 0
     assert pair.start == carry.lifetime.start
+
+
+def test_reductions_that_would_wait_for_each_other_are_apart():
+    def step(x):
+        total, largest = jnp.sum(x), jnp.max(x)
+        return total, largest, jnp.max(x * total), jnp.sum(x * largest)
+
+    plan = shardplan.plan(step, MESH, jax.ShapeDtypeStruct((4096, 64), "float32"), pins={"0": jax.P("x", None)})
+    order = hiding_order(plan.schedule, kernels_in(plan.schedule))[0]
+    assert sorted(order) == list(range(len(plan.program.operations)))

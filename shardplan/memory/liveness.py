@@ -77,14 +77,37 @@ class Lifetimes:
         self.held: dict[int, Lifetime] = {}
         self.carried: dict[int, Lifetime] = {}  # what lies in a carry, with where it is made
         last_read = dict.fromkeys(outputs, self.end)
-        last_copy: dict[int, int] = {}
         self.updating = updates_of(program, kernels.fused)
         leaving = self._leaving_bodies()
         outputs |= leaving.keys()
         last_read |= leaving
         same = repeated_results(program, self.order, kernels.apart)
-        apart, stored = problem.generated | same.keys() | kernels.views, outputs | kernels.stored
-        in_memory = stored | kernels.read
+        last_copy = self._hold_made(kernels, frozenset(outputs) | kernels.stored, same, last_read)
+        self._hold_slices(same, last_read)
+        for index in (*program.inputs, *program.captured):
+            self.held[index] = Lifetime(0, self.end)
+        spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
+        for value, place in overwritten_values(problem, self.order, kernels, spans):
+            self.held[value] = Lifetime(self.held[value].start, place - 1)
+        self._share_with_results(last_read)
+        # what links alone read (a body's result that is carry and stack) is read where the loop ends
+        self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
+        for value, found in readers.items():
+            first = self.start(found[0])
+            self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
+        self.copied = self.reads | self._read_before_updates(last_copy)
+        self.reordered = reordered_inputs(program, self.order, kernels.copied)
+        beside = self._made_beside_arguments(kernels.carried) | kernels.leaving
+        self.beside = copied_after(self, program, beside, sending)
+        self.handed = dict(self._handed_over())
+
+    def _hold_made(
+        self, kernels: Kernels, stored: frozenset[int], same: Mapping[int, int], last_read: dict[int, int]
+    ) -> dict[int, int]:
+        """Holds what operations make, from the last one back; finds where each value is read last, and gives where
+        copies of it are: not by updates of a state."""
+        apart, in_memory = self._problem.generated | same.keys() | kernels.views, stored | kernels.read
+        last_copy: dict[int, int] = {}
         for operation in reversed(self.order):
             if not same.keys().isdisjoint(operation.results):
                 for result in (result for result in operation.results if result in same):
@@ -103,23 +126,7 @@ class Lifetimes:
                     last_read[operand] = until
                 if not updates and last_copy.get(operand, -1) < until:
                     last_copy[operand] = until
-        self._hold_slices(same, last_read)
-        for index in (*program.inputs, *program.captured):
-            self.held[index] = Lifetime(0, self.end)
-        spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
-        for value, place in overwritten_values(problem, self.order, kernels, spans):
-            self.held[value] = Lifetime(self.held[value].start, place - 1)
-        self._share_with_results(last_read)
-        # what links alone read (a body's result that is carry and stack) is read where the loop ends
-        self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
-        for value, found in readers.items():
-            first = self.start(found[0])
-            self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
-        self.copied = self.reads | self._read_before_updates(last_copy)
-        self.reordered = reordered_inputs(program, self.order, kernels.copied)
-        beside = self._made_beside_arguments(kernels.carried) | kernels.leaving
-        self.beside = copied_after(self, program, beside, sending)
-        self.handed = dict(self._handed_over())
+        return last_copy
 
     def _handed_over(self) -> Iterator[tuple[int, tuple[Link, int]]]:
         """What one loop alone reads, through one link, with that and the last place before the loop: in the layout in
