@@ -158,8 +158,8 @@ def undivided(program: Program, space: LayoutSpace) -> list[str]:
     """A sentence for each argument with data whose first dimension no mesh axis divides, with the sizes that would do.
 
     Data is what no result replaces in the next step; where a scan runs over it, by microbatches, the second dimension
-    is asked. Of a function without a state, arguments count that cannot be
-    split on any dimension. Of a state, long dimensions count: a vocabulary.
+    is asked. Of a function without a state, and beside a batch that is divided (a frozen network's weights), arguments
+    count that cannot be split on any dimension. Of a state, long dimensions count: a vocabulary.
     """
     mesh = space.mesh
     if not mesh.splitting:
@@ -170,11 +170,15 @@ def undivided(program: Program, space: LayoutSpace) -> list[str]:
     of_state = [program.values[program.inputs[position]] for position in sorted(state)]
     found = _undivided_state(of_state, sizes, axes, space.padded)
     scanned = _scanned(program)
+    asked = list[tuple[int, int, int]]()  # per argument with data, which dimension, and its size
     for position, index in enumerate(program.inputs):
         shape, dim = program.values[index].shape, int(index in scanned)
-        batch = shape[dim] if len(shape) > dim else 0
-        hopeless = state or not any(_divides(size, sizes) for size in shape)
-        if position in state or not hopeless or batch < 2 or prod(shape) < mesh.device_count or _divides(batch, sizes):
+        if position not in state and len(shape) > dim and shape[dim] > 1 and prod(shape) >= mesh.device_count:
+            asked.append((index, dim, shape[dim]))
+    every = state and not any(_divides(batch, sizes) for _, _, batch in asked)
+    for index, dim, batch in asked:
+        shape = program.values[index].shape
+        if _divides(batch, sizes) or not (every or not any(_divides(size, sizes) for size in shape)):
             continue
         better = " or ".join(map(str, sorted({_next(batch, n) for n in (min(sizes), mesh.device_count)})))
         inside = " but inside the step, padded" if batch in space.padded else ""

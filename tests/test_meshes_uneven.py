@@ -102,6 +102,20 @@ def test_an_undivided_batch_is_said() -> None:
         shardplan.plan(language_step, mesh_of((8,)), *arguments(64, 8, 6))
 
 
+def test_filters_of_a_frozen_network_are_no_batch() -> None:
+    def step(filters: Any, images: Any, frozen: Any) -> Any:
+        def loss(filters: Any) -> Any:
+            mine, other = (jax.lax.conv(images, some, (1, 1), "SAME") for some in (filters, frozen))
+            return jnp.mean((mine - other) ** 2)
+
+        return filters - jax.grad(loss)(filters)
+
+    filters, images = (jax.ShapeDtypeStruct(shape, "f4") for shape in ((3, 3, 8, 8), (16, 3, 8, 8)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardplan.plan(step, mesh_of((8,)), filters, images, filters)
+
+
 # ---- padded inside of the step
 
 
