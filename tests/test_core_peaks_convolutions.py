@@ -256,3 +256,18 @@ def test_what_two_convolutions_read_from_one_copy_with_zeros_is_computed_for_tha
     program = shardplan.plan(jax.grad(loss, argnums=(1, 2)), 1, *shapes).schedule.problem
     makers = {value: o.primitive.name for o in program.program.operations for value in o.results}
     assert "tanh" not in [makers[value] for value in kernels_of(program).stored]
+
+
+@pytest.mark.parametrize(
+    ("unit", "applied"), [(jax.nn.relu, True), (jax.nn.gelu, False), (lambda x: jnp.maximum(x, jnp.tanh(x)), False)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_rectifier_is_applied_by_the_convolution(unit, applied, biased):
+    def step(image, filters, bias):
+        found = jax.lax.conv_general_dilated(image, filters, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"))
+        return jnp.mean(unit(found + bias if biased else found))
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 16, 16, 32), (3, 3, 32, 32), (32,))]
+    program = (schedule := shardplan.plan(step, 1, *shapes).schedule).program
+    ends = [program.operations[index].primitive.name for index in accumulations(schedule)]
+    assert ends == (["max"] if applied else ["add"] if biased else [])

@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.activations import activated
 from shardplan.memory.combining import Gather
 from shardplan.memory.copying import copying_kernel
-from shardplan.memory.liveness import WORKSPACE_BYTES
+from shardplan.memory.hiding import Graph
+from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.recomputing import kernels_in
+from shardplan.memory.times import UNKNOWN
+from shardplan.memory.turning import turn_operands
 from shardplan.tracing import trace_program
 
 
@@ -89,3 +94,55 @@ def test_products_of_numbers_of_8_bits_read_what_they_sum_over_innermost(dtype):
 
     assert copied(((1,), (1,))) == 0
     assert copied(((1,), (0,))) == (n * n if jnp.dtype(dtype).itemsize == 1 else 0)
+
+
+def _attention_gradients(length=256):
+    """The gradients of queries, keys and values of heads that share their keys, on one device."""
+    heads, shared = (jax.ShapeDtypeStruct((2, length, n, 64), "float32") for n in (8, 2))
+
+    def step(queries, keys, values):
+        mixed = jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
+        return jnp.sum(mixed**2)
+
+    schedule = shardplan.plan(jax.grad(step, argnums=(0, 1, 2)), 1, heads, shared, shared).schedule
+    return schedule, kernels_in(schedule)
+
+
+def test_what_goes_through_rows_writes_one_copy_in_the_shortest_time_and_its_other_orders_come_later():
+    schedule, kernels = _attention_gradients()
+    program, graph = schedule.program, Graph(schedule, kernels, [], [])
+    turn_operands(graph, kernels)
+    of_scores = [node for node in graph.further if any(program.values[v].elements == 2**20 for v in graph.values[node])]
+    # the probabilities, computed for each of two products, and the scores' gradient, which is stored, in another order
+    assert sorted(graph.takes[node] for node in of_scores)[:2] == [UNKNOWN] * 2 and len(of_scores) == 3
+    lifetimes = Lifetimes(schedule.problem, range(len(program.operations)), kernels)
+    copies = {read: copy for read, copy in lifetimes.copies.items() if program.values[read.value].elements == 2**20}
+    assert all(copy.first == lifetimes.place[copy.reader.index] for copy in copies.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shared", "dtype"), [(4, "float32"), (16, "float32")])
+def test_the_peak_of_attention_is_what_is_compiled(shared, dtype):
+    def step(weights, x):
+        def loss(weights):
+            heads = [(x @ w).reshape(*x.shape[:2], -1, 64) for w in weights[:3]]
+            mixed = jax.nn.dot_product_attention(*heads, is_causal=True).reshape(x.shape)
+            return jnp.mean(jnp.square(mixed @ weights[3]))
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    weights = [jax.ShapeDtypeStruct((1024, 64 * heads), dtype) for heads in (16, shared, shared, 16)]
+    plan = shardplan.plan(step, 8, weights, jax.ShapeDtypeStruct((16, 1024, 1024), dtype), donate_argnums=0)
+    assert shardplan.audit(plan).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("read_besides", [False, True])
+def test_what_merged_products_alone_read_is_computed_where_it_is_put_side_by_side(read_besides):
+    def step(x, first, second):
+        made = jnp.tanh(first @ first.T), jnp.tanh(second @ second.T)
+        return [x.T @ one for one in made], made[0] if read_besides else 0
+
+    schedule = shardplan.plan(step, 1, *[jax.ShapeDtypeStruct((64, 64), "float32")] * 3).schedule
+    [merged] = merged_anywhere(schedule)
+    read = [schedule.program.operations[index].operands[1] for index in merged]
+    assert len(read) == 2 and kernels_in(schedule).read.intersection(read) == {*read[: int(read_besides)]}

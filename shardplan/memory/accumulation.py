@@ -171,6 +171,13 @@ def merged_anywhere(schedule: Schedule) -> list[list[int]]:
     return merged_in(schedule, schedule.program.operations)
 
 
+def own_position(schedule: Schedule, merged: Iterable[Operation]) -> int:
+    """The position of the operand that merged products do not share."""
+    same = repeated_in(schedule.program, apart_in(schedule))
+    first = {same.get(o, o) if isinstance(o := operation.operands[0], int) else None for operation in merged}
+    return int(len(first) == 1)
+
+
 def read_together(schedule: Schedule) -> dict[int, list[int]]:
     """Per product that XLA merges with others, the values that any of them reads: all are there before one is computed.
     Where products would so wait for themselves, since what one of them reads needs another one, they stay apart."""
@@ -281,7 +288,7 @@ class _Graph:
         """The product that applies the unit of which an operation is the end, and all that is between, if one does."""
         value, between = _units(self._program).get(operation.index, (-1, ()))
         product, operations = self.open.get(value), [*(self._program.operations[index] for index in between), operation]
-        if product is None or product.convolved or product.added or product.widened:
+        if product is None or (product.convolved and between) or product.added or product.widened:
             return None
         inside = {value, *(one.results[0] for one in operations[:-1])}
         read = [(o, at) for o in operations for at in range(len(o.operands)) if self.operand(o, at) in inside]

@@ -1,4 +1,5 @@
 """Rectifiers, and Gaussian error units by a hyperbolic tangent, that cuBLAS applies to a product as it writes it.
+cuDNN applies rectifiers to convolutions.
 
 XLA:GPU makes one part of a product where nothing else reads that, also behind a bias, or where the product is seen in
 another shape: what only the forward pass computes (of a step that samples, of a network that is not trained). The

@@ -17,7 +17,8 @@ What is computed from a product's result that lies otherwise than it is written 
 their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored; all else
 kernels of their own compute or copy, for the first product that reads it. Where few such heads lie innermost (fewer
 than 8, of 32-bit numbers), no kernel turns them in tiles, and those that do not are one: the copy for the gradient of
-the values is made in the forward pass, with the one that is multiplied by these.
+the values is made in the forward pass, with the one that is multiplied by these. A kernel that goes through rows which
+it has reduced (`shardplan.memory.rows`) writes one result: copies of that are kernels of their own.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> from shardplan.memory.products import product_operands
@@ -48,6 +49,7 @@ from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.lying import PRODUCT, lying_of
 from shardplan.memory.products import ProductOperand
 from shardplan.memory.recomputing import Kernels
+from shardplan.memory.rows import made_by_rows
 from shardplan.problem import Problem
 from shardplan.program import Operation
 
@@ -116,6 +118,8 @@ class _Copying:
         self._pointwise = pointwise_operations(problem)
         self._lying = lying_of(problem.program, self._pointwise).orders
         self._makers = problem.program.makers
+        in_memory = kernels.read | kernels.stored
+        self._by_rows = made_by_rows(problem.program, self._pointwise, kernels.fused, in_memory)
         self.places = {operation.index: place for place, operation in enumerate(order)}
         """Per operation, by index, its place in the order."""
         self._beside: dict[int, ProductOperand] = {}  # per value that lies otherwise, what its kernel writes as well
@@ -127,6 +131,8 @@ class _Copying:
         maker, value, place = self._makers.get(copy.value), copy.value, self.places[reader.index]
         if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in _MOVING:
             return self._moved.setdefault((self._moving_kernel(copy), reader.region), place)
+        if value in self._by_rows:
+            return place
         stored = value in self._kernels.read or value in self._kernels.stored
         made = self.places[maker.index] if stored else place
         if value in self._lying:

@@ -140,7 +140,8 @@ class Graph(Nodes):
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in here if self._is_part(o)}
         self.tiled = set[int]()  # kernels that turn what they read, in tiles
-        self.by_rows = set[int]()  # kernels that go through rows which they have reduced
+        self.by_rows = set[int]()  # kernels that go through rows which they have reduced, and
+        self.rows = set[int]()  # what is computed of such rows on the way
         self._turning = turning_reads(schedule)
         self._find_kernels(here, kernels)
         together = {one: number for number, group in enumerate(combined) for one in group}
@@ -169,6 +170,7 @@ class Graph(Nodes):
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
                 self._sources |= dict.fromkeys(operation.results, reads)
                 rows.update(operation.results if by_rows else ())
+                self.rows.update(operation.results if by_rows else ())
                 if brought:
                     self._brought |= dict.fromkeys(operation.results, brought)
                 if slow:

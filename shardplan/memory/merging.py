@@ -1,7 +1,8 @@
 """Products that XLA:GPU merges into one: they run together, once all that they read is there.
 
-Their other operands are put side by side by a kernel before: what nobody else reads then is not in memory while the
-product runs. Its result is one buffer, which lives until nothing reads any of its parts.
+Their other operands are put side by side by a kernel before, which computes what is read there alone, element by
+element: what nobody else reads then is not in memory while the product runs. Its result is one buffer, which lives
+until nothing reads any of its parts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shardplan.memory.accumulation import merged_anywhere, merged_in
+from shardplan.memory.accumulation import merged_anywhere, merged_in, own_position
 from shardplan.memory.combining import Gather, gather_for, reducing
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.products import leaving_products
@@ -144,9 +145,8 @@ def _run(lifetimes: Lifetimes, group: Sequence[int]) -> tuple[int, int]:
 def _positions(schedule: Schedule, group: Sequence[int]) -> Iterator[tuple[Operation, int]]:
     """The products of a group, each with the position of the operand that they do not share."""
     operations = [schedule.program.operations[index] for index in group]
-    shared = 0 if len({operation.operands[0] for operation in operations}) == 1 else 1
-    for operation in operations:
-        yield operation, 1 - shared
+    own = own_position(schedule, operations)
+    yield from ((operation, own) for operation in operations)
 
 
 def _put_beside(schedule: Schedule, group: Sequence[int]) -> tuple[Gather | int, ...]:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardplan.groups import MATRICES, RAGGED, turns_matrices
-from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere
+from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere, own_position
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, pointwise_operations, readers_in
 from shardplan.memory.leaving import transposed_results
@@ -28,11 +28,12 @@ from shardplan.memory.lying import lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import is_multiplied, product_operands, turned_carries
 from shardplan.memory.repeated import Apart, apart_in
+from shardplan.memory.rows import made_by_rows
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.sums import adds_many
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.program import Operation, Program
 from shardplan.running import running_sums
 from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
@@ -84,7 +85,7 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     added = running.union(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))
     kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers)
-    read = kernels.read | running
+    read = (kernels.read | running) - _beside_alone(schedule, kernels)
     kernels = replace(kernels, read=read, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
     turned = dict(_turned_matrices(schedule, kernels))
     carried = frozenset[int]() if schedule.running else turned_carries(schedule.program)
@@ -149,6 +150,46 @@ def _masked(schedule: Schedule) -> Iterator[tuple[int, int]]:
                 layout, shape = strategy.operands[position], operand_type(schedule.program, operand).shape
                 if layout and any(shape[dim] % mesh.degree(layout[dim]) for dim in contracted[position]):
                     yield operation.index, position
+
+
+def _beside_alone(schedule: Schedule, kernels: Kernels) -> frozenset[int]:
+    """What merged products alone read, side by side, and the kernel computes that puts it there: not what is brought to
+    another layout before, nor what is made by rows or turned in tiles on the way, which a kernel of its own does."""
+    program, found, assignment = schedule.program, set[int](), schedule.assignment
+    readers, makers, pointwise = readers_in(program), program.makers, pointwise_operations(schedule.problem)
+    by_rows = made_by_rows(program, pointwise, kernels.fused, kernels.read | kernels.stored)
+    leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+    for group in merged_anywhere(schedule):
+        operations = [program.operations[index] for index in group]
+        own = own_position(schedule, operations)
+        for value in {o for operation in operations if isinstance(o := operation.operands[own], int)}:
+            maker = makers.get(value)
+            if maker is None or maker.index not in kernels.fused or value in by_rows or value in leaving:
+                continue
+            alone = all(
+                reader.index in group
+                and reader.operands[1 - own] != value
+                and assignment.strategies[reader.index].operands[own] == assignment.values.get(value)
+                for reader in readers[value]
+            )
+            if alone and not _is_turned(program, kernels, value):
+                found.add(value)
+    return frozenset(found)
+
+
+def _is_turned(program: Program, kernels: Kernels, value: int) -> bool:
+    """Whether a value has another dimension innermost than what is in memory that it is but another view of."""
+    while (maker := program.makers.get(value)) is not None and maker.index in kernels.fused:
+        if maker.primitive.name == "transpose":
+            shape, order = program.values[value].shape, maker.params["permutation"]
+            moved = [order[dim] for dim in range(len(shape)) if shape[dim] > 1]
+            if moved and moved[-1] != max(moved):
+                return True
+        values = [o for o in maker.operands if isinstance(o, int)]
+        if len(values) != 1:
+            return False
+        [value] = values
+    return False
 
 
 def _merged_buffers(schedule: Schedule) -> Iterator[tuple[int, float]]:

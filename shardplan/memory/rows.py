@@ -62,6 +62,23 @@ def row_results(program: Program, pointwise: Collection[int]) -> dict[int, float
     return {value: 2 ** (length - 1).bit_length() / length for value, length in lengths.items()}
 
 
+def made_by_rows(
+    program: Program, pointwise: Collection[int], fused: Collection[int], in_memory: Collection[int]
+) -> frozenset[int]:
+    """The values that kernels compute on the way from such rows, or make of them, where operations are ``fused`` into
+    their readers, but for what is ``in_memory``. Such a kernel makes nothing else, and no copy in another order."""
+    rows = row_results(program, pointwise).keys()
+    found, on_the_way = set[int](), set[int]()
+    for operation in program.operations if rows else ():
+        read = [operand for operand in operation.operands if isinstance(operand, int)]
+        if on_the_way.isdisjoint(read) and rows.isdisjoint((*read, *operation.results)):
+            continue
+        found.update(operation.results)
+        if operation.index in fused:
+            on_the_way.update(result for result in operation.results if result not in in_memory)
+    return frozenset(found)
+
+
 @once
 def weighted_rows(program: Program, pointwise: Collection[int]) -> dict[int, tuple[int, int]]:
     """The products, by index, that add up the rows of a matrix, weighted by what another product has reduced these rows

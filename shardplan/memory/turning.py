@@ -2,7 +2,8 @@
 
 They stand in the order by themselves, before the first operation that reads the copy: what is copied need not be in
 memory when that runs. Where the copy is much larger (outer products, one gradient of a weight for each example, that
-products then weigh and add up), several are in memory at once: each fills a wait, such as that for a collective.
+products then weigh and add up), several are in memory at once: each fills a wait, such as that for a collective. What
+is computed row by row on the way (a softmax, `shardplan.memory.rows`) fills the shortest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shardplan.memory.masking import mask_rows
 from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
-from shardplan.memory.times import BYTES_MOVED
+from shardplan.memory.times import BYTES_MOVED, UNKNOWN
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
@@ -68,10 +69,8 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
 
 
 def _turn_products(graph: Graph, kernels: Kernels) -> None:
-    """Adds a kernel to a graph for each copy of an operand that products read (`shardplan.memory.copying`) and that is
-    larger than what it is made from (an outer product), or that lies otherwise (`shardplan.memory.lying`): not where
+    """Adds a kernel to a graph for each copy of an operand that products read (`shardplan.memory.copying`): not where
     the kernel writes it that makes what is copied, nor for merged products, for which one puts operands side by side.
-    Other copies count where they are read: some are kernels of Triton (a softmax), which fill the shortest waits.
     """
     schedule, program, assignment = graph.schedule, graph.program, graph.schedule.assignment
     operands = copied_operands(program, pointwise_operations(schedule.problem), kernels.masked, kernels.carried)
@@ -80,19 +79,15 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
     adding = {found.product: index for index, found in kernels.adding.items()}
     writing = written_by(schedule.problem, program.operations, alone, kernels)
     _take_apart(graph, alone, writing)
-    nodes, lying = dict[ProductOperand, int](), lying_of(program, pointwise_operations(schedule.problem)).orders
+    nodes = dict[ProductOperand, int]()
     for (index, position), read in alone.items():
         node, product, strategy = adding.get(index, index), program.operations[index], assignment.strategies.get(index)
         operand, layout = product.operands[position], strategy.operands[position] if strategy is not None else None
         if node not in graph.needs or writing[read] is not None or layout is None or not isinstance(operand, int):
             continue
-        stored = assignment.values.keys() & graph.sources(operand)  # besides what is made from nothing where it is read
-        made_from = sum([bytes_in(schedule, value, assignment.values[value]) for value in stored])
         size = read.padding * bytes_in(schedule, operand, layout)
-        if size <= made_from and read.value not in lying:
-            continue
         if read not in nodes:
-            takes = _copying_microseconds(graph, read, size)
+            takes = UNKNOWN if read.value in graph.rows else _copying_microseconds(graph, read, size)
             nodes[read] = copying_kernel(graph, (node, product), Gather(operand, layout), takes)
         others = {o for n in {node, index} for o in program.operations[n].operands if isinstance(o, int)} - {operand}
         gone = graph.sources(operand).difference(*map(graph.sources, others - {product.results[0]}))
