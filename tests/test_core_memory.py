@@ -120,7 +120,7 @@ def test_sums_of_what_a_kernel_makes_run_with_it():
 
     layers, rows = (
         [(_square(64), jax.ShapeDtypeStruct((64,), jnp.float32))] * 3,
-        jax.ShapeDtypeStruct((4096, 64), "float32"),
+        jax.ShapeDtypeStruct((65536, 64), "float32"),
     )
     plan = shardplan.plan(jax.grad(loss), MESH, layers, rows, pins={"0/*": jax.P(), "1": jax.P("x", None)})
     order = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))[0]

@@ -7,7 +7,6 @@ import pytest
 import shardplan
 from shardplan.memory.convolutions import spread_operands
 from shardplan.memory.liveness import Lifetimes
-from shardplan.memory.merging import _leads
 from shardplan.memory.priorities import _Fusion, stored_values
 from shardplan.memory.products import merged_products, product_operands
 from shardplan.memory.recomputing import _unfused, kernels_in, kernels_of
@@ -317,27 +316,6 @@ def test_what_is_alike_or_split_as_before_is_not_fused_again(monkeypatch, layers
             [r for o in problem.program.operations for r in o.results if o.index in found.fused and r not in found.read]
         )
         assert stored == whole.apart.keys()
-
-
-def test_a_kernel_with_many_readers_is_not_gone_through_to_find_who_needs_whom():
-    many = range(10, 10_000)
-    readers = {0: {1, 2}, 1: {2, 3}, 2: set(), 3: {4}, 4: {5, *many}, 5: set(), **{node: set() for node in many}}
-    needs = {node: {other for other in readers if node in readers[other]} for node in range(6)}
-    needs |= {node: {4} for node in many}
-
-    class Looked(dict):
-        count = 0
-
-        def __getitem__(self, node):
-            self.count += len(dict.__getitem__(self, node))
-            return dict.__getitem__(self, node)
-
-    into = {1: 3}  # which 3 is of by now
-    readers[3], needs[3] = readers[3] | {2}, {0}
-    looked = Looked(readers)
-    assert _leads(looked, needs, into, 0, 5) and _leads(looked, needs, into, 0, 2)
-    assert not _leads(looked, needs, into, 3, 4)
-    assert looked.count < 20
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from shardplan.memory.accumulation import merged_anywhere, read_together
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Waiting
 from shardplan.memory.hiding import Graph, hiding_order
-from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.measured import product_microseconds
-from shardplan.memory.merging import join_producers, side_by_side
+from shardplan.memory.merging import side_by_side
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_of
 from shardplan.memory.reductions import combined_reductions, reduced_together
@@ -176,82 +175,6 @@ def test_a_sum_that_takes_in_another_one_joins_no_kernel_itself():
     assert sorted(order) == list(range(len(schedule.program.operations)))
 
 
-def _joined(step, *shapes):
-    """The kernels of a step on one device, with what each is one with, and the operations by their names."""
-    plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
-    kernels = kernels_of(plan.schedule.problem)
-    graph = Graph(plan.schedule, kernels, [], [])
-    join_kernels(graph, kernels)
-    named = {}
-    for operation in plan.program.operations:
-        named.setdefault(operation.primitive.name, []).append(operation.index)
-    return {node: graph.joined.get(node, []) for node in graph.needs}, named
-
-
-@pytest.mark.parametrize(("scale", "alike"), [((512,), True), ((), False)])
-def test_kernels_as_large_that_read_one_vector_are_one(scale, alike):
-    def step(scale, x, y, a, b, c, d):
-        x, y = x @ a, y @ b
-        return jnp.tanh(x * scale) @ c, jnp.tanh(y * scale) @ d
-
-    joined, named = _joined(step, scale, *[(4096, 512)] * 2, *[(512, 512)] * 4)
-    first, second = named["tanh"]
-    assert (joined[first] == [second]) == alike
-
-
-def test_a_sum_is_no_part_of_the_kernel_that_stores_what_it_alone_reads():
-    def step(x, y, a, b):
-        x, y = x @ a, y @ b
-        doubled = 2 * jnp.tanh(x)
-        return jnp.sum(doubled * y, axis=0), jnp.sum(doubled), doubled @ a
-
-    joined, named = _joined(step, *[(512, 512)] * 4)
-    product, (columns, total) = named["mul"][1], named["reduce_sum"]
-    assert columns in joined and joined[product] == [total]  # which reads what the product reads
-
-
-@pytest.mark.parametrize("needed", [False, True])
-def test_a_sum_is_part_of_the_next_kernel_that_does_not_need_it(needed):
-    def step(x, w, v):
-        h = x @ w
-        rows = jnp.sum(jnp.exp(h), axis=1, keepdims=True)
-        total = jnp.sum(jnp.sqrt(rows))  # which stands before the next kernel
-        k = x @ v  # behind the sum, so that what reads this is no part of the sum's kernel
-        return total, jnp.tanh(h * k * (total if needed else 2)) @ v
-
-    joined, named = _joined(step, *[(512, 512)] * 3)
-    assert joined[named["tanh"][0]] == ([] if needed else [named["reduce_sum"][0]])
-
-
-@pytest.mark.parametrize("rows", [False, True])
-def test_kernels_that_go_through_rows_are_one_with_no_other(rows):
-    def step(x, w):
-        h = x @ w
-        left = h - jnp.max(h, axis=1, keepdims=True) if rows else 2 * h
-        return jnp.sum(left * h, axis=0), jnp.exp(left) @ w
-
-    joined, _ = _joined(step, *[(512, 512)] * 2)
-    assert any(joined.values()) != rows
-
-
-def test_a_view_is_no_kernel():
-    def step(x, w, v, u):
-        h = x @ w
-        return jnp.tanh(h) @ v, jax.lax.stop_gradient(h).T @ u
-
-    joined, named = _joined(step, *[(512, 512)] * 4)
-    [view] = named["stop_gradient"]
-    assert view not in joined and all(view not in parts for parts in joined.values())
-
-
-def test_a_kernel_ends_with_another_shape_of_what_it_computes():
-    def step(x, w, v):
-        return jnp.tanh(x @ w).reshape(256, 1024) @ v
-
-    joined, named = _joined(step, *[(512, 512)] * 2, (1024, 512))
-    assert named["reshape"][0] in joined and named["tanh"][0] not in joined
-
-
 def test_products_that_are_merged_wait_for_what_any_of_them_reads_and_so_do_their_reductions():
     def step(x, u, v, w):
         later = jnp.tanh(u @ v)
@@ -353,24 +276,6 @@ def test_zeros_for_scatters_are_made_where_their_kernel_fills_a_wait(several):
     assert len(scatters) == 1 + several
     assert len({*sending.filling.values()}) == 1
     assert order.index(sending.filling[scatters[0]]) < min(map(order.index, scatters))
-
-
-def test_new_moments_come_with_the_update_that_reads_them_and_bias_corrections_with_that_of_one_number():
-    def step(count, w, bias, moment, least, x, y):
-        gradient, change = x.T @ y, jnp.sum(y, keepdims=True)[0]
-        moment, least, scale = 0.9 * moment + gradient, 0.9 * least + change, jnp.sqrt(count + 1)
-        return w - moment / scale, bias - least / scale, moment, least, scale
-
-    shapes = (), (64, 64), (1,), (64, 64), (1,), (4096, 64), (4096, 64)
-    plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
-    kernels, operations = kernels_of(plan.schedule.problem), plan.program.operations
-    graph = Graph(plan.schedule, kernels, [], [])
-    join_kernels(graph, kernels)
-    join_producers(graph, kernels)
-    makers = {result: operation.index for operation in operations for result in operation.results}
-    w, bias, moment, least, scale = (makers[output] for output in plan.program.outputs)
-    assert graph.joined[w] == [moment]
-    assert {least, scale} <= {*graph.joined[bias]}
 
 
 def test_what_merged_products_do_not_share_is_gone_once_it_is_put_side_by_side():

@@ -14,7 +14,7 @@ from shardplan.memory.hiding import Graph
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.measured import product_microseconds
 from shardplan.memory.measured_collectives import collective_microseconds
-from shardplan.memory.merging import join_producers, merge_nodes
+from shardplan.memory.merging import merge_nodes
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.times import BYTES_MOVED, UNKNOWN, kernel_microseconds
 from shardplan.memory.turning import turn_operands
@@ -100,7 +100,6 @@ def test_an_update_reads_once_what_its_moments_are_computed_from():
 
     graph, kernels = _graph(step, [_matrix(1024, 1024)] * 3, _matrix(1024, 1024), donate_argnums=0)
     join_kernels(graph, kernels)
-    join_producers(graph, kernels)
     [time] = graph.takes.values()  # of four matrices that are read, and three that are written
     assert time == pytest.approx(7 * 4 * 1024**2 / BYTES_MOVED)
 

@@ -33,13 +33,13 @@ from shardplan.memory.bringing import Sending
 from shardplan.memory.coalescing import bytes_apart, turning_reads
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.cycles import BESIDE, cycles_in_kernel
+from shardplan.memory.cycles import cycles_in_kernel
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end, waits_for
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.leaving import copy_at_the_end
 from shardplan.memory.measured_collectives import collective_microseconds
-from shardplan.memory.merging import join_producers, merge_nodes, wait_for_slices
+from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.nodes import Nodes
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import LATENCY, Placing
@@ -49,7 +49,7 @@ from shardplan.memory.reductions import Reduced, reduced_together, without_leadi
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.times import UNKNOWN, computing_microseconds, is_timed, kernel_microseconds
+from shardplan.memory.times import UNKNOWN, computing_microseconds, is_timed, kernel_microseconds, waiting_in_columns
 from shardplan.memory.turning import turn_operands
 from shardplan.memory.zeros import copy_for_poolings, fill_apart
 from shardplan.program import Operation
@@ -78,7 +78,6 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     fill_apart(graph, kernels.fused)
     copy_for_poolings(graph)
     join_kernels(graph, kernels)
-    join_producers(graph, kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
     copy_at_the_end(graph, kernels)
@@ -136,7 +135,7 @@ class Graph(Nodes):
         self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
         self._slow: dict[int, frozenset[int]] = {}  # per value computed on the way, operations that take long, and
-        self._computing: dict[int, float] = {}  # per kernel, how long those in it take
+        self.computing: dict[int, float] = {}  # per kernel, how long those in it take
         self._products = {index: found.product for index, found in kernels.adding.items()}
         self.parts = {o.index for o in here if self._is_part(o)}
         self.tiled = set[int]()  # kernels that turn what they read, in tiles
@@ -178,7 +177,7 @@ class Graph(Nodes):
             else:
                 if slow:
                     some = [self.program.operations[index] for index in slow]
-                    self._computing[operation.index] = sum(computing_microseconds(self.schedule, one) for one in some)
+                    self.computing[operation.index] = sum(computing_microseconds(self.schedule, one) for one in some)
                     self._turn(operation, slow)
                 self.reads[operation.index], self._moved_by[operation.index] = reads, brought
                 self.by_rows.update({operation.index} if by_rows else ())
@@ -259,8 +258,8 @@ class Graph(Nodes):
                 self.takes[index] = UNKNOWN
             elif not library:
                 self.moves[index] = {*self.reads[index]}, {*operation.results}
-                computing, moving = self._computing.get(index, 0.0), self.moving(index)
-                self.takes[index] = moving + computing - BESIDE * min(computing, moving)
+                self.slower[index] = waiting_in_columns(self.schedule, operation)
+                self.takes[index] = self.busy(self.computing.get(index, 0.0), index)
             for position, result in enumerate(operation.results if strategy is not None else ()):
                 steps = self.schedule.result_steps(operation, position)
                 if strategy is not None and any(step.kind != "slice" for step in steps):
@@ -298,6 +297,12 @@ class Graph(Nodes):
     def sources(self, value: int) -> frozenset[int]:
         """What is in memory that a value is computed from on the way; itself, if it is in memory."""
         return self._sources.get(value, frozenset((value,)))
+
+    def read_from(self, node: int) -> list[int | Gather]:
+        """What a kernel reads: values as they are made, and what collectives bring."""
+        gathers = self._moved_by.get(node, ())
+        moved = {value for gather in gathers for value in self.sources(gather.value)}
+        return [*sorted(self.reads[node] - moved), *gathers]
 
     def brought(self, value: int) -> tuple[Gather, ...]:
         """What is brought to other layouts for a value that is computed on the way."""

@@ -1,158 +1,228 @@
-"""Kernels that XLA:GPU makes one, with several results: those that go through as many elements and read the same value.
+"""Kernels that XLA:GPU makes one, with several results: those that go through as many elements.
 
-A sum is part of one before it, or of the next one behind that does not need it, though others that do stand before:
-a loss of which rows' means are part (label smoothing) is computed when the gradients of all logits are. A kernel that
-goes through rows which it has reduced is written in tiles (`shardplan.memory.rows`), and has one result.
+It goes through what is in memory from the program's end. Of what reads a value, kernels become one that do not need
+each other (two gradients that read the same activations); a kernel that computes element by element becomes part of one
+that reads its result, where others read that as well, or it leaves (a sum for a bias is part of the kernel that makes
+what it adds up; an optimizer's new moments come with the update that reads them). Two reductions are one where they
+reduce the same dimensions of as many: a loss, added up over everything, is not computed with a bias' gradient, and
+waits. Each of several results is taken from them.
+
+A kernel that goes through rows which it has reduced is written in tiles (`shardplan.memory.rows`), and has one result.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import REDUCTIONS
+from shardplan.memory.placing import LATENCY
 from shardplan.memory.recomputing import Kernels
+from shardplan.memory.sums import adds_few, reduced_in
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
 
-_MOST_TOUCHING = 64
-"""Kernels that read the same value, of those that are looked at."""
+_MOST_SUMS, _MOST_VALUES = 8, 96
+"""Reductions in one kernel, and values that it reads and makes, as XLA counts."""
 
-_MOST_BEHIND = 64
-"""Kernels and collectives that need a sum, of those that are looked at."""
+_MOST_BETWEEN = 256
+"""Nodes between two kernels that are looked at to tell whether one needs the other."""
 
 
 def join_kernels(graph: Graph, kernels: Kernels) -> None:
-    """Lets reductions be part of a kernel before them, of as many elements, that reads what is reduced, or makes it
-    for others too, or else of the next one behind, and what is computed element by element of one before it that is as
-    large and reads the same value, if only a bias, but no single number: that one makes several results, and each is
-    taken from them.
-
-    What they need stands before that kernel, and what needs them behind, so that nothing waits for itself.
-    """
-    touching: dict[int, list[int]] = {}
-    place = {node: number for number, node in enumerate(graph.in_order())}
-    owner: dict[int, int] = {}
-    read = Counter(value for reads in graph.reads.values() for value in reads)
-    for index in sorted(graph.reads.keys() - graph.by_rows):
-        sums = _is_sum(graph, index)
-        if not sums and index not in kernels.fused:
-            continue
-        other = _before(graph, index, touching, place, owner)
-        if other is not None:
-            owner[index] = other
-            graph.parts |= set() if sums else {other}
-        else:
-            made = graph.program.operations[index].results
-            for value in {*graph.reads[index], *(v for v in made if read[v] > 1 or v in kernels.read)}:
-                touching.setdefault(value, []).append(index)
-    _join(graph, owner)
-    _join(graph, _behind(graph, touching, place, owner))
-
-
-def _is_sum(graph: Graph, index: int) -> bool:
-    return graph.program.operations[index].primitive.name in REDUCTIONS
-
-
-def _join(graph: Graph, owner: Mapping[int, int]) -> None:
-    """Makes nodes part of others."""
-    for index, other in owner.items():
-        graph.joined.setdefault(other, []).append(index)
+    """Makes kernels of a graph one as XLA does, what is in memory last first."""
+    joining = _Joining(graph, kernels)
+    for made in joining.in_memory():
+        joining.join_readers(made)
+        joining.join_producer(made)
+    owner = {node: joining.last(node) for node in joining.into}
     graph.needs = graph.joining(owner)
     graph.take_in(owner)
+    for node, other in owner.items():
+        graph.joined.setdefault(other, []).append(node)
+    graph.parts.update(owner.values())
+    for node in {*owner.values()} & graph.moves.keys():
+        graph.computing[node] = joining.computing[node]
+        graph.takes[node] = graph.busy(joining.computing[node], node)
 
 
-def _before(
-    graph: Graph,
-    index: int,
-    touching: Mapping[int, Sequence[int]],
-    place: Mapping[int, int],
-    owner: Mapping[int, int],
-) -> int | None:
-    """The kernel before an operation that takes it in, if there is one."""
-    operation, values = graph.program.operations[index], graph.program.values
-    sums, elements = _is_sum(graph, index), graph.elements(operation)
-    reads = sorted(graph.reads[index], key=lambda value: (-values[value].total_bytes, value))
-    shared = reads[:1] if sums else [value for value in reads if values[value].elements > 1]
-    needs = [(need, owner.get(need, need)) for need in graph.needs[index]]
-    for value in shared:
-        for other in reversed(touching.get(value, [])[-_MOST_TOUCHING:]):
-            if place[other] >= place[index] or graph.elements(graph.program.operations[other]) != elements:
+class _Joining:
+    """The kernels of a graph that may become one."""
+
+    def __init__(self, graph: Graph, kernels: Kernels) -> None:
+        self._graph, program = graph, graph.program
+        self.into: dict[int, int] = {}
+        """Per node that is part of another one, that one, or another one on the way there."""
+        self._sums: dict[int, object] = {}  # per kernel that reduces, what it does
+        self.computing: dict[int, float] = {}
+        """Per kernel, how long it computes: for each of its results, all that this is computed from."""
+        self._parts: dict[int, list[int]] = {}  # per kernel, those that it was
+        self._counts: dict[int, int] = {}  # per kernel that may be joined, its reductions
+        self._elements: dict[int, int] = {}
+        self._plain = set[int]()  # kernels of one operation, to which no other kernel is joined
+        self._joined = set[int]()  # kernels with several results
+        for node in graph.reads.keys() - graph.by_rows:
+            operation = program.operations[node]
+            reduces = operation.primitive.name in REDUCTIONS
+            if not reduces and node not in kernels.fused:
                 continue
-            reads_it = value in graph.reads[other] or (sums and values[value].elements == elements)
-            leads = not _is_sum(graph, other)  # in one kernel nothing is computed of a sum that it makes
-            if (
-                reads_it
-                and all([(leads and need == other) or place[own] < place[other] for need, own in needs])
-                and not _turns(graph, index, other)
-            ):
-                return other
-    return None
+            together = reduces and not adds_few(program, operation)
+            if together:
+                self._sums[node] = reduced_in(program, operation)
+            self._counts[node], self._parts[node] = int(together), [node]
+            self.computing[node] = graph.computing.get(node, 0.0)
+            result = next((program.values[v].elements for v in operation.results), 0)
+            self._elements[node] = graph.elements(operation) if together else result
+            if not together and graph.reads[node].issuperset(o for o in operation.operands if isinstance(o, int)):
+                self._plain.add(node)
+        self._place = {node: number for number, node in enumerate(graph.in_order())}
+        self._needs = {node: {*needs} for node, needs in graph.needs.items()}
+        self._readers: dict[int, set[int]] = {node: set() for node in graph.needs}
+        for node, needs in graph.needs.items():
+            for need in needs:
+                self._readers[need].add(node)
+        self._reading = self._all_reading()
+        self._leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+
+    def _all_reading(self) -> dict[int | Gather, list[int]]:
+        """Per value, and what a collective brings, the kernels that read it, in their order."""
+        found: dict[int | Gather, list[int]] = {}
+        for node in sorted(self._graph.reads.keys() & self._place.keys(), key=self._place.__getitem__):
+            for source in self._graph.read_from(node):
+                found.setdefault(source, []).append(node)
+        return found
+
+    def in_memory(self) -> list[int | Gather]:
+        """What is in memory, what is made last first; arguments before the first kernel that reads them."""
+        places = dict[int | Gather, float]()
+        for made, nodes in self._reading.items():
+            maker = self._graph.maker(made) if isinstance(made, int) else self._graph.gathers[made]
+            places[made] = self._place[nodes[0]] - 0.5 if maker is None else self._place.get(maker, 0)
+        return sorted(places, key=lambda made: -places[made])
+
+    def join_readers(self, made: int | Gather) -> None:
+        """Makes kernels one that read something larger than a number, and do not need each other."""
+        values, value = self._graph.program.values, made if isinstance(made, int) else made.value
+        if value < len(values) and values[value].elements == 1:
+            return
+        nodes = [*dict.fromkeys(self.last(node) for node in reversed(self._reading[made]) if node in self._counts)]
+        nodes.sort(key=lambda node: (node not in self._joined, node in self._plain))
+        while nodes:
+            node, *nodes = nodes
+            if node in self._plain:
+                continue
+            for other in nodes:
+                first, last = sorted((node, other), key=self._place.__getitem__)
+                behind = self._behind(first, last) if self._fit(node, other) else None
+                if behind is not None:
+                    self._join(other, node, behind)
+            nodes = [other for other in nodes if other not in self.into]
+
+    def join_producer(self, made: int | Gather) -> None:
+        """Makes what computes a value element by element part of one of several kernels that read it."""
+        graph, maker = self._graph, self._graph.maker(made) if isinstance(made, int) else None
+        if not isinstance(made, int) or maker is None or maker not in self._counts or maker in self._sums:
+            return
+        single = len(graph.program.operations[maker].results) == 1
+        if not single or maker in graph.reduced or maker in graph.tiled or maker in self.into:
+            return
+        users = {self.last(node) for node in self._readers[maker]}
+        if len(users) + (made in self._leaving) < 2 and users.isdisjoint(self._joined):
+            return
+        nodes = [*dict.fromkeys(self.last(node) for node in self._reading[made] if node in self._counts)]
+        nodes.sort(key=lambda node: (node not in self._joined, node in self._plain))
+        for node in nodes:
+            times = self._times(maker, node, made) if self._fit(maker, node) else 0
+            behind = self._behind(maker, node, directly=True) if times else None
+            if behind is not None:
+                self.computing[node] += times * self.computing[maker]
+                self._join(maker, node, behind)
+                return
+
+    def _times(self, maker: int, node: int, made: int) -> int:
+        """For how many of its results a kernel computes another one's anew of which it becomes part; 0 where that takes
+        longer than both take one after another."""
+        graph, parts, values, times = self._graph, {*self._parts[node]}, {made}, 0
+        while reading := {part for part in parts if not values.isdisjoint(graph.reads[part])}:
+            values = {value for part in reading for value in graph.program.operations[part].results}
+            parts -= reading
+            times += len(reading)
+        parts = {*self._parts[node]}
+        if not graph.moves.keys() >= {maker, *parts}:
+            return times
+        apart = graph.busy(self.computing[maker], maker) + graph.busy(self.computing[node], *parts) + LATENCY
+        computing = self.computing[node] + times * self.computing[maker]
+        again = (times - 1) * (graph.read_by(maker) - graph.size_of(made))
+        return times if graph.busy(computing, maker, *parts, again=again) <= apart else 0
+
+    def _fit(self, node: int, other: int) -> bool:
+        """Whether two kernels can be one, as far as what they compute goes."""
+        sums = self._sums.get(node), self._sums.get(other)
+        return (
+            self._elements[node] == self._elements[other]
+            and (None in sums or sums[0] == sums[1])
+            and self._counts[node] + self._counts[other] <= _MOST_SUMS
+            and not _turns(self._graph, node, other)
+        )
+
+    def last(self, node: int) -> int:
+        """The node of which another one is part by now."""
+        while node in self.into:
+            self.into[node] = self.into.get(self.into[node], self.into[node])
+            node = self.into[node]
+        return node
+
+    def _near(self, near: dict[int, set[int]], node: int) -> Iterator[int]:
+        return (self.last(other) for other in near[node])
+
+    def _behind(self, first: int, last: int, directly: bool = False) -> set[int] | None:
+        """What needs a node and stands before another one; None where that is much, or where the other one needs it,
+        if not but ``directly``."""
+        seen, stack, until = {first}, [first], self._place[last]
+        while stack:
+            node = stack.pop()
+            for reader in self._near(self._readers, node):
+                if reader == last and not (directly and node == first):
+                    return None
+                if self._place[reader] < until and reader not in seen:
+                    seen.add(reader)
+                    stack.append(reader)
+            if len(seen) > _MOST_BETWEEN:
+                return None
+        return seen - {first}
+
+    def _join(self, gone: int, kept: int, behind: set[int]) -> None:
+        """Makes a node part of another one, both where the later one of them stands but for what is ``behind``."""
+        first, last = sorted((gone, kept), key=self._place.__getitem__)
+        before, stack = {last}, [last]
+        while stack:
+            more = {n for n in self._near(self._needs, stack.pop()) if self._place[n] > self._place[first]} - before
+            before |= more
+            stack += more
+        before.discard(last)
+        order = [*sorted(before, key=self._place.__getitem__), kept, *sorted(behind, key=self._place.__getitem__)]
+        places = sorted(self._place[node] for node in {*before, *behind, gone, kept})
+        self._place.update(zip(order, places, strict=False))
+        self.into[gone] = kept
+        for near in (self._needs, self._readers):
+            near[kept] = {*self._near(near, gone), *self._near(near, kept)} - {kept}
+        self._counts[kept] += self._counts[gone]
+        self._parts[kept] += self._parts[gone]
+        self.computing[kept] += self.computing[gone]
+        if gone in self._sums:
+            self._sums.setdefault(kept, self._sums[gone])
+        self._plain.discard(kept)
+        self._joined.add(kept)
 
 
-def _turns(graph: Graph, index: int, other: int) -> bool:
+def _turns(graph: Graph, node: int, other: int) -> bool:
     """Whether two kernels stay apart since one turns what it reads: in tiles, or each element by itself, where one of
     them makes what the other reads, and that takes longer for all that they read."""
-    if not graph.tiled.isdisjoint({index, other}):
+    if not graph.tiled.isdisjoint({node, other}):
         return True
-    if graph.scattered.isdisjoint({index, other}) or not graph.moves.keys() >= {index, other}:
+    if graph.scattered.isdisjoint({node, other}) or not graph.moves.keys() >= {node, other}:
         return False
-    leads = not graph.moves[other][1].isdisjoint(graph.moves[index][0])
-    return leads and graph.moving(index, other) > graph.moving(index) + graph.moving(other)
-
-
-def _behind(
-    graph: Graph, touching: Mapping[int, Sequence[int]], place: Mapping[int, int], owner: Mapping[int, int]
-) -> dict[int, int]:
-    """Reductions that no kernel before them takes in, with the next one that reads a value as large as what is
-    reduced that they read too, which does not need them: a loss is summed up in the kernel in which the backward pass
-    begins."""
-    readers: dict[int, set[int]] = {node: set() for node in graph.needs}
-    for node, needs in graph.needs.items():
-        for need in needs:
-            readers[need].add(node)
-    found, values = dict[int, int](), graph.program.values
-    behind = set[int]()  # what stands before the kernel with a sum that it waits for
-    for index in sorted(graph.reads.keys() - owner.keys() - graph.joined.keys()):
-        if not _is_sum(graph, index) or index in found.values() or index in behind:
-            continue
-        elements = graph.elements(graph.program.operations[index])
-        reads = sorted(graph.reads[index], key=lambda value: (-values[value].total_bytes, value))
-        for value in reads:
-            if value != reads[0] and values[value].elements != elements:
-                continue
-            later = (
-                other
-                for other in touching.get(value, ())
-                if place[index] < place[other]
-                and not (other in found or other in behind)
-                and graph.elements(graph.program.operations[other]) == elements
-            )
-            other = min(later, key=place.__getitem__, default=None)
-            moved = None if other is None else _between(readers, found, place, index, other)
-            if other is not None and moved is not None:
-                found[index] = other
-                behind |= moved
-                readers[other] |= readers.pop(index)
-                break
-    return found
-
-
-def _between(
-    readers: Mapping[int, set[int]], found: Mapping[int, int], place: Mapping[int, int], index: int, other: int
-) -> set[int] | None:
-    """What needs a node and stands before another one, with what needs that: it comes behind the other one where this
-    takes in the node. None where that is much, or where the other one is of it."""
-    first = {found.get(node, node) for node in readers[index]}
-    if all(place[node] > place[other] for node in first):
-        return set()
-    seen, stack = {*first}, [*first]
-    while stack:
-        if other in seen or len(seen) > _MOST_BEHIND:
-            return None
-        more = {found.get(node, node) for node in readers[stack.pop()]} - seen
-        seen |= more
-        stack += more
-    return seen
+    leads = any(not graph.moves[a][1].isdisjoint(graph.moves[b][0]) for a, b in ((node, other), (other, node)))
+    return leads and graph.moving(node, other) > graph.moving(node) + graph.moving(other)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from shardplan.memory.accumulation import merged_anywhere, merged_in, own_position
 from shardplan.memory.combining import Gather, gather_for, reducing
-from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in, left_otherwise
@@ -263,72 +262,6 @@ def wait_for_slices(graph: Graph, kernels: Kernels) -> None:
             first = next(alike, None)
             if first is not None and not needs_any(graph.needs, first, index):
                 graph.needs[index].add(first)
-
-
-def join_producers(graph: Graph, kernels: Kernels) -> None:
-    """Lets kernels take in those as large that make what they read element by element, and that is needed otherwise
-    too, unless one then waits for itself: an optimizer's new moments, which leave, come with the update that reads
-    them, and the numbers that all updates read with the update of a bias of one number."""
-    operations = graph.program.operations
-    leaving = {output for output in graph.program.outputs if isinstance(output, int)}
-    elements = {
-        index: graph.elements(operations[index])
-        for index in sorted(graph.reads.keys() & kernels.fused)
-        if operations[index].primitive.name not in REDUCTIONS
-    }
-    owner = {part: node for node, parts in graph.joined.items() for part in parts}
-    readers: dict[int, set[int]] = {node: set() for node in graph.needs}
-    needs = dict(graph.needs)
-    for node, needed in needs.items():
-        for need in needed:
-            readers[need].add(node)
-    into: dict[int, int] = {}
-    for index, size in elements.items():
-        for value in sorted(graph.reads[index]):
-            maker = graph.maker(value)
-            if maker is None or elements.get(maker) != size or (size > 1 and value not in leaving):
-                continue
-            made, reader = (_last(into, owner.get(node, node)) for node in (maker, index))
-            if made != reader and not _leads(readers, needs, into, made, reader):
-                into[made] = reader
-                readers[reader] |= readers[made] - {reader}
-                needs[reader] = needs[reader] | needs[made]
-    into = {made: _last(into, made) for made in into}
-    graph.needs = graph.joining(into)
-    graph.take_in(into)
-    for made, reader in into.items():
-        graph.joined.setdefault(reader, []).extend([made, *graph.joined.pop(made, ())])
-        graph.parts.add(reader)
-
-
-def _last(into: dict[int, int], node: int) -> int:
-    """The node of which another one is part by now; ``into`` leads there more directly then."""
-    while node in into:
-        into[node] = into.get(into[node], into[node])
-        node = into[node]
-    return node
-
-
-def _leads(
-    readers: Mapping[int, set[int]], needs: Mapping[int, set[int]], into: dict[int, int], made: int, reader: int
-) -> bool:
-    """Whether a node needs what another one makes by way of a third: looked for from both ends, so that a node with
-    very many readers is seldom gone through."""
-    sides, spent, ends = (readers, needs), [0, 0], {made, reader}
-    stacks = [[*({_last(into, node) for node in near} - ends)] for near in (readers[made], needs[reader])]
-    seen = [{made, *stacks[0]}, {reader, *stacks[1]}]
-    if not seen[0].isdisjoint(seen[1]):
-        return True
-    while stacks[0] and stacks[1]:
-        costs = [done + len(side[stack[-1]]) for done, side, stack in zip(spent, sides, stacks, strict=True)]
-        at = int(costs[1] < costs[0])
-        spent[at] = costs[at]
-        found = {_last(into, node) for node in sides[at][stacks[at].pop()]} - seen[at]
-        if not found.isdisjoint(seen[1 - at]):
-            return True
-        seen[at] |= found
-        stacks[at] += found
-    return False
 
 
 def needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:

@@ -17,7 +17,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Mapping
 
+from shardplan.memory.cycles import BESIDE
 from shardplan.memory.times import BYTES_MOVED
+
+_FROM_CACHE = 0.4
+"""How long a kernel takes to read something again, of the time in which it reads it from memory."""
 
 
 class Nodes:
@@ -38,6 +42,9 @@ class Nodes:
         """Per kernel that is bound by memory, the values that it reads and makes."""
         self.scattered: set[int] = set()
         """Kernels that read each element by itself."""
+        self.slower: dict[int, float] = {}
+        """How much longer kernels read and compute that keep too little of a device busy (`shardplan.memory.sums`):
+        above 1, from memory as well."""
         self._size, self._size_apart = size, size_apart or size
 
     def in_order(self) -> list[int]:
@@ -80,6 +87,7 @@ class Nodes:
                 self.takes[other] += self.moving(index, other) - self.moving(index) - self.moving(other)
                 self.moves[other] = self._as_one(index, other)
                 self.scattered |= {other} if index in self.scattered else set()
+                self.slower[other] = max(self.slower.get(node, 0.0) for node in (index, other))
             else:
                 self.moves.pop(other, None)
             self.moves.pop(index, None)
@@ -88,7 +96,24 @@ class Nodes:
         """Microseconds in which kernels that are bound by memory read and write, as one kernel."""
         reads, made = self._as_one(*nodes)
         size = self._size if self.scattered.isdisjoint(nodes) else self._size_apart
-        return (sum(map(size, reads)) + sum(map(self._size, made))) / BYTES_MOVED
+        slower = max(1.0, *[self.slower.get(node, 0.0) for node in nodes])
+        return (slower * sum(map(size, reads)) + sum(map(self._size, made))) / BYTES_MOVED
+
+    def busy(self, computing: float, *nodes: int, again: float = 0.0) -> float:
+        """Microseconds that kernels which are bound by memory take as one kernel, which computes for so long, and reads
+        some bytes ``again``."""
+        slower = max([self.slower.get(node, 0.0) for node in nodes])
+        moving = self.moving(*nodes) + max(slower, _FROM_CACHE) * again / BYTES_MOVED
+        computing *= max(slower, 1.0)
+        return moving + computing - BESIDE * min(computing, moving)
+
+    def size_of(self, value: int) -> float:
+        """The bytes of a value on one device."""
+        return self._size(value)
+
+    def read_by(self, node: int) -> float:
+        """The bytes that a kernel reads."""
+        return sum(map(self._size, self.moves[node][0]))
 
     def _as_one(self, *nodes: int) -> tuple[set[int], set[int]]:
         made = set[int]().union(*(self.moves[node][1] for node in nodes))

@@ -59,7 +59,7 @@ def reduces_together(shape: Sequence[int], dims: Collection[int]) -> bool:
     return size >= _WARP and not any(size < warps * _WARP and inside < least for warps, least in _SHORT)
 
 
-def _reduced(program: Program, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _operand(program: Program, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The shape of what an operation reduces, and the dimensions over which it does."""
     if operation.primitive.name in REDUCTIONS:
         return operand_type(program, operation.operands[0]).shape, tuple(operation.params["axes"])
@@ -84,9 +84,15 @@ def steps_of(shape: Sequence[int], dims: Collection[int]) -> list[tuple[tuple[in
     return [(tuple(sizes), (first,)), *steps_of([sizes[number] for number in left], others)]
 
 
+def reduced_in(program: Program, operation: Operation) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The reductions one after another that make an operation, see `steps_of`; none of what reduces nothing."""
+    found = _operand(program, operation)
+    return steps_of(*found) if found is not None else []
+
+
 def adds_few(program: Program, operation: Operation) -> bool:
     """Whether each result of a reduction is computed by a thread of its own."""
-    found = _reduced(program, operation)
+    found = _operand(program, operation)
     if found is None:
         return False
     return not any(dims and reduces_together(shape, dims) for shape, dims in steps_of(*found))
@@ -94,14 +100,14 @@ def adds_few(program: Program, operation: Operation) -> bool:
 
 def adds_many(program: Program, operation: Operation) -> bool:
     """Whether a reduction is of those that never become part of another one."""
-    found = _reduced(program, operation)
+    found = _operand(program, operation)
     return found is not None and prod(found[0][dim] for dim in found[1]) >= _MANY
 
 
 def columns_of(program: Program, operation: Operation) -> tuple[int, int]:
     """How many numbers lie side by side that a reduction by threads together leaves, and how many of these are reduced
     to one then; no columns where it reduces rows."""
-    found = _reduced(program, operation)
+    found = _operand(program, operation)
     if found is None or adds_few(program, operation):
         return 0, 1
     (shape, dims), *others = steps_of(*found)

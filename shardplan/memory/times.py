@@ -13,7 +13,8 @@ from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.cycles import CYCLES_PER_BYTE, cycles_in_kernel
 from shardplan.memory.measured import SIZES, product_microseconds
 from shardplan.memory.products import PRODUCT, is_sum
-from shardplan.memory.sizes import bytes_in
+from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.sums import columns_of, waiting_for_blocks
 from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
@@ -56,6 +57,23 @@ def computing_microseconds(schedule: Schedule, operation: Operation) -> float:
         return 0.0
     elements = bytes_in(schedule, result, values[result]) / _jax.item_bytes(schedule.program.values[result].dtype)
     return elements * cycles_in_kernel(operation) / CYCLES_PER_BYTE / BYTES_MOVED
+
+
+def waiting_in_columns(schedule: Schedule, operation: Operation) -> float:
+    """How long a sum down columns reads where it keeps too little of a device busy, of the time in which an H100 reads
+    from memory: above 1, from memory as well; below, what it has read before; 0 of what is none."""
+    strategy = schedule.assignment.strategies.get(operation.index)
+    columns, then = columns_of(schedule.program, operation)
+    if strategy is None or not columns or (layout := strategy.operands[0]) is None:
+        return 0.0
+    left = layout_left(schedule.problem, operation, strategy, 0)
+    read, made = (
+        bytes_in(schedule, value, split) / _jax.item_bytes(schedule.program.values[value].dtype)
+        if isinstance(value, int)
+        else 0.0
+        for value, split in ((operation.operands[0], layout), (operation.results[0], left))
+    )
+    return waiting_for_blocks(columns, read, then * made)
 
 
 def is_timed(program: Program, operation: Operation) -> bool:

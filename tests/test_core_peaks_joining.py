@@ -1,0 +1,130 @@
+"""Predicted order: kernels that XLA:GPU makes one, with several results."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.memory.hiding import Graph
+from shardplan.memory.joining import join_kernels
+from shardplan.memory.recomputing import kernels_of
+
+
+def _joined(step, *shapes):
+    """The kernels of a step on one device, each as a set of operations, and the operations by their names."""
+    plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    kernels = kernels_of(plan.schedule.problem)
+    graph = Graph(plan.schedule, kernels, [], [])
+    join_kernels(graph, kernels)
+    assert len(graph.in_order()) == len(graph.needs)  # none waits for itself
+    named = {}
+    for operation in plan.program.operations:
+        named.setdefault(operation.primitive.name, []).append(operation.index)
+    return [{node, *graph.joined.get(node, ())} for node in graph.needs], named
+
+
+@pytest.mark.parametrize(("scale", "alike"), [((512,), True), ((), False)])
+def test_kernels_as_large_that_read_one_vector_are_one(scale, alike):
+    def step(scale, x, y, a, b, c, d):
+        x, y = x @ a, y @ b
+        return jnp.tanh(x * scale) @ c, jnp.tanh(y * scale) @ d
+
+    joined, named = _joined(step, scale, *[(4096, 512)] * 2, *[(512, 512)] * 4)
+    assert ({*named["tanh"]} in joined) == alike
+
+
+def test_what_two_sums_and_a_product_read_is_made_with_the_first_sum():
+    def step(x, y, a, b):
+        x, y = x @ a, y @ b
+        doubled = 2 * jnp.tanh(x)
+        return jnp.sum(doubled * y, axis=0), jnp.sum(doubled), doubled @ a
+
+    joined, named = _joined(step, *[(8192, 512)] * 2, *[(512, 512)] * 2)
+    columns, total = named["reduce_sum"]
+    assert {named["mul"][0], columns} in joined and {total} in joined  # which reduces other dimensions
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_sum_is_part_of_the_next_kernel_that_does_not_need_it(needed):
+    def step(x, w, v):
+        h = x @ w
+        rows = jnp.sum(jnp.exp(h), axis=1, keepdims=True)
+        total = jnp.sum(jnp.sqrt(rows))  # which stands before the next kernel
+        k = x @ v  # behind the sum, so that what reads this is no part of the sum's kernel
+        return total, jnp.tanh(h * k * (total if needed else 2)) @ v
+
+    joined, named = _joined(step, *[(512, 512)] * 3)
+    assert ({named["tanh"][0], named["reduce_sum"][0]} in joined) != needed
+
+
+@pytest.mark.parametrize("rows", [4096, 8192])
+def test_a_sum_for_a_bias_is_part_of_the_kernel_that_makes_it_where_it_keeps_the_device_busy(rows):
+    def loss(layers, x):
+        for w, bias in layers:
+            x = jnp.tanh(x @ w + bias)
+        return jnp.sum(x)
+
+    weights, bias, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((256, 256), (256,), (rows, 256)))
+    schedule = shardplan.plan(jax.grad(loss), 1, [(weights, bias)] * 3, x).schedule
+    kernels = kernels_of(schedule.problem)
+    graph = Graph(schedule, kernels, [], [])
+    join_kernels(graph, kernels)
+    assert len(graph.joined) == (3 if rows == 8192 else 0)
+
+
+@pytest.mark.parametrize("unit", [jax.nn.relu, jax.nn.elu])
+def test_what_takes_long_to_compute_is_computed_once_for_each_of_two_results_no_more(unit):
+    def pair(x, y, w):
+        left = unit(x @ w) - unit(y @ w)
+        slope = jnp.where(x @ w > 0, left, left * 0.5)
+        return jnp.sum(left**2), jnp.sum(slope, axis=0), slope @ w, left
+
+    joined, named = _joined(pair, (16384, 512), (16384, 512), (512, 512))
+    sub, slope = named["sub"][0], named["select_n"][-1]
+    assert any({sub, slope} <= parts for parts in joined) == (unit is jax.nn.relu)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_kernels_that_go_through_rows_are_one_with_no_other(rows):
+    def step(x, w):
+        h = x @ w
+        left = h - jnp.max(h, axis=1, keepdims=True) if rows else 2 * h
+        return jnp.sum(left * h, axis=0), jnp.exp(left) @ w
+
+    joined, _ = _joined(step, *[(512, 512)] * 2)
+    assert any(len(parts) > 1 for parts in joined) != rows
+
+
+def test_a_view_is_no_kernel():
+    def step(x, w, v, u):
+        h = x @ w
+        return jnp.tanh(h) @ v, jax.lax.stop_gradient(h).T @ u
+
+    joined, named = _joined(step, *[(512, 512)] * 4)
+    [view] = named["stop_gradient"]
+    assert all(view not in parts for parts in joined)
+
+
+def test_a_kernel_ends_with_another_shape_of_what_it_computes():
+    def step(x, w, v):
+        return jnp.tanh(x @ w).reshape(256, 1024) @ v
+
+    joined, named = _joined(step, *[(512, 512)] * 2, (1024, 512))
+    assert {named["reshape"][0]} in joined and {named["tanh"][0]} not in joined
+
+
+def test_new_moments_come_with_the_update_that_reads_them_and_bias_corrections_with_that_of_one_number():
+    def step(count, w, bias, moment, least, x, y):
+        gradient, change = x.T @ y, jnp.sum(y, keepdims=True)[0]
+        moment, least, scale = 0.9 * moment + gradient, 0.9 * least + change, jnp.sqrt(count + 1)
+        return w - moment / scale, bias - least / scale, moment, least, scale
+
+    shapes = (), (64, 64), (1,), (64, 64), (1,), (4096, 64), (4096, 64)
+    plan = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    kernels, operations = kernels_of(plan.schedule.problem), plan.program.operations
+    graph = Graph(plan.schedule, kernels, [], [])
+    join_kernels(graph, kernels)
+    makers = {result: operation.index for operation in operations for result in operation.results}
+    w, bias, moment, least, scale = (makers[output] for output in plan.program.outputs)
+    kernels = [{node, *parts} for node, parts in graph.joined.items()]
+    assert {w, moment} in kernels and any({bias, least, scale} <= parts for parts in kernels)
