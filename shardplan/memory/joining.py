@@ -59,6 +59,7 @@ class _Joining:
         self.computing: dict[int, float] = {}
         """Per kernel, how long it computes: for each of its results, all that this is computed from."""
         self._parts: dict[int, list[int]] = {}  # per kernel, those that it was
+        self._read: dict[int, set[int]] = {}  # per kernel, the values that it reads
         self._counts: dict[int, int] = {}  # per kernel that may be joined, its reductions
         self._elements: dict[int, int] = {}
         self._plain = set[int]()  # kernels of one operation, to which no other kernel is joined
@@ -71,7 +72,7 @@ class _Joining:
             together = reduces and not adds_few(program, operation)
             if together:
                 self._sums[node] = reduced_in(program, operation)
-            self._counts[node], self._parts[node] = int(together), [node]
+            self._counts[node], self._parts[node], self._read[node] = int(together), [node], {*graph.reads[node]}
             self.computing[node] = graph.computing.get(node, 0.0)
             result = next((program.values[v].elements for v in operation.results), 0)
             self._elements[node] = graph.elements(operation) if together else result
@@ -164,6 +165,7 @@ class _Joining:
             self._elements[node] == self._elements[other]
             and (None in sums or sums[0] == sums[1])
             and self._counts[node] + self._counts[other] <= _MOST_SUMS
+            and len(self._read[node] | self._read[other]) + len(self._parts[node] + self._parts[other]) <= _MOST_VALUES
             and not _turns(self._graph, node, other)
         )
 
@@ -210,6 +212,7 @@ class _Joining:
             near[kept] = {*self._near(near, gone), *self._near(near, kept)} - {kept}
         self._counts[kept] += self._counts[gone]
         self._parts[kept] += self._parts[gone]
+        self._read[kept] |= self._read[gone]
         self.computing[kept] += self.computing[gone]
         if gone in self._sums:
             self._sums.setdefault(kept, self._sums[gone])
