@@ -258,7 +258,7 @@ class Graph(Nodes):
                 self.takes[index] = UNKNOWN
             elif not library:
                 self.moves[index] = {*self.reads[index]}, {*operation.results}
-                self.slower[index] = waiting_in_columns(self.schedule, operation)
+                self.slower[index] = waiting_in_columns(self.schedule, operation, self.reads[index])
                 self.takes[index] = self.busy(self.computing.get(index, 0.0), index)
             for position, result in enumerate(operation.results if strategy is not None else ()):
                 steps = self.schedule.result_steps(operation, position)

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 
+from shardplan import _jax
 from shardplan.memory.alike import first_alike
 from shardplan.memory.computing import PARTS, Computing, computing_of
 from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
@@ -197,7 +198,8 @@ class _Fusion:
         kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
         columns, reduced_then = computing.columns
         if columns:
-            waiting = waiting_for_blocks(columns, elements, reduced_then * self._elements[result])
+            width = min([_jax.item_bytes(self._problem.program.values[value].dtype) for value in read], default=4)
+            waiting = waiting_for_blocks(columns, elements, reduced_then * self._elements[result], width)
             kernel.again, kernel.slower = min(waiting, 1.0), max(waiting, 1.0)
             kernel.cycles *= kernel.slower
         return kernel

@@ -36,8 +36,9 @@ _MANY = 16
 
 _WHOLE, _BUSY = 4096, 53.0
 """Sums down columns of up to so many rows are made by one block of threads for each 32 columns, or for each 64 if there
-are as many, and an even number. With fewer blocks than the second, by XLA's count, an H100 reads slower: one reads
-63 GB/s, whether from memory or from the caches. Of more rows, more blocks sum up parts."""
+are as many, and an even number; where a kernel reads numbers of 16 bits or less, for each 128, if four divides them.
+With fewer blocks than the second, by XLA's count, an H100 reads slower: one reads 63 GB/s, whether from memory or from
+the caches. Of more rows, more blocks sum up parts."""
 
 LAUNCH = 3.35e6
 """Bytes that an H100 reads in the microsecond in which a kernel starts."""
@@ -115,16 +116,21 @@ def columns_of(program: Program, operation: Operation) -> tuple[int, int]:
     return (columns, prod(shape[dim] for shape, dims in others for dim in dims)) if columns > 1 else (0, 1)
 
 
-def waiting_for_blocks(columns: int, read: float, made: float) -> float:
+def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -> float:
     """The least time in which a sum down columns reads anything, as a share of that in which an H100 that is kept busy
     reads it from memory: above 1, it is slower than that; below, this is what reading from caches takes at least.
 
-    ``columns`` are those that lie side by side, ``read`` and ``made`` the numbers that one device sums up, and gets.
+    ``columns`` are those that lie side by side, ``read`` and ``made`` the numbers that one device sums up, and gets;
+    ``width``: the bytes of the smallest number that the kernel reads.
+
+    >>> [waiting_for_blocks(1024, 4096 * 1024, 1024, width) for width in (4, 2)]
+    [3.3125, 6.625]
     """
     if read > _WHOLE * made:
         return 0.0
     own = max(1.0, min(columns, made))
-    of_block = 2 * _WARP if own >= 2 * _WARP and columns % 2 == 0 else _WARP
+    sizes = (4, 2) if width < 4 else (2,)
+    of_block = next((size for size in sizes if own >= size * _WARP and columns % size == 0), 1) * _WARP
     return _BUSY * own / (-(-own // of_block) * made)
 
 
@@ -150,5 +156,5 @@ def reads_slowly(program: Program, product: Operation, read: float, made: float)
     (True, False, False, False)
     """
     columns, width = columns_of(program, product)[0], _jax.item_bytes(program.values[product.results[0]].dtype)
-    slower = waiting_for_blocks(columns, read / width, made / width) if columns else 0.0
+    slower = waiting_for_blocks(columns, read / width, made / width, width) if columns else 0.0
     return (slower - 2) * read > LAUNCH

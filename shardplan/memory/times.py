@@ -59,9 +59,10 @@ def computing_microseconds(schedule: Schedule, operation: Operation) -> float:
     return elements * cycles_in_kernel(operation) / CYCLES_PER_BYTE / BYTES_MOVED
 
 
-def waiting_in_columns(schedule: Schedule, operation: Operation) -> float:
-    """How long a sum down columns reads where it keeps too little of a device busy, of the time in which an H100 reads
-    from memory: above 1, from memory as well; below, what it has read before; 0 of what is none."""
+def waiting_in_columns(schedule: Schedule, operation: Operation, reads: Collection[int]) -> float:
+    """How long a sum down columns, whose kernel reads these values, reads where it keeps too little of a device busy,
+    of the time in which an H100 reads from memory: above 1, from memory as well; below, what it has read before; 0 of
+    what is none."""
     strategy = schedule.assignment.strategies.get(operation.index)
     columns, then = columns_of(schedule.program, operation)
     if strategy is None or not columns or (layout := strategy.operands[0]) is None:
@@ -73,7 +74,8 @@ def waiting_in_columns(schedule: Schedule, operation: Operation) -> float:
         else 0.0
         for value, split in ((operation.operands[0], layout), (operation.results[0], left))
     )
-    return waiting_for_blocks(columns, read, then * made)
+    width = min((_jax.item_bytes(schedule.program.values[value].dtype) for value in reads), default=4)
+    return waiting_for_blocks(columns, read, then * made, width)
 
 
 def is_timed(program: Program, operation: Operation) -> bool:
