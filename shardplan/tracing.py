@@ -16,6 +16,7 @@ from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.errors import EnclosingTraceError
 from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
+from shardplan.reusing import reuse_sums
 from shardplan.shifting import shift_reads
 
 
@@ -65,7 +66,7 @@ def trace_program(
             out_tree=out_tree,
         )
     )
-    return _prune(hoist_conversions(_prune(shift_reads(program))))
+    return _prune(reuse_sums(_prune(hoist_conversions(_prune(shift_reads(program))))))
 
 
 class _Builder:

@@ -82,6 +82,17 @@ def compiled_over_predicted(step: Any, args: Any, sizes: tuple[int, ...], **opti
     return report.communication_bytes / plan.communication_bytes
 
 
+def test_a_mean_that_the_variance_computes_again_is_sent_once() -> None:
+    def normalized(x):
+        return (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
+
+    mesh, x = gpu_mesh("h100", (8,), NAMES[:1]), floats(4096, 512)
+    plan = shardplan.plan(normalized, mesh, x, pins={"0": jax.P("x", None)})
+    rows = 2 * 7 / 8 * 2 * 512 * 4  # the sums of elements and of their squares, by all-reduce
+    assert plan.communication_bytes == rows
+    assert measure(plan.lower(mesh), mesh_axes=plan.mesh_axes).communication_bytes == rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "tolerance"), [((8,), 0.03), ((2, 4), 0.1), ((2, 2, 2), 0.1)], ids=str)
 @pytest.mark.parametrize("name", SMALL)

@@ -325,6 +325,21 @@ def test_what_a_scan_only_converts_goes_in_converted(fn: Any, region: int) -> No
 # ---- branches of platforms
 
 
+def test_sums_of_one_array_are_computed_once_and_products_as_written() -> None:
+    def step(x, keys):
+        def body(carry, key):  # a sum of its own in each iteration, equal to none outside
+            return carry + x.sum() * key + x.sum(), x.max()
+
+        total, largest = jax.lax.scan(body, x.sum(), keys)
+        first, again = x.sum(), x.sum()  # results have memory of their own
+        return total * x.sum(), jnp.tanh(x @ x) + jnp.sin(x @ x), x.sum(0) + x.sum(1), first, again, largest
+
+    program = trace_program(step, (jnp.ones((4, 4)), jnp.ones(3)))
+    names = [[o.primitive.name for o in program.operations if o.region == region] for region in (0, 1)]
+    assert [names[0].count(name) for name in ("reduce_sum", "dot_general")] == [5, 2]
+    assert [names[1].count(name) for name in ("reduce_sum", "reduce_max")] == [1, 1]
+
+
 def test_of_branches_that_platforms_choose_the_one_that_runs_is_kept() -> None:
     square = S((8, 8), jnp.float32)
     program = trace_program(jnp.diag, (square,))  # one branch for TPUs, one for all others
