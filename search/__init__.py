@@ -12,6 +12,7 @@ from shardplan.search.pairs import PairUsage as PairUsage
 from shardplan.search.pairs import all_extended as all_extended
 from shardplan.search.pairs import extended as extended
 from shardplan.search.pairs import with_pairs as with_pairs
+from shardplan.search.part import Part as Part
 from shardplan.search.solution import STATUSES as STATUSES
 from shardplan.search.solution import Progress as Progress
 from shardplan.search.solution import Solution as Solution

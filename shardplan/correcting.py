@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shardplan.finding import CLEARLY, SECONDS_PER_OWN, Counts, Found, Search, find
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.usages import Usages
-from shardplan.search import Hint, Network, Solution, all_extended, extended
+from shardplan.search import Hint, Network, Part, Solution, all_extended, extended
 from shardplan.search.solution import relative_gap
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
@@ -23,13 +23,13 @@ from shardplan.search.solution import relative_gap
 # limit, not memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow.
 # Where the cheapest of what is found just does not fit, making it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
-_TIMES_SLOWER_WITHIN_LIMIT = 1.65
-_SECONDS_PER_OPERATION = 1.4e-4
-_SECONDS_PER_ENTRY = 3e-6
+_TIMES_SLOWER_WITHIN_LIMIT = 1.1
+_SECONDS_PER_OPERATION = 4.2e-4
+_SECONDS_PER_ENTRY = 1.2e-7
 LEAST_PATIENCE = 0.15
 _LEAST_SHARE = 0.5
 _OVERDRAWN = 1.25
-_TIMES_LONGER_FILLED = 1.9
+_TIMES_LONGER_FILLED = 1.6
 _SHARE_OF_MIXING = 0.2
 _SHARE_AFTERWARDS = 0.5
 _SECONDS_PER_VARIABLE = 1.3e-5
@@ -69,8 +69,10 @@ MISSED = 1.001
 class Corrections:
     """Searches within the limit, each at the places where what was found before exceeds it."""
 
-    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float) -> None:
+    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float, part: Part | None = None) -> None:
+        """``part``: that of the problem's network which is searched; all of it, where none is given."""
         self.counts, self.search, self.first, self.deadline = counts, search, first, deadline
+        self.part = part or Part(counts.problem.network)
         self.problem = problem = counts.problem
         self.limit_bytes = search.limit_bytes
         """The limit itself: that of ``search`` may be lowered."""
@@ -93,7 +95,7 @@ class Corrections:
         self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * (first.solution.work + planning))
         self.until = _TIMES_LONGER_FILLED * self.patience
         self._enough = _DEAR if self.patience > LEAST_PATIENCE else 1.0
-        self.spent = -counts.work
+        self.spent, self._begun = 0.0, counts.work
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices."""
         self.seen: dict[bytes, NDArray[np.int64]] = {first.solution.choices.tobytes(): first.solution.choices}
@@ -121,6 +123,19 @@ class Corrections:
         """Per place of the order that is searched, where the same operation runs in another one."""
         places = {place: lifetimes.place[o.index] for place, o in enumerate(self.lifetimes.order)}
         return places | {self.lifetimes.end: lifetimes.end}
+
+    def take_over(self, others: Corrections) -> None:
+        """Takes all into account that searches among fewer choices have found, with the work that it took."""
+        self.spent += others.spent
+        self.seen |= others.seen
+        self.take_counted()
+
+    def go_on_from(self, others: Corrections) -> None:
+        """Likewise, and searches on where these did."""
+        self.take_over(others)
+        self.count_in(others.lifetimes)
+        self.places, self.prices = {*others.places}, {**others.prices}
+        self.until = self.work + others.until - others.work
 
     def take_counted(self) -> None:
         """Takes all into account that was counted meanwhile."""
@@ -174,12 +189,10 @@ class Corrections:
     def search_from_best(self, most: float = np.inf) -> None:
         """One more search within the limit itself, from the best schedule, for no more than so much work."""
         assert self.best is not None
-        left = self.until - self.work
         self.search = replace(self.search, limit_bytes=self.limit_bytes)
         self.usages.follow(self.best.schedule)
         self.places |= {*self.places_above(self.best, NEARLY_FULL * self.limit_bytes)}
         self._search_once(self.best, most)
-        self.until = self.work + left
 
     def keep(self, found: Found) -> Found:
         """Takes a schedule into account as it is in its own order, which it gives, unless it is far above the limit."""
@@ -206,7 +219,7 @@ class Corrections:
     @property
     def work(self) -> float:
         """What searches and counts have taken, in estimated seconds."""
-        return self.spent + self.counts.work
+        return self.spent + self.counts.work - self._begun
 
     @property
     def _best_cost(self) -> float:
@@ -235,12 +248,13 @@ class Corrections:
     def _counted(self, found: Found) -> dict[int, float]:
         """What the network counts at the places."""
         places = sorted(self.places)
-        used = counted_at(self.network(self.search.limit_bytes, places), found.solution.choices, len(places))
+        network, choices = self.network(self.search.limit_bytes, places), self.part.inside(found.solution.choices)
+        used = counted_at(network, choices, len(places))
         return dict(zip(places, (used - [self.beyond.get(place, 0.0) for place in places]).tolist(), strict=True))
 
     def network(self, limit: float, places: Collection[int]) -> Network:
         """The network of a limit at these places of the order that is searched."""
-        network = self.usages.network(limit, places, self.beyond)
+        network = self.usages.network(limit, places, self.beyond, self.part)
         self.spent += _SECONDS_PER_VARIABLE * len(network)
         return network
 
@@ -249,13 +263,15 @@ class Corrections:
         network = self.network(self.search.limit_bytes, self.places)
         self.searched = self.search.limit_bytes
         known = all_extended(network, self.known)
-        network.hint = replace(hint_of(network, found, self.prices, self.places), lower_bound=self.lower, known=known)
+        network.hint = replace(
+            hint_of(network, self.part, found, self.prices, self.places), lower_bound=self.lower, known=known
+        )
         count = SECONDS_PER_OWN * len(self.problem.program.operations)
         work = (1 - _SHARE_OF_MIXING) * self.patience - self.work - count
         work = min(max(work, _LEAST_SHARE * self.patience), most)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
-            solution = find(self.problem, network, self.search, left, work, self._serves)
+            solution = find(self.problem, network, self.search, left, work, self._serves, self.part)
             found = self.counts.within(solution, self.lifetimes)
             self.spent += found.solution.work
             if self.beyond:  # which need not be there in other schedules
@@ -263,7 +279,8 @@ class Corrections:
             own = self.keep(found)
             self.keep_leanest(network, found)
             self.known = [choices[: len(self.problem.network)] for choices in found.solution.known]
-            self.seen |= {choices.tobytes(): choices for choices in [found.solution.choices, *self.known]}
+            seen = [found.solution.choices, *map(self.part.outside, self.known)]
+            self.seen |= {choices.tobytes(): choices for choices in seen}
             settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
             over = self.work > self.patience or time.perf_counter() >= self.deadline or most < np.inf
             if settled or found.peak_bytes <= self.search.limit_bytes or over:
@@ -285,7 +302,7 @@ class Corrections:
         least = self.least
         leanest = sorted(found.solution.known, key=lambda choices: network.peak(choices)[0])
         for choices in leanest[:_LEANEST]:
-            here = self.within(choices)
+            here = self.within(self.part.outside(choices))
             if self.best is not None and here.peak_bytes > self.search.limit_bytes:
                 break
             if self.cost(here.solution.choices) < self._best_cost:
@@ -316,17 +333,17 @@ class Corrections:
     def _serves(self, choices: NDArray[np.int64]) -> bool:
         """Whether an assignment of a network keeps within the limit at all places, and in its own order too, unless
         that was gone over to so often that what is found at last may do so sooner."""
-        found = self.within(choices)
+        found = self.within(self.part.outside(choices))
         if found.peak_bytes > self.search.limit_bytes:
             return False
         own = self.keep(found)
         return own.peak_bytes <= self.limit_bytes or self.orders == MOST_ORDERS
 
 
-def hint_of(network: Network, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
-    """What is known before a search: a schedule, and the prices of places in the search before."""
+def hint_of(network: Network, part: Part, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:
+    """What is known before a search of a part: a schedule in it, and the prices of places in the search before."""
     by_time = {time: prices.get(place, 0.0) for time, place in enumerate(sorted(places))}
-    return Hint(extended(network, found.solution.choices), by_time)
+    return Hint(extended(network, part.inside(found.solution.choices)), by_time)
 
 
 def counted_at(network: Network, choices: NDArray[np.int64], places: int) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from shardplan.correcting import NEARLY_FULL, Corrections
 from shardplan.finding import Found
 from shardplan.relieving import relieve
-from shardplan.search import Mixtures, all_extended
+from shardplan.search import Mixtures, Part, all_extended
 from shardplan.search.solution import relative_gap
 
 # The work for this, as a share of that for the searches before, or what is left of it. Mixed is again, from what came
@@ -61,8 +61,10 @@ def _mix(known: Corrections, base: Found, until: float) -> None:
     places = set(known.places)
     for choices in (base.solution.choices, *others[:_CHEAPEST]):
         places |= {*known.places_above(known.within(choices), NEARLY_FULL * limit)}
-    network = known.network(limit, places)
-    begun, *cheaper = all_extended(network, [base.solution.choices, *others])
+    part = Part.holding(known.problem.network, [base.solution.choices, *others])
+    network = known.usages.network(limit, places, known.beyond, part)
+    taken = [part.inside(choices) for choices in (base.solution.choices, *others)]
+    begun, *cheaper = all_extended(network, taken)
     mixtures = Mixtures(network, begun, cheaper)
     known.spent += _SECONDS_PER_VARIABLE * len(network)
     least = _Tried(network.peak(begun)[0], base.peak_bytes, base.solution.cost)
@@ -76,6 +78,7 @@ def _mix(known: Corrections, base: Found, until: float) -> None:
         if mixture is None:
             tried = replace(least, target=target)
         else:
+            mixture = part.outside(mixture)
             cost = cost_of(mixture)
             peak = counted.get(cost) or known.within(mixture).peak_bytes
             if peak <= limit and cost not in counted:  # what does not fit in this order hardly does in its own

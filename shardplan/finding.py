@@ -19,7 +19,7 @@ from shardplan.memory.order import execution_order
 from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
-from shardplan.search import Network, Solution, solve
+from shardplan.search import Network, Part, Solution, solve
 
 # A plan near the best one without a limit that exceeds the limit by so much is not worth proving, nor one within it
 # worth counting in its own order.
@@ -78,10 +78,12 @@ def find(
     seconds: float,
     work: float = np.inf,
     serves: Callable[[NDArray[np.int64]], bool] | None = None,
+    part: Part | None = None,
 ) -> Solution:
     """The best choices within so many seconds and so much work, which only what is within a limit is held to.
 
-    ``network`` is the problem's, which may have further variables behind.
+    ``network`` is the problem's, or that of a part of its, and may have further variables behind, which the solution's
+    `known` have too. Bounds are the network's.
     """
     precision = _PRECISION if network.usage_limit is None else _PRECISION_WITHIN_LIMIT
     entries = sum(network.tables[table].size for _, _, table in network.edges)
@@ -95,7 +97,7 @@ def find(
         work_limit=work,
         serves=serves,
     )
-    solution = replace(solution, choices=solution.choices[: len(problem.network)])
+    solution = replace(solution, choices=(part or Part(problem.network)).outside(solution.choices))
     if solution.status == "unknown" and network.usage_limit is None:
         solution = _as_it_is(problem, solution)
     return solution

@@ -19,23 +19,24 @@ from shardplan.correcting import (
     hint_of,
 )
 from shardplan.finding import Counts, Found, Search, find
+from shardplan.search import Part
 
 # The least peak is looked for half-way between the least that is found and what is proven, until they are this near or
 # as many trials one after the other have found nothing lower in an order, and then in the order of the least, from such
 # a share of it on. Any schedule that is not far too dear will do.
-MOST_TRIALS, _MOST_IN_VAIN = 12, 3
+_MOST_TRIALS, _MOST_IN_VAIN = 12, 3
 _NEAR_LEAST = 0.01
 _BELOW_OWN = 0.9
 _PRECISION_OF_TRIALS = 0.2
-_SECONDS_PER_OPERATION, _LEAST_SECONDS = 6e-4, 0.2  # of a trial
+_SECONDS_PER_OPERATION, _LEAST_SECONDS = 4.5e-4, 0.1  # of a trial
 
 
 class Leanest:
     """The schedule of the least peak that is found, from a first one on."""
 
-    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float) -> None:
+    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float, part: Part | None = None) -> None:
         """``first`` must not depend on the limit of ``search``."""
-        self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, deadline)
+        self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, deadline, part)
         self._known.enough = search.limit_bytes
         self._counts, self._search, self._deadline = counts, search, deadline
         self.bound = 0.0
@@ -55,10 +56,10 @@ class Leanest:
         if not self._trials:
             self._try()
 
-    def look(self, most: int = MOST_TRIALS) -> None:
-        """Looks for schedules of lower peaks, by so many trials at most, until one is within the limit."""
+    def look(self) -> None:
+        """Looks for schedules of lower peaks until one is within the limit."""
         limit = self._search.limit_bytes
-        while self._trials < most and self.found.peak_bytes > limit and time.perf_counter() <= self._deadline:
+        while self._trials < _MOST_TRIALS and self.found.peak_bytes > limit and time.perf_counter() <= self._deadline:
             if self._in_vain == _MOST_IN_VAIN or (self._nearest_reached() and not self._go_over()):
                 return
             before = self.found
@@ -91,11 +92,11 @@ class Leanest:
         target, usages = 0.5 * (self._unreached + self._least.peak_bytes), known.usages
         self._places |= {*known.places_above(self._least, target)}
         usages.follow(self._latest.schedule)
-        network = usages.network(target, self._places)
-        network.hint = hint_of(network, self._least, {}, self._places)
+        network = usages.network(target, self._places, part=known.part)
+        network.hint = hint_of(network, known.part, self._least, {}, self._places)
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
         left = max(LEAST_SECONDS, self._deadline - time.perf_counter())
-        found = self._counts.within(find(known.problem, network, trial, left, work), known.lifetimes)
+        found = self._counts.within(find(known.problem, network, trial, left, work, part=known.part), known.lifetimes)
         own = known.keep(found)
         known.keep_leanest(network, found)
         self.bound = max(self.bound, known.least_bound)

@@ -17,7 +17,7 @@ from shardplan.correcting import NEARLY_FULL, Corrections, counted_at, highest
 from shardplan.finding import Found
 from shardplan.memory.bringing import Sending
 from shardplan.memory.usages import Usages
-from shardplan.search import Mixtures, Network, all_extended
+from shardplan.search import Mixtures, Network, Part, all_extended
 
 # So many mixtures are counted in their own orders, each of a limit that is lower than the last one's by a share of what
 # that exceeded the real one by. Memory counts where it comes near the limit with what is mixed, and where a mixture
@@ -72,19 +72,25 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
     usages.follow(base.schedule)
     for found in mixed:
         usages.follow_besides(found.schedule, found.sending)
-    exact = known.counts.profile_in_own(base)
+    exact, part = (
+        known.counts.profile_in_own(base),
+        Part.holding(known.problem.network, [base.solution.choices, *others]),
+    )
+    taken = [part.inside(choices) for choices in (base.solution.choices, *others)]
     places = {moved[place] for place in known.places} | {*highest(exact, NEARLY_FULL * target)}
     mixture = None
     for _ in range(_MOST_MIXED):
-        network = usages.network(target, places)
+        network = usages.network(target, places, part=part)
         if mixed:
-            network = usages.network(target, places, _beyond(network, base, exact, sorted(places)))
-        begun, *dearer = all_extended(network, [base.solution.choices, *others])
+            beyond = _beyond(network, taken[0], exact, sorted(places))
+            network = usages.network(target, places, beyond, part)
+        begun, *dearer = all_extended(network, taken)
         mixtures = Mixtures(network, begun, dearer)
         mixture, work = mixtures.within(target)
         known.spent += work + _SECONDS_PER_VARIABLE * len(network)
         if mixture is None:
             return None
+        mixture = part.outside(mixture)
         found = known.within(mixture, base.lifetimes)
         above = {*known.places_above(found, target)}
         if above <= places and (known.best is None or not above):
@@ -95,7 +101,9 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
     return mixture
 
 
-def _beyond(network: Network, base: Found, exact: NDArray[np.float64], places: Sequence[int]) -> dict[int, float]:
-    """Per place, what the schedule holds more than the network counts."""
-    used = counted_at(network, base.solution.choices, len(places))
+def _beyond(
+    network: Network, base: NDArray[np.int64], exact: NDArray[np.float64], places: Sequence[int]
+) -> dict[int, float]:
+    """Per place, what the schedule of an assignment holds more than the network counts."""
+    used = counted_at(network, base, len(places))
     return {place: max(0.0, float(exact[place] - size)) for place, size in zip(places, used.tolist(), strict=True)}

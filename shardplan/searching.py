@@ -7,32 +7,34 @@ network, and solved again; so programs that fit, most of them, do not pay for th
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import Corrections
+from shardplan.correcting import LEAST_SECONDS, Corrections
 from shardplan.errors import InfeasibleError
 from shardplan.filling import fill
 from shardplan.finding import CLEARLY, Counts, Found, Search, find
-from shardplan.leanest import MOST_TRIALS, Leanest
+from shardplan.leanest import Leanest
 from shardplan.memory.liveness import memory_profile
 from shardplan.memory.products import turned_carries
 from shardplan.problem import Problem
 from shardplan.relieving import relieve
 from shardplan.running import sums_of_products
-from shardplan.search import Solution
+from shardplan.search import METHODS, Part, Solution
 from shardplan.search.solution import relative_gap
 from shardplan.tables import megabytes
 
-_FAR_TOO_DEAR = 0.35
-"""The gap, to what is needed without a limit, above which a schedule that fits is held against leaner ones, and the
-best of these is searched on from."""
+_FAR_TOO_DEAR, _SPARE = 0.1, 0.8
+"""The gap, to what is needed without a limit, above which a schedule that fits is held against what the joined mesh can
+do while there is work left, and searched on from while less than this share of it is spent."""
 
+_SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.6, 0.35
+"""Of the work that searches may take: what those among the choices of a coarser mesh may, and the one among all choices
+that follows these, for its bound above all."""
 
-_TRIALS_BESIDE = 2
-"""So many trials are made for it: they need not find one within the limit, as is needed where nothing else is."""
+_Masks = Mapping[int, NDArray[np.bool_]]
 
 
 def search_within(problem: Problem, search: Search) -> Found:
@@ -65,33 +67,109 @@ def search_within(problem: Problem, search: Search) -> Found:
 def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadline: float) -> Found:
     """The best schedule within the limit, where none of the ``first`` is: the best one without a limit, and one that
     does not depend on this limit."""
-    corrections = Corrections(counts, search, first[0], deadline)
-    leanest = Leanest(counts, search, first[1], deadline)
+    *coarser, whole = attempts = _attempts(counts, search, first, deadline)
+    main = coarser[-1] if len(coarser) > 1 else whole
+    main.joined = coarser[0] if coarser else None
+    free, patience, corrections = first[0].solution.lower_bound, whole.corrections.patience, main.corrections
 
-    def otherwise() -> None:
-        leanest.begin()
-        corrections.unreached = leanest.bound
-        corrections.take_counted()
-        relieve(corrections, corrections.until)
+    def worth_more(share: float) -> bool:
+        found = corrections.best
+        dear = found is None or relative_gap(found.solution.cost, free) > _FAR_TOO_DEAR
+        return dear and (found is None or corrections.work < share * patience)
 
-    def far_too_dear(found: Found) -> bool:
-        return relative_gap(found.solution.cost, first[0].solution.lower_bound) > _FAR_TOO_DEAR
-
-    corrections.follow(first[0], otherwise)
-    if corrections.best is None or far_too_dear(corrections.best):
-        leanest.look(MOST_TRIALS if corrections.best is None else _TRIALS_BESIDE)
-        corrections.take_leaner()
-        if corrections.best is not None and far_too_dear(corrections.best):
-            corrections.search_from_best()
+    main.follow()
+    if worth_more(1.0):
+        main.take_joined()
+    for attempt in attempts:
+        if corrections.best is None:
+            attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
+            attempt.leanest.look()
+            corrections.take_leaner()
+    if corrections.best is None:
+        raise _too_little(counts.problem, search, attempts, deadline)
+    if main is not whole:
+        whole.corrections.go_on_from(corrections)
+        corrections = whole.corrections
+        if corrections.work < patience:
+            corrections.search_from_best(_SHARE_OF_WHOLE * patience)
+    elif worth_more(_SPARE):
+        corrections.search_from_best()
     else:
         corrections.search_a_little_more()
-    if corrections.best is not None:
-        fill(corrections)
-        return corrections.best_proven()
-    least, late = leanest.found, time.perf_counter() > deadline and leanest.bound <= search.limit_bytes
-    raise InfeasibleError(
-        _does_not_fit(counts.problem, least, min(leanest.bound, least.peak_bytes), search, late), least.peak_bytes
-    )
+    fill(corrections)
+    return corrections.best_proven()
+
+
+class _Attempt:
+    """Searches within the limit, and for the least peak besides, in a part of the problem's network, or all of it."""
+
+    def __init__(
+        self, counts: Counts, search: Search, first: Sequence[Found], deadline: float, part: Part | None = None
+    ) -> None:
+        """``first``: as `_search_again` takes them."""
+        self._first = first[0]
+        self.corrections = Corrections(counts, search, first[0], deadline, part)
+        self.leanest = Leanest(counts, search, first[1], deadline, part)
+        self.joined: _Attempt | None = None
+        """What is searched where a search has found nothing."""
+
+    def follow(self) -> None:
+        """Searches on from the first schedule."""
+        self.corrections.follow(self._first, self._otherwise)
+
+    def take_joined(self) -> bool:
+        """Searches among what the mesh with all axes joined can do, and takes it over; False where that was done."""
+        joined, self.joined = self.joined, None
+        if joined is not None:
+            joined.follow()
+            self.corrections.take_over(joined.corrections)
+        return joined is not None
+
+    def _otherwise(self) -> None:
+        if not self.take_joined():
+            self.leanest.begin()
+            self.corrections.unreached = self.leanest.bound
+            self.corrections.take_counted()
+        if self.corrections.best is None:
+            relieve(self.corrections, self.corrections.until)
+
+
+def _attempts(counts: Counts, search: Search, first: Sequence[Found], deadline: float) -> list[_Attempt]:
+    """Where to search: what the mesh can do with all axes taken as one, and on more than two axes with these taken as
+    two, are few choices, of which some are good; and all choices."""
+    ways: list[_Masks] = []
+    if METHODS[search.method].limits:
+        every, pairs = counts.problem.network.restrictions[:1], counts.problem.network.restrictions[1:]
+        ways = [*every, *([_nearest(pairs, first[1])] if pairs else [])]
+    found = [_among(counts, search, masks, deadline) for masks in ways]
+    return [*filter(None, found), _Attempt(counts, search, first, deadline)]
+
+
+def _nearest(restrictions: Sequence[_Masks], first: Found) -> _Masks:
+    """Of several coarser meshes, that which most choices of a schedule are choices of."""
+    choices = first.solution.choices
+    return max(restrictions, key=lambda masks: sum(bool(mask[choices[v]]) for v, mask in masks.items()))
+
+
+def _among(counts: Counts, search: Search, masks: _Masks, deadline: float) -> _Attempt | None:
+    """Searches among some choices; None where the hard layouts exclude these."""
+    part = Part.of(counts.problem.network, masks)
+    best = find(counts.problem, part.network, search, max(LEAST_SECONDS, deadline - time.perf_counter()), part=part)
+    if not np.isfinite(best.cost):
+        return None
+    found = counts.own(best)
+    attempt = _Attempt(counts, search, [found, found], deadline, part)
+    attempt.corrections.patience *= _SHARE_OF_PARTS
+    return attempt
+
+
+def _too_little(problem: Problem, search: Search, attempts: Sequence[_Attempt], deadline: float) -> InfeasibleError:
+    """What is said where nothing fits."""
+    least = min((attempt.leanest.found for attempt in attempts), key=lambda found: found.peak_bytes)
+    bound = attempts[-1].leanest.bound
+    late = time.perf_counter() > deadline and bound <= search.limit_bytes
+    said = _does_not_fit(problem, least, min(bound, least.peak_bytes), search, late)
+    return InfeasibleError(said, least.peak_bytes)
 
 
 def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search, late: bool) -> str:

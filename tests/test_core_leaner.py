@@ -10,7 +10,7 @@ import pytest
 import shardplan
 from shardplan import InfeasibleError, finding, searching
 from shardplan.correcting import Corrections
-from shardplan.leanest import MOST_TRIALS, Leanest
+from shardplan.leanest import Leanest
 from shardplan.memory.usages import Usages
 from shardplan.models import load
 from shardplan.relieving import relieve
@@ -31,11 +31,11 @@ def test_what_a_first_search_finds_above_the_limit_takes_over_parts_of_leaner_sc
 
     monkeypatch.setattr(searching, "relieve", relieved)
     monkeypatch.setattr(Corrections, "take", lambda known, own: own)  # nothing is ever within the limit
-    monkeypatch.setattr(Leanest, "look", lambda leanest, most: None)
+    monkeypatch.setattr(Leanest, "look", lambda leanest: None)
     with pytest.raises(InfeasibleError):
         plan_within()
     assert done[:3] == ["search", "lean", "relieve"]
-    assert done[3:] == ["search", "lean", "relieve"] * (len(done) // 3 - 1)
+    assert done == [*["search", "lean", "relieve"] * (len(done) // 3), "lean"]  # the last where all has found nothing
 
 
 @pytest.mark.parametrize(("excluded", "searches"), [(0.0, 3), (1.001, 1)])
@@ -58,11 +58,11 @@ def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monk
     assert len(searched) == searches
 
 
-@pytest.mark.parametrize(("times", "searches"), [(20.0, 1), (1.1, 0)])
+@pytest.mark.parametrize(("times", "searches"), [(20.0, 1), (1.02, 0)])
 def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeypatch, times, searches):
     searched = []
 
-    def look(leanest, most):
+    def look(leanest):
         counts, lean = leanest._counts, leanest._known.first
         fits = replace(lean, peak_bytes=0.0)
         monkeypatch.setattr(counts, "counted", lambda: [fits])
@@ -83,7 +83,7 @@ def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeyp
     assert len(searched) == searches
 
 
-@pytest.mark.parametrize(("times", "done", "searches"), [(1.2, 0.1, 1), (1.02, 0.1, 0), (1.2, 0.3, 0)])
+@pytest.mark.parametrize(("times", "done", "searches"), [(1.08, 0.1, 1), (1.02, 0.1, 0), (1.08, 0.3, 0)])
 def test_where_much_work_is_left_and_the_gap_is_wide_half_as_much_is_searched_again(monkeypatch, times, done, searches):
     searched = []
 
@@ -126,12 +126,10 @@ def test_trials_end_where_three_of_them_find_nothing_lower(monkeypatch):
     assert len(tried) == 5  # one in vain, one that finds something, three in vain
 
 
-@pytest.mark.slow
 def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner_schedules():
     step, state, batch = training()
-    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
-    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
-    lean = shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.85 * free.peak_bytes)
+    free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
+    lean = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.75 * free.peak_bytes)
     problem = free.schedule.problem
     search = finding.Search("auto", 60.0, 0.95 * free.peak_bytes, frozenset(range(len(state))))
     counts = finding.Counts(problem, search)
@@ -191,12 +189,12 @@ def test_what_fits_in_no_order_of_a_search_is_counted_in_its_own(monkeypatch):
     training = model.training(model.BENCHMARK)
     arguments = training.train_step, MESH, training.state, training.batch
     limit = 0.963 * shardplan.plan(*arguments, donate_argnums=0).peak_bytes  # where nothing fits in the first order
-    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest, most: None)
+    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
     assert shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
 
 
-@pytest.mark.parametrize(("fits", "most"), [(True, 2), (False, MOST_TRIALS)])
-def test_few_trials_are_made_beside_a_dear_schedule_that_fits(monkeypatch, fits, most):
+@pytest.mark.parametrize("fits", [True, False])
+def test_trials_are_made_only_where_nothing_fits_however_dear_that_is(monkeypatch, fits):
     asked = []
 
     def follow(corrections, found, otherwise):
@@ -206,11 +204,12 @@ def test_few_trials_are_made_beside_a_dear_schedule_that_fits(monkeypatch, fits,
     monkeypatch.setattr(Corrections, "follow", follow)
     monkeypatch.setattr(Corrections, "cost", lambda known, choices: 20.0 * known.unlimited)
     monkeypatch.setattr(Corrections, "search_from_best", lambda known: None)
-    monkeypatch.setattr(Leanest, "look", lambda leanest, most: asked.append(most))
+    monkeypatch.setattr(Leanest, "begin", lambda leanest: None)
+    monkeypatch.setattr(Leanest, "look", lambda leanest: asked.append(1))
     monkeypatch.setattr(searching, "fill", lambda known: None)
     if fits:
         plan_within()
     else:
         with pytest.raises(shardplan.InfeasibleError):
             plan_within()
-    assert asked == [most]
+    assert len(asked) == (0 if fits else 1)

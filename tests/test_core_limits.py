@@ -90,12 +90,12 @@ def test_searches_that_have_taken_their_work_and_found_nothing_give_way_to_leane
     monkeypatch.setattr(Corrections, "_search_once", lambda *given: (searched.append(1), once(*given))[1])
     monkeypatch.setattr(correcting, "LEAST_PATIENCE", 1e-3)
     monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 1e-6)
-    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest, most: None)
+    monkeypatch.setattr("shardplan.searching.Leanest.look", lambda leanest: None)
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     with pytest.raises(InfeasibleError):
         shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1.12e7)
-    assert len(searched) == 1
+    assert len(searched) == 2  # of all choices, and of those that the mesh has with its axes as one
 
 
 @pytest.mark.parametrize(("times", "leaner"), [(20.0, True), (1.1, False)])
@@ -169,6 +169,7 @@ def test_what_fits_only_because_it_is_very_dear_does_not_end_the_searches(monkey
 
     monkeypatch.setattr(Corrections, "_search_once", dear)
     monkeypatch.setattr(Corrections, "search_a_little_more", lambda known: None)
+    monkeypatch.setattr("shardplan.searching._FAR_TOO_DEAR", math.inf)
     monkeypatch.setattr("shardplan.searching.fill", lambda known: None)
     plan_within()
     assert len(searched) == searches
@@ -263,6 +264,46 @@ def test_what_is_proven_within_the_limit_is_not_mixed_with_anything(monkeypatch)
     assert not mixed
 
 
+@pytest.mark.parametrize(("sizes", "first", "last"), [((2, 2, 2), 0.5, 1.0), ((2, 4), 1.0, 1.0)])
+def test_on_three_axes_what_two_can_do_is_searched_before_all_choices_are(monkeypatch, sizes, first, last):
+    searched, find = [], finding.solve
+
+    def solve(network, **options):
+        if network.usage_limit is not None:
+            searched.append(sum(costs.size for costs in network.costs[:whole]))
+        return find(network, **options)
+
+    step, state, batch = training()
+    mesh = jax.sharding.AbstractMesh(sizes, "abc"[: len(sizes)])
+    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
+    whole = len(free.schedule.problem.network)
+    choices = sum(costs.size for costs in free.schedule.problem.network.costs)
+    monkeypatch.setattr(finding, "solve", solve)
+    plan = shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
+    assert plan.peak_bytes <= 0.95 * free.peak_bytes
+    assert searched[0] <= first * choices
+    assert max(searched) == last * choices
+
+
+def test_what_the_mesh_can_do_with_its_axes_as_one_is_found_where_searches_of_all_choices_find_nothing(monkeypatch):
+    step, state, batch = training()
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
+    once = Corrections._search_once
+
+    def within(corrections, found, *most):
+        of_all = corrections.part.network is corrections.problem.network
+        return (found, found) if of_all else once(corrections, found, *most)
+
+    monkeypatch.setattr(Corrections, "_search_once", within)
+    monkeypatch.setattr("shardplan.leanest.Leanest.look", lambda leanest: None)
+    monkeypatch.setattr("shardplan.leanest.Leanest.begin", lambda leanest: None)
+    plan = shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.9 * free.peak_bytes)
+    assert plan.peak_bytes <= 0.9 * free.peak_bytes
+    splits = {entry for layout in plan.layouts.values() for entry in layout if entry is not None}
+    assert splits <= {("x", "y")}
+
+
 def test_loops_over_generated_values_of_no_elements():
     def step(x, y):
         return jax.lax.scan(lambda carry, part: (jnp.tanh(carry @ x) + part.sum(), None), y @ x, jnp.ones((4, 0)))[0]
@@ -286,6 +327,7 @@ def test_what_is_nearly_the_best_by_the_bound_gets_little_more_work(monkeypatch)
 
     monkeypatch.setattr(Pricing, "raise_bound", watched)
     monkeypatch.setattr(correcting, "_TIMES_SLOWER_WITHIN_LIMIT", 10.0)
+    monkeypatch.setattr("shardplan.searching._FAR_TOO_DEAR", math.inf)
     step, state, batch = training(1024, 6, 1024)
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.7 * free.peak_bytes)

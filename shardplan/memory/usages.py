@@ -27,6 +27,7 @@ reads it otherwise, so that bounds within a limit are those of this count.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,7 @@ from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
-from shardplan.search import Network, PairUsage, Usage, with_pairs
+from shardplan.search import Network, PairUsage, Part, Usage, with_pairs
 
 Array = NDArray[np.float64]
 
@@ -78,27 +79,33 @@ class Usages:
         beside = frozenset(lifetimes.beside) if donated else frozenset[int]()
         self._replaced = {output for number, output in outputs if number in self.program.ties} - beside
 
-    def network(self, limit: float, places: Collection[int], beyond: Mapping[int, float] | None = None) -> Network:
-        """The problem's network, held to a limit at some places of the order alone.
+    def network(
+        self,
+        limit: float,
+        places: Collection[int],
+        beyond: Mapping[int, float] | None = None,
+        part: Part | None = None,
+    ) -> Network:
+        """The problem's network, or a part of it, held to a limit at some places of the order alone.
 
         Its variables come first, then those of pairs. Times of the network are positions among ``places``, ascending.
         ``beyond``: bytes that are in use at some of these places besides, whatever is chosen.
         """
-        moments = np.array(sorted(places))
+        moments, part = np.array(sorted(places)), part or Part(self.problem.network)
         counted = self._counted_values(limit)
         used = [*self._held_values(counted), *self._working(), *self._product_copies(), *self._generated()]
         pairs = [*self._of_copies(counted), *self._reordered(), *self._brought(moments), *self._leaving_copies()]
         network = with_pairs(
-            self.problem.network,
+            part.network,
             [
-                PairUsage(pair.u, pair.v, pair.amounts, *span)
+                replace(part.pair(pair), start=span[0], end=span[1])
                 for pair, span in ((pair, _within(moments, pair)) for pair in pairs)
                 if span[0] < span[1]
             ],
         )
         network.usage_limit = limit
         for usage in used:
-            network.add_usage(usage.variable, usage.amounts, *_within(moments, usage))
+            network.add_usage(usage.variable, part.amounts(usage.variable, usage.amounts), *_within(moments, usage))
         working = network.add_variable([0.0], name="libraries")
         for moment, place in enumerate(moments.tolist()):
             always = WORKSPACE_BYTES if place in self.lifetimes.in_libraries else 0.0
