@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from shardplan.layout import Layout
-from shardplan.memory.accumulation import read_behind_sum, waiting_for_sums
+from shardplan.memory.accumulation import waiting_for_sums
+from shardplan.memory.unshared import read_behind_sum
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 

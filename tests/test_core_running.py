@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import shardplan
-from shardplan.memory.accumulation import accumulations, merged_anywhere, read_behind_sum, waiting_for_sums
+from shardplan.memory.accumulation import accumulations, merged_anywhere, waiting_for_sums
 from shardplan.memory.hiding import Graph
 from shardplan.memory.merging import merge_nodes
 from shardplan.memory.recomputing import adding_products, kernels_in
+from shardplan.memory.unshared import read_behind_sum
 from shardplan.running import lying_until_scattered, running_sums, sums_of_products
 from tests.core_programs import assert_equal_trees, mesh_of, run
 

@@ -40,6 +40,7 @@ from shardplan.memory.convolutions import forward_convolutions
 from shardplan.memory.products import is_multiplied, merged_products, multiplied
 from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.unshared import unshared_operands
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.running import running_sums, sums_of_products
@@ -185,12 +186,6 @@ def _adding_to_nothing(schedule: Schedule, waiting: Collection[int], among: Iter
     return frozenset(index for index in among if index not in adding)
 
 
-def read_behind_sum(program: Program, operation: Operation) -> int:
-    """The position of the operand that a product which waits for a sum reads behind it: the smaller one."""
-    values = program.values
-    return min((values[o].total_bytes, n) for n, o in enumerate(operation.operands) if isinstance(o, int))[1]
-
-
 @once
 def merged_anywhere(schedule: Schedule) -> list[list[int]]:
     """Products that XLA merges into one, whether their results are held or not."""
@@ -272,10 +267,11 @@ def _merged_in(
         if operation.results[0] not in same if among is None else operation.results[0] in among:
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
             inside = schedule.island_dtype(operation) is not None
-            layouts[operation.index] = [(layout, inside, -1) for layout in strategy.operands]
-            if operation.index in waiting:
-                behind = read_behind_sum(program, operation)
-                layouts[operation.index][behind] = (*layouts[operation.index][behind][:2], operation.index)
+            own = unshared_operands(schedule, operation, waits=operation.index in waiting)
+            layouts[operation.index] = [
+                (layout, inside, operation.index if position in own else -1)
+                for position, layout in enumerate(strategy.operands)
+            ]
             moved = [
                 bytes_in(schedule, value, layout) if isinstance(value, int) and layout is not None else 0.0
                 for value, layout in pairs

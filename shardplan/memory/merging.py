@@ -14,7 +14,6 @@ from shardplan.memory.accumulation import (
     merged_anywhere,
     merged_in,
     own_position,
-    read_behind_sum,
     waiting_for_sums,
 )
 from shardplan.memory.combining import Gather, gather_for, reducing
@@ -22,6 +21,7 @@ from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.times import BYTES_MOVED, merged_microseconds
+from shardplan.memory.unshared import read_behind_sum
 from shardplan.memory.workspaces import WORKSPACE_BYTES
 from shardplan.once import once
 from shardplan.program import Operation

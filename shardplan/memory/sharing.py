@@ -93,7 +93,7 @@ def _made_with_others(problem: Problem, order: Sequence[Operation], kernels: Ker
     return frozenset(v for v in found if v not in kernels.stored or _read_by_several(problem, fused, in_memory, v))
 
 
-def _read_by_several(problem: Problem, fused: Collection[int], in_memory: Collection[int], value: int) -> bool:
+def _read_by_several(problem: Problem, fused: Collection[int], in_memory: frozenset[int], value: int) -> bool:
     """Whether several kernels read a value: one alone does not make it as well."""
     readers, kernels, stack = readers_in(problem.program), set[int](), [value]
     while stack and len(kernels) < 2:
