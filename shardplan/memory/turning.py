@@ -19,6 +19,7 @@ from shardplan.memory.copying import copying_kernel, written_by
 from shardplan.memory.fusion import REDUCTIONS, pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.masking import mask_rows
+from shardplan.memory.merging import needs_any
 from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
@@ -80,6 +81,7 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
     writing = written_by(schedule.problem, program.operations, alone, kernels)
     _take_apart(graph, alone, writing)
     nodes = dict[ProductOperand, int]()
+    summing = _summing(graph)
     read_by = {(index, read.value): read for (index, _), read in alone.items()}
     for (index, position), read in alone.items():
         node, product, strategy = adding.get(index, index), program.operations[index], assignment.strategies.get(index)
@@ -88,9 +90,11 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
             continue
         size, writer = read.padding * bytes_in(schedule, operand, layout), writing[read]
         if read not in nodes:
-            summing = _summing(graph, read) if writer is None else None
-            other = summing if writer is None else nodes.get(read_by.get((writer.index, read.value), read))
-            if other is not None:  # a kernel that computes the same, for a sum or another product, writes this as well
+            sources, as_it_lies = graph.sources(read.value), [*read.order] == sorted(read.order)
+            summed = summing.get((sources, program.values[read.value].shape)) if as_it_lies else None
+            other = summed if writer is None else nodes.get(read_by.get((writer.index, read.value), read))
+            if other is not None and read.value not in sources and not needs_any(graph.needs, other, node):
+                # a kernel that computes the same, for a sum or another product, writes this as well
                 nodes[read] = other
                 graph.takes[other] += size / BYTES_MOVED
                 graph.parts.add(other)
@@ -107,19 +111,16 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
         graph.beside[index, position] = nodes[read]
 
 
-def _summing(graph: Graph, read: ProductOperand) -> int | None:
-    """The kernel that adds up what a copy is computed from element by element, as it lies: it writes the copy too."""
-    program, shapes = graph.program, [value.shape for value in graph.program.values]
-    sources = graph.sources(read.value)
-    if read.value in sources or [*read.order] != sorted(read.order):
-        return None
-    sums = (index for index in sorted(graph.reads) if program.operations[index].primitive.name in REDUCTIONS)
-    for index in sums:
-        operands = [o for o in program.operations[index].operands if isinstance(o, int)]
-        as_large = all(shapes[operand] == shapes[read.value] for operand in operands)
-        if as_large and graph.reads[index] == sources and index not in graph.by_rows:
-            return index
-    return None
+def _summing(graph: Graph) -> dict[tuple[frozenset[int], tuple[int, ...]], int]:
+    """The kernels that add up what they compute element by element, by what they read and the shape of what they add
+    up: they write copies of that, as it lies, too."""
+    program, found = graph.program, dict[tuple[frozenset[int], tuple[int, ...]], int]()
+    for index in sorted(graph.reads.keys() - graph.by_rows):
+        operation = program.operations[index]
+        shapes = {program.values[o].shape for o in operation.operands if isinstance(o, int)}
+        if operation.primitive.name in REDUCTIONS and len(shapes) == 1:
+            found.setdefault((graph.reads[index], shapes.pop()), index)
+    return found
 
 
 def _copying_microseconds(graph: Graph, read: ProductOperand, written: float) -> float:
