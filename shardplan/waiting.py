@@ -14,6 +14,7 @@ import jax
 
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import waiting_for_sums
+from shardplan.memory.unshared import read_behind_sum
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
@@ -30,10 +31,8 @@ def behind_sum(
     value = waiting_for_sums(schedule).get(operation.index)
     if value is None:
         return operands
-    values, strategy = schedule.program.values, schedule.assignment.strategies[operation.index]
-    read = [(values[o].total_bytes, n) for n, o in enumerate(operation.operands) if isinstance(o, int)]
-    position, found = min(read)[1], list(operands)
-    layout = strategy.operands[position]
+    position, found = read_behind_sum(schedule.program, operation), list(operands)
+    layout = schedule.assignment.strategies[operation.index].operands[position]
     if layout is not None:
         behind, _ = jax.lax.optimization_barrier((found[position], held[value, schedule.assignment.values[value]]))
         found[position] = constrain(behind, layout)

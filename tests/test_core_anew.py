@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 import shardplan
 from shardplan.anew import awaited
 from shardplan.audit import measure
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.bringing import computed_until
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.hiding import hiding_order
@@ -72,6 +73,18 @@ def test_what_waits_for_a_gradient_begins_behind_it() -> None:
             assert place[sending.begins[gather]] > place[schedule.program.makers[other.value].index]
             checked += 1
     assert checked == 3
+
+
+def test_what_is_gathered_for_each_product_merges_none() -> None:
+    square = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    pins = {"0": PartitionSpec("x", None), "1": PartitionSpec(None, "x"), "2": PartitionSpec(None, "x")}
+    arguments = (jax.ShapeDtypeStruct((64, 512), jnp.float32), square, square)
+    mesh = AbstractMesh((8,), ("x",))
+    plan = shardplan.plan(lambda x, w, v: (x @ w, x @ v), mesh, *arguments, pins=pins, memory_limit=inf)
+    assignment, [x, *_] = plan.schedule.assignment, plan.program.inputs
+    assert merged_anywhere(plan.schedule) == [[0, 1]]
+    kept = assignment.copies | {x: assignment.values[x]}
+    assert merged_anywhere(Schedule(plan.schedule.problem, replace(assignment, copies=kept))) == []
 
 
 def test_gathers_for_further_readers_change_nothing_that_is_computed() -> None:

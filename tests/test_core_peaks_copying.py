@@ -43,6 +43,30 @@ def test_a_copy_waits_for_what_its_reader_has_gathered_anew_and_not_for_a_later_
         assert added == [(4.5, needed, {1}, 1.5)]
 
 
+@pytest.mark.parametrize("summed", [True, False])
+def test_one_kernel_writes_all_copies_of_what_it_computes_and_adds_it_up(summed):
+    """A head whose words are split unevenly: one product reads zeros beside its words, the other one none."""
+
+    def step(hidden, table):
+        scores = jax.lax.dot_general(hidden, table, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        narrow = scores.astype("bfloat16")
+        tables = jax.lax.dot_general(narrow, hidden, (((0,), (0,)), ((), ())))
+        return narrow @ table, tables, jnp.sum(scores, axis=0) if summed else scores[0]
+
+    shapes = [jax.ShapeDtypeStruct((rows, 256), "bfloat16") for rows in (1024, 8009)]
+    schedule = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), *shapes).schedule
+    operations, kernels = schedule.program.operations, kernels_in(schedule)
+    first, *products = [o.index for o in operations if o.primitive.name == "dot_general"]
+    assert kernels.masked == {(products[1], 0), (products[1], 1)}
+    graph = Graph(schedule, kernels, [], [])
+    turn_operands(graph, kernels)
+    [copying] = {graph.beside[product, 0] for product in products}
+    assert (copying in graph.further) != summed
+    assert not summed or operations[copying].primitive.name == "reduce_sum"
+    assert all(copying in graph.needs[p] and first not in graph.needs[p] for p in products)
+    assert copying in graph.parts  # of several results
+
+
 def _wide(x, w, bias):
     return x @ w + bias
 

@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import shardplan
-from shardplan.memory.accumulation import accumulations, waiting_for_sums
+from shardplan.memory.accumulation import accumulations, merged_anywhere, waiting_for_sums
 from shardplan.memory.hiding import Graph
+from shardplan.memory.merging import merge_nodes
 from shardplan.memory.recomputing import adding_products, kernels_in
+from shardplan.memory.unshared import read_behind_sum
 from shardplan.running import lying_until_scattered, running_sums, sums_of_products
 from tests.core_programs import assert_equal_trees, mesh_of, run
 
@@ -40,6 +42,19 @@ def _gated(weights, x):
         for _ in range(_STEPS):
             y = jnp.tanh(y @ weights[0]) * jax.nn.sigmoid(y @ weights[1])
         return jnp.mean(y)
+
+    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(loss)(weights))
+
+
+def _stacked(weights, x):
+    """A gradient step on two layers: a state is read by its own layer, a timestep later, and by the layer above."""
+
+    def loss(weights):
+        below = above = x
+        for _ in range(_STEPS):
+            below = jnp.tanh(below @ weights[0])
+            above = jnp.tanh(above @ weights[1] + below @ weights[2])
+        return jnp.mean(above)
 
     return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(loss)(weights))
 
@@ -141,6 +156,24 @@ def test_a_product_that_is_merged_waits_for_the_sum_that_takes_it_in(sizes):
         assert plan.program.makers[value].primitive.name == "add_any"
         assert plan.program.operations[index].primitive.name == "dot_general"
         assert graph.maker(value) in graph.needs[index]
+
+
+def test_what_is_read_behind_a_sum_merges_no_products_and_is_put_side_by_side_behind_it():
+    mesh, weight = AbstractMesh((8,), ("x",)), jax.ShapeDtypeStruct((2048, 2048), "float32")
+    shapes = [weight] * 3, jax.ShapeDtypeStruct((64, 2048), "float32")
+    free = shardplan.plan(_stacked, mesh, *shapes, memory_limit=inf)
+    schedule = shardplan.plan(_stacked, mesh, *shapes, memory_limit=0.9 * free.peak_bytes).schedule
+    operations, waiting = schedule.program.operations, waiting_for_sums(schedule)
+    groups = [group for group in merged_anywhere(schedule) if waiting.keys() >= {*group}]
+    behind = [[operations[i].operands[read_behind_sum(schedule.program, operations[i])] for i in g] for g in groups]
+    assert groups and all(len(group) == 2 == len({*read}) for group, read in zip(groups, behind, strict=True))
+    kernels = adding_products(schedule, kernels_in(schedule))
+    assert not {index for group in groups for index in group} & {one.product for one in kernels.adding.values()}
+    graph = Graph(schedule, kernels, [], [])
+    merge_nodes(graph)
+    for index in (index for group in groups for index in group):
+        beside = graph.beside[index, read_behind_sum(schedule.program, operations[index])]
+        assert graph.maker(waiting[index]) in graph.needs[beside]
 
 
 def test_a_sum_that_is_scattered_lies_as_its_products_until_then():

@@ -40,6 +40,7 @@ from shardplan.memory.convolutions import forward_convolutions
 from shardplan.memory.products import is_multiplied, merged_products, multiplied
 from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.unshared import unshared_operands
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.running import running_sums, sums_of_products
@@ -84,9 +85,14 @@ class _Open:
 @once
 def accumulations(schedule: Schedule) -> dict[int, Accumulation]:
     """The products that XLA:GPU adds to something, by the index of the addition that becomes part of each."""
+    return _accumulations(schedule, merged_anywhere(schedule))
+
+
+def _accumulations(schedule: Schedule, merging: Iterable[Sequence[int]]) -> dict[int, Accumulation]:
+    """The same where these products are merged."""
     program = schedule.program
     graph = _Graph(schedule)
-    merged, running = {index for group in merged_anywhere(schedule) for index in group}, running_sums(schedule)
+    merged, running = {index for group in merging for index in group}, running_sums(schedule)
     convolutions = forward_convolutions(program)
     found, biases = dict[int, Accumulation](), dict[int, Accumulation]()
     units = list[Accumulation]()
@@ -157,12 +163,27 @@ def _read_counts(program: Program) -> Counter[int]:
 @once
 def waiting_for_sums(schedule: Schedule) -> dict[int, int]:
     """Per product that a running sum takes in, but that adds itself to nothing, by its index, the sum that it waits
-    for (`shardplan.waiting`): one that the program makes before."""
+    for (`shardplan.waiting`): one that the program makes before.
+
+    What a product reads behind a sum no other one reads: it is merged for its other operand alone. So those wait that
+    would add themselves to nothing if all waited, or if those did that are found already.
+    """
     if not schedule.running:
         return {}
-    makers, adding = schedule.program.makers, {found.product for found in accumulations(schedule).values()}
-    before = sums_of_products(schedule.problem).before.items()
-    return {index: value for index, value in before if index not in adding and makers[value].index < index}
+    makers, sums = schedule.program.makers, sums_of_products(schedule.problem).before
+    sums = {index: value for index, value in sums.items() if makers[value].index < index}
+    waiting, further = frozenset[int](), _adding_to_nothing(schedule, frozenset(sums), sums)
+    while not further <= waiting:
+        waiting |= further
+        further = _adding_to_nothing(schedule, waiting, sums)
+    return {index: value for index, value in sums.items() if index in waiting}
+
+
+def _adding_to_nothing(schedule: Schedule, waiting: Collection[int], among: Iterable[int]) -> frozenset[int]:
+    """The products of some that add themselves to nothing where these are ``waiting`` for sums."""
+    merged = _merged_in(schedule, schedule.program.operations, None, waiting)
+    adding = {found.product for found in _accumulations(schedule, merged).values()}
+    return frozenset(index for index in among if index not in adding)
 
 
 @once
@@ -225,6 +246,13 @@ def _is_ordered(program: Program, read: Mapping[int, Collection[int]]) -> bool:
 def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int] | None = None) -> list[list[int]]:
     """Products that XLA merges into one, see `merged_products`; of those with ``held`` results, if these are said, else
     of those that are no repetition of another one."""
+    return _merged_in(schedule, order, held, waiting_for_sums(schedule))
+
+
+def _merged_in(
+    schedule: Schedule, order: Sequence[Operation], held: Iterable[int] | None, waiting: Collection[int]
+) -> list[list[int]]:
+    """The same where some products wait for sums, by their index: what they read behind these is their own."""
     program = schedule.program
     apart = apart_in(schedule)
     same = repeated_in(program, apart) if held is None else {}
@@ -239,7 +267,11 @@ def merged_in(schedule: Schedule, order: Sequence[Operation], held: Iterable[int
         if operation.results[0] not in same if among is None else operation.results[0] in among:
             pairs = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
             inside = schedule.island_dtype(operation) is not None
-            layouts[operation.index] = [(layout, inside) for layout in strategy.operands]
+            own = unshared_operands(schedule, operation, waits=operation.index in waiting)
+            layouts[operation.index] = [
+                (layout, inside, operation.index if position in own else -1)
+                for position, layout in enumerate(strategy.operands)
+            ]
             moved = [
                 bytes_in(schedule, value, layout) if isinstance(value, int) and layout is not None else 0.0
                 for value, layout in pairs

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
+from shardplan import _jax
 from shardplan.memory.convolutions import spread_again
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
@@ -12,6 +14,8 @@ from shardplan.memory.rows import cuts_tiles, row_results
 from shardplan.memory.sums import adds_few, adds_many, columns_of
 from shardplan.once import once
 from shardplan.problem import Problem
+from shardplan.program import Operation, Program
+from shardplan.strategy import operand_type
 
 PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
 """Primitives that take parts of their operand."""
@@ -20,13 +24,18 @@ _RENAMING = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "s
 _MOVING = frozenset({"broadcast_in_dim", "transpose", "rev", "pad", "iota"} | PARTS | _RENAMING)
 _BRANCHING = frozenset({"concatenate", "dynamic_update_slice", "reduce_window"} | REDUCTIONS)
 
+_VIEWED = {"erfc": 20}
+"""How often a kernel goes through a view of a 16-bit operand, about, of which an operation is computed in float32 by
+many others: each of those that read the operand reads a view of its own, and computes anew what that is computed from.
+So often it is said by XLA's count of what fusing the operand takes."""
+
 
 class Computing(NamedTuple):
     """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
     else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
     numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: how
-    many numbers it leaves innermost of those that it sums up, or 0, and how many of these become one then;
-    ``copied``: what a kernel copies for a library."""
+    many numbers it leaves innermost of those that it sums up, or 0, and how many of these become one then; ``views``:
+    how often it reads a view of its operand, or 0; ``copied``: what a kernel copies for a library."""
 
     read: tuple[int, ...]
     cycles: int
@@ -37,6 +46,7 @@ class Computing(NamedTuple):
     rows: float
     tiles: bool
     columns: tuple[int, int]
+    views: int
     copied: tuple[int, ...]
 
 
@@ -49,6 +59,7 @@ def computing_of(problem: Problem) -> dict[int, Computing]:
     again = copied_again(operands) | spread_again(program)
     copies = {place for place, read in operands.items() if read.copied}
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
+    viewed = _viewed(program, pointwise)
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
     for operation in program.operations:
         name = operation.primitive.name
@@ -66,5 +77,36 @@ def computing_of(problem: Problem) -> dict[int, Computing]:
         sums = adds_many(program, operation)
         columns = columns_of(program, operation) if sums else (0, 1)
         copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
-        found[operation.index] = Computing(read, cycles, branches, renames, sums, library, row, tiles, columns, copied)
+        views = _VIEWED.get(name, 0) if read and read[0] in viewed else 0
+        found[operation.index] = Computing(
+            *(read, cycles, branches, renames, sums, library, row, tiles, columns, views, copied)
+        )
     return found
+
+
+@once
+def _viewed(program: Program, pointwise: Collection[int]) -> frozenset[int]:
+    """The values in 16-bit numbers that XLA computes as matrices, and views as what they are where these are converted:
+    products' results with rows, columns or batches of several dimensions, and what is computed from one of them alone,
+    element by element (times a number, say, or with a bias)."""
+    found, values, makers = set[int](), program.values, program.makers
+    for operation in program.operations:
+        if len(operation.results) != 1 or _jax.item_bytes(values[operation.results[0]].dtype) != 2:
+            continue
+        if is_multiplied(program, operation):
+            found.update(operation.results if _joins_dimensions(program, operation) else ())
+        elif operation.index in pointwise and operation.primitive.name not in _VIEWED:
+            made = values[operation.results[0]]
+            whole = {o for o in operation.operands if isinstance(o, int) and values[o].shape == made.shape}
+            whole = {o for o in whole if o not in makers or makers[o].primitive.name != "broadcast_in_dim"}
+            alike = [values[o].dtype == made.dtype for o in whole & found]
+            found.update(operation.results if len(whole) == 1 and any(alike) else ())
+    return frozenset(found)
+
+
+def _joins_dimensions(program: Program, product: Operation) -> bool:
+    """Whether rows, columns or batches of a product have several dimensions."""
+    contracted, batch = product.params["dimension_numbers"]
+    ranks = [len(operand_type(program, operand).shape) for operand in product.operands]
+    free = [rank - len(c) - len(b) for rank, c, b in zip(ranks, contracted, batch, strict=True)]
+    return max(*free, len(batch[0])) > 1

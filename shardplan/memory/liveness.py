@@ -54,8 +54,8 @@ class Lifetimes:
     def __init__(
         self, problem: Problem, order: Sequence[int], kernels: Kernels | None = None, sending: Sending | None = None
     ) -> None:
-        program, kernels, sending = problem.program, kernels or kernels_of(problem), sending or Sending()
-        self._problem = problem
+        self._problem, program = problem, problem.program
+        kernels, sending = kernels or kernels_of(problem), sending or Sending()
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
@@ -185,10 +185,11 @@ class Lifetimes:
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int):
                 copy = self.from_copies.get((operation.index, position))
-                first = self._spread.get((operation.index, position), place)
-                if copy is not None:
+                if copy is not None:  # perhaps one that another reader's kernel has written
                     first = self._until_copied(operand, self.copies[copy].first)
-                first = self.put_beside.get((operation.index, position), first)
+                else:
+                    first = self._spread.get((operation.index, position), place)
+                    first = self.put_beside.get((operation.index, position), first)
                 if operand in initial:  # from the loop's start on, its memory is the carry's
                     yield operand, max(0, self.start(operation) - 1)
                 else:

@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shardplan.memory.accumulation import merged_anywhere, merged_in, own_position
+from shardplan.memory.accumulation import (
+    merged_anywhere,
+    merged_in,
+    own_position,
+    waiting_for_sums,
+)
 from shardplan.memory.combining import Gather, gather_for, reducing
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.times import BYTES_MOVED, merged_microseconds
+from shardplan.memory.unshared import read_behind_sum
 from shardplan.memory.workspaces import WORKSPACE_BYTES
 from shardplan.once import once
 from shardplan.program import Operation
@@ -150,13 +156,14 @@ def _positions(schedule: Schedule, group: Sequence[int]) -> Iterator[tuple[Opera
 
 def _put_beside(schedule: Schedule, group: Sequence[int]) -> tuple[Gather | int, ...]:
     """What is put side by side for merged products: values in the layouts in which these read them, or what is made for
-    one of them."""
-    found = list[Gather | int]()
+    one of them, and the sums that they wait for."""
+    found, waiting = list[Gather | int](), waiting_for_sums(schedule)
     for operation, position in _positions(schedule, group):
         operand, layout = operation.operands[position], schedule.assignment.strategies[operation.index].operands
         if isinstance(operand, int) and (own := layout[position]) is not None:
             moved = own != schedule.assignment.values.get(operand, own)
             found.append(gather_for(schedule, operation, operand, own) if moved else Gather(operand, own))
+            found += [waiting[operation.index]] if operation.index in waiting else []
         else:
             found.append(operation.index)
     return tuple(found)
@@ -230,14 +237,16 @@ def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, in
 def _needed_for(
     graph: Graph, owner: Mapping[int, int], some: Iterable[tuple[Operation, int]]
 ) -> tuple[set[int], set[int]]:
-    """The nodes and the values that operands of operations need."""
-    needs, values = set[int](), set[int]()
+    """The nodes and the values that operands of operations need, also where one is read behind a sum."""
+    needs, values, waiting = set[int](), set[int](), waiting_for_sums(graph.schedule)
     for operation, position in some:
         operand, layout = operation.operands[position], graph.schedule.assignment.strategies[operation.index].operands
         if isinstance(operand, int) and (own := layout[position]) is not None:
             brought = (Gather(operand, own), Gather(operand, own, operation.index))
             needs |= {graph.gathers[gather] for gather in brought if gather in graph.gathers}
             values |= graph.sources(operand)
+        if operation.index in waiting and position == read_behind_sum(graph.program, operation):
+            values |= graph.sources(waiting[operation.index])
     makers = {maker for value in values if (maker := graph.maker(value)) is not None}
     needs |= {owner.get(maker, maker) for maker in makers} | {graph.reduced[m] for m in makers & graph.reduced.keys()}
     return needs, values

@@ -181,7 +181,9 @@ class _Fusion:
         if computing.renames:
             self._renamed.add(result)
         pointwise = choices is not None and choices.pointwise and name != "dynamic_update_slice"
-        if pointwise:
+        if computing.views:
+            reads = {value: {value: float(computing.views)} for value in read}
+        elif pointwise:
             reads = {value: self._of_element(value, result) for value in read}
         else:
             reads = {value: {value: 0.0} for value in read}

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardplan import _jax
-from shardplan.memory.fusion import fuses_operands
+from shardplan.memory.fusion import fuses_operands, readers_in
 from shardplan.memory.recomputing import Kernels
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -89,7 +89,19 @@ def _made_with_others(problem: Problem, order: Sequence[Operation], kernels: Ker
                     found.add(operand)
             elif operation.index not in apart and fuses_operands(problem, operation):
                 found.add(operand)
-    return frozenset(found)
+    in_memory = kernels.read | kernels.stored
+    return frozenset(v for v in found if v not in kernels.stored or _read_by_several(problem, fused, in_memory, v))
+
+
+def _read_by_several(problem: Problem, fused: Collection[int], in_memory: frozenset[int], value: int) -> bool:
+    """Whether several kernels read a value: one alone does not make it as well."""
+    readers, kernels, stack = readers_in(problem.program), set[int](), [value]
+    while stack and len(kernels) < 2:
+        for reader in readers.get(stack.pop(), ()):
+            on_the_way = reader.index in fused and in_memory.isdisjoint(reader.results)
+            stack += reader.results if on_the_way else ()
+            kernels |= set() if on_the_way else {reader.index}
+    return len(kernels) > 1
 
 
 def _fits(problem: Problem, value: int, operation: Operation) -> bool:

@@ -16,9 +16,10 @@ from shardplan.memory.coalescing import bytes_apart, moves_apart
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import spread_operands
 from shardplan.memory.copying import copying_kernel, written_by
-from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.fusion import REDUCTIONS, pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.masking import mask_rows
+from shardplan.memory.merging import needs_any
 from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
@@ -80,21 +81,46 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
     writing = written_by(schedule.problem, program.operations, alone, kernels)
     _take_apart(graph, alone, writing)
     nodes = dict[ProductOperand, int]()
+    summing = _summing(graph)
+    read_by = {(index, read.value): read for (index, _), read in alone.items()}
     for (index, position), read in alone.items():
         node, product, strategy = adding.get(index, index), program.operations[index], assignment.strategies.get(index)
         operand, layout = product.operands[position], strategy.operands[position] if strategy is not None else None
-        if node not in graph.needs or writing[read] is not None or layout is None or not isinstance(operand, int):
+        if node not in graph.needs or layout is None or not isinstance(operand, int):
             continue
-        size = read.padding * bytes_in(schedule, operand, layout)
+        size, writer = read.padding * bytes_in(schedule, operand, layout), writing[read]
         if read not in nodes:
-            takes = UNKNOWN if read.value in graph.rows else _copying_microseconds(graph, read, size)
-            nodes[read] = copying_kernel(graph, (node, product), Gather(operand, layout), takes)
+            sources, as_it_lies = graph.sources(read.value), [*read.order] == sorted(read.order)
+            summed = summing.get((sources, program.values[read.value].shape)) if as_it_lies else None
+            other = summed if writer is None else nodes.get(read_by.get((writer.index, read.value), read))
+            if other is not None and read.value not in sources and not needs_any(graph.needs, other, node):
+                # a kernel that computes the same, for a sum or another product, writes this as well
+                nodes[read] = other
+                graph.takes[other] += size / BYTES_MOVED
+                graph.parts.add(other)
+            elif writer is not None:
+                continue
+            else:
+                takes = UNKNOWN if read.value in graph.rows else _copying_microseconds(graph, read, size)
+                nodes[read] = copying_kernel(graph, (node, product), Gather(operand, layout), takes)
         others = {o for n in {node, index} for o in program.operations[n].operands if isinstance(o, int)} - {operand}
         gone = graph.sources(operand).difference(*map(graph.sources, others - {product.results[0]}))
         graph.needs[node] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
         graph.needs[node].add(nodes[read])
         graph.values[node] -= gone
         graph.beside[index, position] = nodes[read]
+
+
+def _summing(graph: Graph) -> dict[tuple[frozenset[int], tuple[int, ...]], int]:
+    """The kernels that add up what they compute element by element, by what they read and the shape of what they add
+    up: they write copies of that, as it lies, too."""
+    program, found = graph.program, dict[tuple[frozenset[int], tuple[int, ...]], int]()
+    for index in sorted(graph.reads.keys() - graph.by_rows):
+        operation = program.operations[index]
+        shapes = {program.values[o].shape for o in operation.operands if isinstance(o, int)}
+        if operation.primitive.name in REDUCTIONS and len(shapes) == 1:
+            found.setdefault((graph.reads[index], shapes.pop()), index)
+    return found
 
 
 def _copying_microseconds(graph: Graph, read: ProductOperand, written: float) -> float:
