@@ -239,8 +239,8 @@ def _limits() -> Part:
     """What a memory limit adds: how many times as long planning takes then, and the gap."""
     shares = (f"{100 * share:.0f} % between: times, gap" for share in SHARES)
     header = ("step", "mesh", "CPU seconds without", "least peak / free", *shares)
-    models = ("gpt", "lstm", "mamba", "mlp", "moe", "unet3d", "vit", "wide_resnet")
-    programs = [Program(model, mesh) for model in models for mesh in ((8,), (2, 4))]
+    models = ("gpt", "llama", "lstm", "mamba", "mlp", "moe", "unet3d", "vit", "wide_resnet")
+    programs = [Program(model, mesh) for model in models for mesh in ((8,), (2, 4), (2, 2, 2))]
     return Part("Within a memory limit", header, [(program, _within_limits) for program in programs])
 
 

@@ -73,14 +73,20 @@ class Part:
             return choices[: len(self.network)]
         return np.array([kept[k] for kept, k in zip(self.kept, choices.tolist(), strict=False)], dtype=np.int64)
 
+    def holds(self, choices: NDArray[np.int64]) -> bool:
+        """Whether an assignment of the whole network is one of the part."""
+        if self.kept is None:
+            return True
+        places = (int(kept.searchsorted(k)) for kept, k in zip(self.kept, choices, strict=True))
+        return all(p < len(kept) and kept[p] == k for kept, p, k in zip(self.kept, places, choices, strict=True))
+
     def inside(self, choices: NDArray[np.int64]) -> NDArray[np.int64]:
         """An assignment of the whole network, as one of the part. Raises ValueError where it is not in there."""
         if self.kept is None:
             return choices
-        places = [int(kept.searchsorted(k)) for kept, k in zip(self.kept, choices.tolist(), strict=True)]
-        if any(p == len(kept) or kept[p] != k for kept, p, k in zip(self.kept, places, choices, strict=True)):
+        if not self.holds(choices):
             raise ValueError("the assignment takes choices that are not in this part of the network")
-        return np.array(places, dtype=np.int64)
+        return np.array([int(kept.searchsorted(k)) for kept, k in zip(self.kept, choices, strict=True)], dtype=np.int64)
 
     def amounts(self, variable: int, amounts: Array) -> Array:
         """Of what each choice of a variable uses, that of the choices in here."""

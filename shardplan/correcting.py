@@ -23,7 +23,7 @@ from shardplan.search.solution import relative_gap
 # limit, not memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow.
 # Where the cheapest of what is found just does not fit, making it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
-_TIMES_SLOWER_WITHIN_LIMIT = 1.1
+_TIMES_SLOWER_WITHIN_LIMIT = 1.05
 _SECONDS_PER_OPERATION = 4.2e-4
 _SECONDS_PER_ENTRY = 1.2e-7
 LEAST_PATIENCE = 0.15

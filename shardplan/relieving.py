@@ -54,9 +54,14 @@ def _cheapest_above(known: Corrections) -> Found | None:
     """Of all that was counted in its own order and does not fit, the cheapest but the one without a limit; where there
     is no other, that."""
     first = known.first.solution.choices
-    above = [found for found in known.counts.counted() if found.peak_bytes > known.limit_bytes]
+    above = [found for found in _counted(known) if found.peak_bytes > known.limit_bytes]
     others = [found for found in above if not np.array_equal(found.solution.choices, first)]
     return min(others or above, key=lambda found: known.cost(found.solution.choices), default=None)
+
+
+def _counted(known: Corrections) -> list[Found]:
+    """All that was counted in its own order, and has no other choices than those that are searched."""
+    return [found for found in known.counts.counted() if known.part.holds(found.solution.choices)]
 
 
 def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Found]) -> NDArray[np.int64] | None:
@@ -66,7 +71,7 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
     counts for as long as in them, and what the schedule's own collectives under way take counts too.
     """
     cost = known.cost(base.solution.choices)
-    counted = {choices.tobytes(): choices for choices in (found.solution.choices for found in known.counts.counted())}
+    counted = {choices.tobytes(): choices for choices in (found.solution.choices for found in _counted(known))}
     others = [choices for choices in (known.seen | counted).values() if cost < known.cost(choices) < np.inf]
     usages, moved = Usages(base.lifetimes, known.problem, known.search.donated), known.places_in(base.lifetimes)
     usages.follow(base.schedule)

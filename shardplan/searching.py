@@ -7,7 +7,8 @@ network, and solved again; so programs that fit, most of them, do not pay for th
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +27,12 @@ from shardplan.search import METHODS, Part, Solution
 from shardplan.search.solution import relative_gap
 from shardplan.tables import megabytes
 
-_FAR_TOO_DEAR, _SPARE = 0.1, 0.8
-"""The gap, to what is needed without a limit, above which a schedule that fits is held against what the joined mesh can
-do while there is work left, and searched on from while less than this share of it is spent."""
+_FAR_TOO_DEAR, _JOINED = 0.1, 0.3
+_SPARE = 0.8
+"""The gaps, to what is needed without a limit, above which a schedule that fits is searched on from while less than
+this share of the work is spent, and is held against what the joined mesh can do while there is work left."""
 
-_SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.6, 0.35
+_SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.6, 0.25
 """Of the work that searches may take: what those among the choices of a coarser mesh may, and the one among all choices
 that follows these, for its bound above all."""
 
@@ -67,19 +69,21 @@ def search_within(problem: Problem, search: Search) -> Found:
 def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadline: float) -> Found:
     """The best schedule within the limit, where none of the ``first`` is: the best one without a limit, and one that
     does not depend on this limit."""
-    *coarser, whole = attempts = _attempts(counts, search, first, deadline)
-    main = coarser[-1] if len(coarser) > 1 else whole
-    main.joined = coarser[0] if coarser else None
+    among = partial(_among, counts, search, deadline)
+    every, pairs = _coarser(counts.problem, search)
+    whole = _Attempt(counts, search, first, deadline)
+    main = (among(_nearest(pairs, first[1])) if pairs else None) or whole
+    main.joined = partial(among, every) if every else None
     free, patience, corrections = first[0].solution.lower_bound, whole.corrections.patience, main.corrections
 
-    def worth_more(share: float) -> bool:
+    def dear(gap: float, share: float) -> bool:
         found = corrections.best
-        dear = found is None or relative_gap(found.solution.cost, free) > _FAR_TOO_DEAR
-        return dear and (found is None or corrections.work < share * patience)
+        return found is None or (relative_gap(found.solution.cost, free) > gap and corrections.work < share * patience)
 
     main.follow()
-    if worth_more(1.0):
+    if dear(_JOINED, 1.0):
         main.take_joined()
+    attempts = [*filter(None, [main.taken]), *dict.fromkeys([main, whole])]
     for attempt in attempts:
         if corrections.best is None:
             attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
@@ -92,7 +96,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         corrections = whole.corrections
         if corrections.work < patience:
             corrections.search_from_best(_SHARE_OF_WHOLE * patience)
-    elif worth_more(_SPARE):
+    elif dear(_FAR_TOO_DEAR, _SPARE):
         corrections.search_from_best()
     else:
         corrections.search_a_little_more()
@@ -110,20 +114,24 @@ class _Attempt:
         self._first = first[0]
         self.corrections = Corrections(counts, search, first[0], deadline, part)
         self.leanest = Leanest(counts, search, first[1], deadline, part)
-        self.joined: _Attempt | None = None
-        """What is searched where a search has found nothing."""
+        self.joined: Callable[[], _Attempt | None] | None = None
+        """Begins what is searched where a search has found nothing: what the mesh with all axes joined can do."""
+        self.taken: _Attempt | None = None
+        """That, once it was searched."""
 
     def follow(self) -> None:
         """Searches on from the first schedule."""
         self.corrections.follow(self._first, self._otherwise)
 
     def take_joined(self) -> bool:
-        """Searches among what the mesh with all axes joined can do, and takes it over; False where that was done."""
-        joined, self.joined = self.joined, None
-        if joined is not None:
-            joined.follow()
-            self.corrections.take_over(joined.corrections)
-        return joined is not None
+        """Searches among what the joined mesh can do, and takes it over; False where that was done, or cannot be."""
+        if self.joined is not None:
+            self.taken, self.joined = self.joined(), None
+            if self.taken is not None:
+                self.taken.follow()
+                self.corrections.take_over(self.taken.corrections)
+                return True
+        return False
 
     def _otherwise(self) -> None:
         if not self.take_joined():
@@ -134,15 +142,13 @@ class _Attempt:
             relieve(self.corrections, self.corrections.until)
 
 
-def _attempts(counts: Counts, search: Search, first: Sequence[Found], deadline: float) -> list[_Attempt]:
-    """Where to search: what the mesh can do with all axes taken as one, and on more than two axes with these taken as
-    two, are few choices, of which some are good; and all choices."""
-    ways: list[_Masks] = []
-    if METHODS[search.method].limits:
-        every, pairs = counts.problem.network.restrictions[:1], counts.problem.network.restrictions[1:]
-        ways = [*every, *([_nearest(pairs, first[1])] if pairs else [])]
-    found = [_among(counts, search, masks, deadline) for masks in ways]
-    return [*filter(None, found), _Attempt(counts, search, first, deadline)]
+def _coarser(problem: Problem, search: Search) -> tuple[_Masks | None, Sequence[_Masks]]:
+    """The choices that the mesh has with all axes taken as one, and on more than two axes those of each way to take
+    them as two: few choices, of which some are good."""
+    restrictions = problem.network.restrictions
+    if not (restrictions and METHODS[search.method].limits):
+        return None, ()
+    return restrictions[0], restrictions[1:]
 
 
 def _nearest(restrictions: Sequence[_Masks], first: Found) -> _Masks:
@@ -151,7 +157,7 @@ def _nearest(restrictions: Sequence[_Masks], first: Found) -> _Masks:
     return max(restrictions, key=lambda masks: sum(bool(mask[choices[v]]) for v, mask in masks.items()))
 
 
-def _among(counts: Counts, search: Search, masks: _Masks, deadline: float) -> _Attempt | None:
+def _among(counts: Counts, search: Search, deadline: float, masks: _Masks) -> _Attempt | None:
     """Searches among some choices; None where the hard layouts exclude these."""
     part = Part.of(counts.problem.network, masks)
     best = find(counts.problem, part.network, search, max(LEAST_SECONDS, deadline - time.perf_counter()), part=part)

@@ -38,8 +38,10 @@ def test_a_part_that_holds_assignments_has_their_choices_alone_and_equal_ones_of
     part = Part.holding(net, [first, second])
     assert [len(costs) for costs in part.network.costs] == [2, 1, 2, 1, 2, 2]
     assert part.network.cost(part.inside(second)) == pytest.approx(net.cost(second))
+    other = np.array([1, 1, 2, 3, 4, 1])
+    assert [part.holds(choices) for choices in (first, second, other)] == [True, True, False]
     with pytest.raises(ValueError, match="not in this part"):
-        part.inside(np.array([1, 1, 2, 3, 4, 1]))
+        part.inside(other)
 
 
 def test_a_whole_network_is_a_part_of_itself():
