@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardplan import _jax
 from shardplan.anew import awaited
 from shardplan.beginnings import in_parts
+from shardplan.carries import fill_late
 from shardplan.control import Link, Links
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
@@ -79,7 +80,7 @@ class Replay:
 
     def _run_bodies(self, operation: Operation) -> None:
         links = self._schedule.problem.links[operation.index]
-        operands = [self._entering(link) for link in links.enter]
+        operands = fill_late(self._schedule, self._mesh, operation, [self._entering(link) for link in links.enter])
         run = {"scan": self._scan, "while": self._while}.get(operation.primitive.name, self._branch)
         results = list(run(operation, links, operands))
         layouts = self._schedule.assignment.values

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardplan.control import Link
 from shardplan.layout import to_spec
 from shardplan.once import once
 from shardplan.program import Operation
@@ -44,12 +45,12 @@ def begun_apart(schedule: Schedule) -> dict[int, int]:
         if operation.primitive.name == "scan" and operation.params["unroll"] == 1 and operation.params["length"]:
             types = [values[result].dtype for result in operation.results[operation.params["num_carry"] :]]
             keys = any(jax.dtypes.issubdtype(dtype, jax.dtypes.extended) for dtype in types)  # have no numbers
-            if types and not keys and (place := _made_last(schedule, operation)) is not None:
+            if types and not keys and (place := made_last(schedule, operation)) is not None:
                 found[operation.index] = place
     return found
 
 
-def _made_last(schedule: Schedule, operation: Operation) -> int | None:
+def made_last(schedule: Schedule, operation: Operation) -> int | None:
     """The place, among what enters a loop, of what the program makes last, if any of it can give a number."""
     makers, found = schedule.program.makers, dict[int, int]()
     for place, link in enumerate(schedule.problem.links[operation.index].enter):
@@ -100,8 +101,13 @@ def _begun(schedule: Schedule, mesh: Mesh, operation: Operation, array: Any, pla
         number = jax.lax.slice(block, (0,) * block.ndim, (1,) * block.ndim).reshape(())
         return [jax.lax.broadcast(jax.lax.convert_element_type(number, dtype), shape) for shape, dtype in blocks]
 
-    link, layout = links.enter[place], schedule.link_layout(links.enter[place])
+    spec = block_of_entering(schedule, links.enter[place])
+    return jax.shard_map(fill, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False)(array)
+
+
+def block_of_entering(schedule: Schedule, link: Link) -> PartitionSpec:
+    """How what enters a loop lies on the devices."""
+    layout = schedule.link_layout(link)
     if link.stacked and isinstance(link.source, int) and schedule.is_partial(link.source, layout):
         layout = (layout[1], layout[0], *layout[2:])  # slices lie in front of the parts
-    spec = to_spec(space, layout)
-    return jax.shard_map(fill, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False)(array)
+    return to_spec(schedule.space.mesh, layout)

@@ -33,6 +33,19 @@ def test_kernels_as_large_that_read_one_vector_are_one(scale, alike):
     assert ({*named["tanh"]} in joined) == alike
 
 
+@pytest.mark.parametrize(("starts", "one"), [((0, 512), False), ((0, 256), True)])
+def test_kernels_that_read_parts_of_one_value_are_one_where_these_overlap(starts, one):
+    """As of the layers' weights, stacked, that a step which is written out reads one after another."""
+
+    def step(stacked, x):
+        for start in starts:
+            x = x @ jnp.sin(stacked[start : start + 512])
+        return x
+
+    joined, named = _joined(step, (1024, 512), (4096, 512))
+    assert ({*named["sin"]} in joined) == one
+
+
 def test_what_two_sums_and_a_product_read_is_made_with_the_first_sum():
     def step(x, y, a, b):
         x, y = x @ a, y @ b

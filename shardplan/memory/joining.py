@@ -5,7 +5,8 @@ each other (two gradients that read the same activations); a kernel that compute
 that reads its result, where others read that as well, or it leaves (a sum for a bias is part of the kernel that makes
 what it adds up; an optimizer's new moments come with the update that reads them). Two reductions are one where they
 reduce the same dimensions of as many: a loss, added up over everything, is not computed with a bias' gradient, and
-waits. Each of several results is taken from them.
+waits. Each of several results is taken from them. Those that read parts of a value which do not overlap (a layer's
+weights, of all layers' stacked ones) stay apart.
 
 A kernel that goes through rows which it has reduced is written in tiles (`shardplan.memory.rows`), and has one result.
 """
@@ -20,12 +21,16 @@ from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sums import adds_few, reduced_in
+from shardplan.program import Operation
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
 
 _MOST_SUMS, _MOST_VALUES = 8, 96
 """Reductions in one kernel, and values that it reads and makes, as XLA counts."""
+
+_WHOLE_BYTES = 1024
+"""Of less, XLA lets one kernel read parts that do not overlap."""
 
 _MOST_BETWEEN = 256
 """Nodes between two kernels that are looked at to tell whether one needs the other."""
@@ -116,7 +121,8 @@ class _Joining:
                 continue
             for other in nodes:
                 first, last = sorted((node, other), key=self._place.__getitem__)
-                behind = self._behind(first, last) if self._fit(node, other) else None
+                fit = self._fit(node, other) and not self._read_apart(node, other, value)
+                behind = self._behind(first, last) if fit else None
                 if behind is not None:
                     self._join(other, node, behind)
             nodes = [other for other in nodes if other not in self.into]
@@ -169,6 +175,32 @@ class _Joining:
             and not _turns(self._graph, node, other)
         )
 
+    def _read_apart(self, node: int, other: int, value: int) -> bool:
+        """Whether each of two kernels reads one part of a value, and these do not overlap."""
+        tensor = self._graph.program.values[value]
+        if tensor.total_bytes < _WHOLE_BYTES:
+            return False
+        one, two = self._part_read(node, value), self._part_read(other, value)
+        return one is not None and two is not None and not all(map(_overlap, one, two))
+
+    def _part_read(self, node: int, value: int) -> list[tuple[int, int]] | None:
+        """Where the part of a value begins and ends along each dimension that alone a kernel reads, if it does."""
+        graph, stack, seen, found = self._graph, [*self._parts[node]], set[int](), list[Operation]()
+        while stack:
+            operation = graph.program.operations[stack.pop()]
+            if operation.index in seen:
+                continue
+            seen.add(operation.index)
+            for operand in (operand for operand in operation.operands if isinstance(operand, int)):
+                if operand == value:
+                    found.append(operation)
+                elif operand in graph.makers and graph.sources(operand) != {operand}:
+                    stack.append(graph.makers[operand].index)
+        if len(found) != 1 or found[0].primitive.name != "slice":
+            return None
+        params = found[0].params
+        return [*zip(params["start_indices"], params["limit_indices"], strict=True)]
+
     def last(self, node: int) -> int:
         """The node of which another one is part by now."""
         while node in self.into:
@@ -218,6 +250,10 @@ class _Joining:
             self._sums.setdefault(kept, self._sums[gone])
         self._plain.discard(kept)
         self._joined.add(kept)
+
+
+def _overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:
+    return one[0] < two[1] and two[0] < one[1]
 
 
 def _turns(graph: Graph, node: int, other: int) -> bool:
