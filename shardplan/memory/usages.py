@@ -80,11 +80,7 @@ class Usages:
         self._replaced = {output for number, output in outputs if number in self.program.ties} - beside
 
     def network(
-        self,
-        limit: float,
-        places: Collection[int],
-        beyond: Mapping[int, float] | None = None,
-        part: Part | None = None,
+        self, limit: float, places: Collection[int], beyond: Mapping[int, float] | None = None, part: Part | None = None
     ) -> Network:
         """The problem's network, or a part of it, held to a limit at some places of the order alone.
 
