@@ -271,3 +271,43 @@ def test_a_rectifier_is_applied_by_the_convolution(unit, applied, biased):
     program = (schedule := shardplan.plan(step, 1, *shapes).schedule).program
     ends = [program.operations[index].primitive.name for index in accumulations(schedule)]
     assert ends == (["max"] if applied else ["add"] if biased else [])
+
+
+@pytest.mark.parametrize(
+    ("shared", "needed", "together"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_copies_with_zeros_as_large_that_read_one_vector_are_made_by_one_kernel(shared, needed, together):
+    """As of a generator that runs twice, for what it is trained with and for what its judge is."""
+
+    def grown(image, vector, filters, bias):
+        image = jax.nn.relu(image + vector)
+        return jax.lax.conv_transpose(image, filters, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + bias
+
+    def step(x, y, a, b, filters, bias):
+        first = grown(x @ a, bias, filters, bias)
+        y = y + jnp.sum(first) if needed else y
+        return first, grown(y @ b, bias if shared else 2 * jnp.sum(y, axis=(0, 1, 2)), filters, bias)
+
+    image, square = jax.ShapeDtypeStruct((64, 16, 16, 32), "float32"), jax.ShapeDtypeStruct((32, 32), "float32")
+    filters, bias = jax.ShapeDtypeStruct((4, 4, 32, 32), "float32"), jax.ShapeDtypeStruct((32,), "float32")
+    schedule = shardplan.plan(step, 1, image, image, square, square, filters, bias).schedule
+    kernels = kernels_of(schedule.problem)
+    graph = Graph(schedule, kernels, [], [])
+    turn_operands(graph, kernels)
+    assert len(graph.in_order()) == len(graph.needs)
+    first, second = [node for (_, position), node in graph.beside.items() if not position]
+    assert (first == second) == together
+
+
+def test_a_copy_with_zeros_is_made_before_a_convolution_that_adds_a_bias():
+    def step(x, w, filters, bias):
+        image = jax.nn.relu(x @ w)
+        grown = jax.lax.conv_transpose(image, filters, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.tanh(grown + bias)
+
+    shapes = (64, 16, 16, 32), (32, 32), (4, 4, 32, 32), (32,)
+    schedule = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)).schedule
+    kernels = kernels_of(schedule.problem)
+    order, sending = hiding_order(schedule, kernels)
+    [(reader, _, _, first, last)] = Lifetimes(schedule.problem, order, kernels, sending).spread
+    assert (reader.index, 0) in sending.beside and first == last

@@ -58,7 +58,7 @@ class Lifetimes:
         kernels, sending = kernels or kernels_of(problem), sending or Sending()
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
-        self.put_beside = {key: self.place[before] for key, before in sending.beside.items()}
+        self.put_beside = {key: min(self.place[key[0]], self.place[o]) for key, o in sending.beside.items()}
         self.adding, self.turned = kernels.adding, kernels.turned
         self.filled = {index: self.place[before] for index, before in sending.filling.items()}
         self.end = len(program.operations)

@@ -69,6 +69,17 @@ class Nodes:
                     heapq.heappush(ready, (self.place[reader], reader))
         return done
 
+    def leads(self, node: int, other: int) -> bool:
+        """Whether another node needs a node, or something that does."""
+        stack, seen = [other], {other}
+        while stack:
+            more = self.needs[stack.pop()] - seen
+            if node in more:
+                return True
+            seen |= more
+            stack += more
+        return False
+
     def joining(self, owner: Mapping[int, int]) -> dict[int, set[int]]:
         """What each node needs where some are part of others."""
         found = {node: {owner.get(need, need) for need in needs} for node, needs in self.needs.items()}

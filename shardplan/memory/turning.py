@@ -38,8 +38,12 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
     what is copied, where that computes element by element."""
     spread = spread_operands(graph.program, graph.program.operations, kernels.copied)
     nodes: dict[tuple[int, float], int] = {}
-    for index in sorted({index for index, _ in spread} & graph.reads.keys()):
-        operation, strategy = graph.program.operations[index], graph.schedule.assignment.strategies.get(index)
+    adding = {found.product: index for index, found in kernels.adding.items()}
+    for index in sorted({index for index, _ in spread}):
+        node, operation = adding.get(index, index), graph.program.operations[index]  # which adds a bias, say
+        strategy = graph.schedule.assignment.strategies.get(index)
+        if node not in graph.reads:
+            continue
         copies, needed = set[int](), set[int]()
         for position, operand in enumerate(operation.operands):
             times, layout = spread.get((index, position)), strategy.operands[position] if strategy is not None else None
@@ -49,24 +53,50 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
                 needed |= graph.sources(operand)
                 continue
             maker = graph.maker(operand)
-            if times == 1 and maker in kernels.fused and maker in graph.needs[index]:
+            if times == 1 and maker in kernels.fused and maker in graph.needs[node]:
                 needed |= graph.sources(operand)
                 graph.beside[index, position] = maker
                 continue
             if (operand, times) not in nodes:
                 moved = (1 + times) * bytes_in(graph.schedule, operand, layout)
                 nodes[operand, times] = copying_kernel(
-                    graph, (index, operation), Gather(operand, layout), moved / BYTES_MOVED
+                    graph, (node, operation), Gather(operand, layout), moved / BYTES_MOVED
                 )
             copies.add(nodes[operand, times])
             graph.beside[index, position] = nodes[operand, times]
-        gone = graph.reads[index] - needed
-        graph.needs[index] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
-        graph.needs[index] |= copies
-        graph.values[index] -= gone
+        added = graph.program.operations[node].operands if node != index else ()
+        needed = needed.union(*(graph.sources(o) for o in added if isinstance(o, int) and o not in operation.results))
+        gone = graph.reads[node] - needed
+        graph.needs[node] -= {maker for value in gone if (maker := graph.maker(value)) is not None}
+        graph.needs[node] |= copies
+        graph.values[node] -= gone
+    _spread_together(graph, nodes)
     _turn_products(graph, kernels)
     _unpack_exchanged(graph, kernels)
     mask_rows(graph, kernels)
+
+
+def _spread_together(graph: Graph, nodes: Mapping[tuple[int, float], int]) -> None:
+    """Makes kernels one that copy as many elements with zeros, read a vector in common, and do not need each other: a
+    generator that runs twice with one bias, of images that are trained with and of images that it learns from."""
+    values, kept = graph.program.values, dict[float, list[tuple[int, frozenset[int]]]]()
+    for (operand, times), node in nodes.items():
+        vectors = frozenset(v for v in graph.sources(operand) if values[v].elements > 1)
+        alike = kept.setdefault(times * values[operand].elements, [])
+        for other, read in alike:
+            if not vectors.isdisjoint(read) and not graph.leads(other, node) and not graph.leads(node, other):
+                graph.needs[other] |= graph.needs.pop(node)
+                graph.values[other] |= graph.values.pop(node)
+                graph.takes[other] += graph.takes.pop(node)
+                graph.place[other] = max(graph.place[other], graph.place.pop(node))
+                for needs in graph.needs.values():
+                    if node in needs:
+                        needs -= {node}
+                        needs.add(other)
+                graph.beside.update({operand: other for operand, made in graph.beside.items() if made == node})
+                break
+        else:
+            alike.append((node, vectors))
 
 
 def _turn_products(graph: Graph, kernels: Kernels) -> None:
