@@ -77,10 +77,8 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
     usages.follow(base.schedule)
     for found in mixed:
         usages.follow_besides(found.schedule, found.sending)
-    exact, part = (
-        known.counts.profile_in_own(base),
-        Part.holding(known.problem.network, [base.solution.choices, *others]),
-    )
+    exact = known.counts.profile_in_own(base)
+    part = Part.holding(known.problem.network, [base.solution.choices, *others])
     taken = [part.inside(choices) for choices in (base.solution.choices, *others)]
     places = {moved[place] for place in known.places} | {*highest(exact, NEARLY_FULL * target)}
     mixture = None

@@ -1,7 +1,8 @@
 """Searching: from a problem to the best schedule within the memory limit.
 
 The problem is first solved without memory. Only where the plan that is found does not fit is memory made part of the
-network, and solved again; so programs that fit, most of them, do not pay for the limit.
+network, and solved again; so programs that fit, most of them, do not pay for the limit. What a coarser mesh can do,
+with axes taken together, is a small part of the network: that is searched where all of it takes long or gives nothing.
 """
 
 from __future__ import annotations
