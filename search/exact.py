@@ -51,7 +51,7 @@ _LEAST_PRICING = 0.5
 _FITTING = 0.3
 """The share of the work that looking for what keeps within the limit at any cost may take, of which there are so many
 sweeps at least."""
-_LEAST_FITTING = 20
+_LEAST_FITTING = 6
 _WORTH_PROVING = 1.05
 """Times of the bound, up to which an assignment is hardly worth proving any further where work is limited."""
 _CROSSING = 0.4
@@ -131,9 +131,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 
     def doubt() -> None:
         if run.cost == math.inf and solver.upper == math.inf:
-            lowest_peak(run)
-            if run.proven_infeasible:
-                raise Stop
+            _fits(run)
 
     def stuck() -> None:
         if not run.answered and relative_gap(solver.upper, solver.lower) > _WORTH_IMPROVING:
@@ -160,7 +158,8 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         if limited and run.cost == math.inf and graph.live() and graph.hint is None and _fits(run):
             run.work += solver.estimate
             return _minimise(run, sweeping, closing)
-        _search(run, solver, bound)
+        if not limited or run.work + solver.estimate < run.work_limit:
+            _search(run, solver, bound)
     run.work += solver.estimate
     _report(run, solver)
     if solver.lower == math.inf:
@@ -177,9 +176,12 @@ def _stop_at_enough(run: Run, solver: GraphSolver, bound: float) -> None:
 
 
 def _fits(run: Run) -> bool:
-    """Whether the search for the lowest peak gives something within the limit; ends the search where nothing can be."""
-    with run.stage("fit"):
-        lowest_peak(run)
+    """Whether the search for the lowest peak, which is made once, gives something within the limit; ends the search
+    where nothing can be."""
+    if not run.fitted:
+        run.fitted = True
+        with run.stage("fit"):
+            lowest_peak(run)
     if run.proven_infeasible:
         raise Stop
     return run.cost < math.inf

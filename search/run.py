@@ -51,6 +51,8 @@ class Run:
         self.progress = progress
         self.serves = serves
         """Asked of a good assignment: whether it is worth proving. See `ask`."""
+        self.fitted = False
+        """Whether the lowest peak was looked for."""
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices of usage."""
         self.priced_bound = -math.inf

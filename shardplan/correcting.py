@@ -16,22 +16,21 @@ from shardplan.search import Hint, Network, Part, Solution, all_extended, extend
 from shardplan.search.solution import relative_gap
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
-# a limit: of the search, and of what comes before it, so many seconds per operation and per entry of the tables; but
-# not less than the least patience, in seconds too. A share of it is kept from searches for mixing what they find, and
-# another share again is for mixing where only leaner schedules keep within the limit. Where nothing was found, one more
+# a limit: so many seconds, and more per operation, per table, per entry of these, and of the search (fitted to 45
+# programs on three meshes); but not less than the least patience, in seconds too. A share of it is kept from searches for mixing what they find. Where nothing was found, one more
 # search may overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a
 # limit, not memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow.
 # Where the cheapest of what is found just does not fit, making it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
-_TIMES_SLOWER_WITHIN_LIMIT = 1.05
-_SECONDS_PER_OPERATION = 4.2e-4
-_SECONDS_PER_ENTRY = 1.2e-7
+_TIMES_SLOWER_WITHIN_LIMIT = 0.9
+_SECONDS, _SECONDS_PER_OPERATION = 0.09, 1.3e-4
+_SECONDS_PER_TABLE, _SECONDS_PER_ENTRY = 8.4e-4, 8.9e-8
+_TIMES_SEARCH = 1.55
 LEAST_PATIENCE = 0.15
 _LEAST_SHARE = 0.5
 _OVERDRAWN = 1.25
 _TIMES_LONGER_FILLED = 1.6
 _SHARE_OF_MIXING = 0.2
-_SHARE_AFTERWARDS = 0.5
 _SECONDS_PER_VARIABLE = 1.3e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 LEAST_SECONDS = 2.5
@@ -54,7 +53,7 @@ FAR = 1.1
 _MANY = 4
 
 # Of what fits nowhere in the order of a search, so many are counted in their own orders, while these fit.
-_LEANEST = 3
+_LEANEST = 2
 
 # What fits so, but costs so many times what fits in the order of the search, is not all that is looked for; nor, where
 # all takes no more than the least patience, what costs any more.
@@ -90,9 +89,7 @@ class Corrections:
         """Limits below this are not worth a search."""
         self.searched = np.inf
         """The limit of the last search."""
-        entries = sum(table.size for table in problem.network.tables)
-        planning = _SECONDS_PER_OPERATION * len(problem.program.operations) + _SECONDS_PER_ENTRY * entries
-        self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * (first.solution.work + planning))
+        self.patience = max(LEAST_PATIENCE, _TIMES_SLOWER_WITHIN_LIMIT * _seconds_without(problem, first))
         self.until = _TIMES_LONGER_FILLED * self.patience
         self._enough = _DEAR if self.patience > LEAST_PATIENCE else 1.0
         self.spent, self._begun = 0.0, counts.work
@@ -142,12 +139,12 @@ class Corrections:
         for found in self.counts.counted():
             self.take(found)
 
-    def take_leaner(self) -> None:
-        """Takes all into account that was counted meanwhile, and goes on in the order of the best, for a share of the
-        work."""
+    def take_leaner(self, spent: float) -> None:
+        """Takes all into account that was counted meanwhile, with the work of the searches, and goes on in the order of
+        the best."""
+        self.spent += spent
         self.take_counted()
         if self.best is not None:
-            self.until = self.work + _SHARE_AFTERWARDS * self.patience
             self.count_in(self.best.lifetimes)
 
     def follow(self, found: Found, otherwise: Callable[[], None]) -> None:
@@ -338,6 +335,13 @@ class Corrections:
             return False
         own = self.keep(found)
         return own.peak_bytes <= self.limit_bytes or self.orders == MOST_ORDERS
+
+
+def _seconds_without(problem: Problem, first: Found) -> float:
+    """Estimated seconds of all planning without a limit, which has found ``first``."""
+    tables = problem.network.tables
+    seconds = _SECONDS + _SECONDS_PER_OPERATION * len(problem.program.operations) + _SECONDS_PER_TABLE * len(tables)
+    return seconds + _SECONDS_PER_ENTRY * sum(table.size for table in tables) + _TIMES_SEARCH * first.solution.work
 
 
 def hint_of(network: Network, part: Part, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:

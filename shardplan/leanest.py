@@ -41,6 +41,8 @@ class Leanest:
         self._counts, self._search, self._deadline = counts, search, deadline
         self.bound = 0.0
         """What no peak is below, in the orders that were searched."""
+        self.spent = 0.0
+        """What its searches have taken, in estimated seconds."""
         self._trials = self._in_vain = self._orders = 0
         self._unreached, self._again = 0.0, False
         self._places: set[int] = set()
@@ -96,7 +98,9 @@ class Leanest:
         network.hint = hint_of(network, known.part, self._least, {}, self._places)
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
         left = max(LEAST_SECONDS, self._deadline - time.perf_counter())
-        found = self._counts.within(find(known.problem, network, trial, left, work, part=known.part), known.lifetimes)
+        solution = find(known.problem, network, trial, left, work, part=known.part)
+        self.spent += solution.work
+        found = self._counts.within(solution, known.lifetimes)
         own = known.keep(found)
         known.keep_leanest(network, found)
         self.bound = max(self.bound, known.least_bound)

@@ -36,6 +36,9 @@ this share of the work is spent, and is held against what the joined mesh can do
 _SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.6, 0.25
 """Of the work that searches may take: what those among the choices of a coarser mesh may, and the one among all choices
 that follows these, for its bound above all."""
+_LEAST_OF_WHOLE, _LONGEST = 2.0, 1.3
+"""That one takes so many times the work of the search without a limit at least, and is not begun where that would be
+more than so much of the work altogether."""
 
 _Masks = Mapping[int, NDArray[np.bool_]]
 
@@ -89,13 +92,13 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         if corrections.best is None:
             attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
             attempt.leanest.look()
-            corrections.take_leaner()
+            corrections.take_leaner(attempt.leanest.spent)
     if corrections.best is None:
         raise _too_little(counts.problem, search, attempts, deadline)
     if main is not whole:
         whole.corrections.go_on_from(corrections)
         corrections = whole.corrections
-        if corrections.work < patience:
+        if corrections.work + _LEAST_OF_WHOLE * first[0].solution.work < _LONGEST * patience:
             corrections.search_from_best(_SHARE_OF_WHOLE * patience)
     elif dear(_FAR_TOO_DEAR, _SPARE):
         corrections.search_from_best()
