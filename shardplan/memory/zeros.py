@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.layout import Layout
 from shardplan.memory.convolutions import rectifiers_of_poolings
-from shardplan.memory.fusion import is_scatter
+from shardplan.memory.fusion import is_scatter, readers_in
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.once import once
@@ -106,20 +106,53 @@ def _filled_by(problem: Problem, operation: Operation, numbers: Container[int]) 
 
 def fill_apart(graph: Graph, fused: Collection[int]) -> None:
     """Adds a kernel to a graph for the scatters into equal zeros that no other kernel reads before, or for the only
-    one. Of its results, numbered after all values, each scatter writes into one."""
+    one. Of its results, numbered after all values, each scatter writes into one. All kernels read what is filled with
+    which they compute, and so do scatters: what they write nothing to they copy."""
     schedule = graph.schedule
     for filling in fillings_of(schedule.problem):
         for (_, degree), (scatters, readers, behind) in _alike(schedule, filling, fused).items():
             here = [index for index in scatters if index in graph.reads]
+            size = schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
+            for index in here:
+                _read_filled(graph, index, index, size)
+            for index in behind if here else ():
+                for node in _kernels_with(graph, index):
+                    _read_filled(graph, node, here[0], size)
             if here and not readers:
                 made = len(here) + bool(behind)
-                moved = made * schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
-                node = graph.add(here[0] - 0.5, set(), set(), moved / BYTES_MOVED)
+                node = graph.add(here[0] - 0.5, set(), set(), made * size / BYTES_MOVED)
                 graph.parts |= {node} if made > 1 else set()
                 for index in here:
                     graph.filling[index] = node
                     graph.needs[index].add(node)
                     graph.values[index].add(len(schedule.program.values) + index)
+
+
+def _read_filled(graph: Graph, node: int, scatter: int, size: float) -> None:
+    """Lets a kernel that is bound by memory read as many bytes of what is filled, as the value that a scatter reads."""
+    if node in graph.moves:
+        value = len(graph.program.values) + scatter
+        graph.filled[value] = size
+        graph.moves[node][0].add(value)
+        graph.takes[node] = graph.busy(graph.computing.get(node, 0.0), node)
+
+
+def _kernels_with(graph: Graph, index: int) -> set[int]:
+    """The kernels of a graph that compute an operation, on the way or at last."""
+    found, seen, stack = set[int](), set[int](), [index]
+    while stack:
+        index = stack.pop()
+        if index in graph.reads:
+            found.add(index)
+        elif index not in seen:
+            seen.add(index)
+            readers = (
+                reader
+                for value in graph.program.operations[index].results
+                for reader in readers_in(graph.program).get(value, ())
+            )
+            stack += [reader.index for reader in readers]
+    return found
 
 
 def copy_for_poolings(graph: Graph) -> None:
