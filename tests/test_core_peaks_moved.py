@@ -259,3 +259,17 @@ def test_the_peak_of_tables_with_split_columns_is_what_is_compiled():
     batch = {"x": f32((8192, 64)), "y": f32((8192,)), "ids": jax.ShapeDtypeStruct((8192, 12), "int32")}
     plan = shardplan.plan(step, MESH, {"params": params, "squares": params}, batch, donate_argnums=0)
     assert shardplan.audit(plan).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.05)
+
+
+def test_parts_that_are_cut_out_in_a_loop_are_in_its_order_alone(monkeypatch):
+    def step(x):
+        def body(carry, _):
+            first, second = jnp.split(jnp.tanh(carry @ carry), 2, axis=1)
+            return jnp.concatenate([second, first], axis=1), None
+
+        return jax.lax.scan(body, x, length=3)[0]
+
+    schedule = shardplan.plan(step, MESH, _shape(512, 512)).schedule
+    [split] = [o for o in schedule.program.operations if o.primitive.name == "split"]
+    monkeypatch.setattr("shardplan.memory.hiding.moved_parts", lambda *given: [split.results[0]])
+    assert split.region and not Graph(schedule, kernels_in(schedule), [], []).cut

@@ -7,12 +7,13 @@ the kernels have run that read the other parts.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.memory.sizes import bytes_in, layout_left, left_otherwise
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.schedule import Schedule
+from shardplan.transition import Step
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -27,11 +28,16 @@ def moved_results(schedule: Schedule) -> list[int]:
     return found
 
 
-def moved_parts(schedule: Schedule, fused: Collection[int]) -> frozenset[int]:
+def moved_parts(schedule: Schedule, fused: Collection[int]) -> list[int]:
     """Those of them that are parts which operations (``fused``) cut out on the way."""
     makers = schedule.program.makers
     moved = (value for value in moved_results(schedule) if makers[value].primitive.name == "split")
-    return frozenset(value for value in moved if makers[value].index in fused)
+    return [value for value in moved if makers[value].index in fused]
+
+
+def last_sent(steps: Sequence[Step]) -> Step:
+    """The last collective of a transition."""
+    return next(step for step in reversed(steps) if step.kind != "slice")
 
 
 def send_parts(graph: Graph) -> None:
@@ -41,8 +47,7 @@ def send_parts(graph: Graph) -> None:
         operation = program.makers[value]
         strategy, position = schedule.assignment.strategies[operation.index], operation.results.index(value)
         left = layout_left(schedule.problem, operation, strategy, position)
-        steps = schedule.result_steps(operation, position)
-        sent = next(step for step in reversed(steps) if step.kind != "slice"), bytes_in(schedule, value, left)
+        sent = last_sent(schedule.result_steps(operation, position)), bytes_in(schedule, value, left)
         graph.sent[value] = graph.collective(("result", value), sent, operation.index)
 
 

@@ -33,8 +33,9 @@ from shardplan.memory.bringing import Sending
 from shardplan.memory.coalescing import bytes_apart, turning_reads
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.cutting import cut_parts, moved_parts, send_parts
+from shardplan.memory.cutting import cut_parts, last_sent, moved_parts, send_parts
 from shardplan.memory.cycles import cycles_in_kernel
+from shardplan.memory.finishing import finish_reductions
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end, waits_for
 from shardplan.memory.joining import join_kernels
@@ -81,6 +82,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     join_kernels(graph, kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
+    finish_reductions(graph)
     copy_at_the_end(graph, kernels)
     operations = schedule.program.operations
     bodies = {
@@ -123,6 +125,7 @@ class Graph(Nodes):
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
         self.filled: dict[int, float] = {}  # the bytes of these
+        self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
         self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
         self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
@@ -133,7 +136,7 @@ class Graph(Nodes):
         self.gathers: dict[Gather, int] = {}
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
         self.sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
-        self.cut = dict.fromkeys(sorted(moved_parts(schedule, kernels.fused)), -1)  # parts of these, with their kernels
+        self.cut = {value: -1 for value in moved_parts(schedule, kernels.fused) if value in self.makers}  # with kernels
         self.reads: dict[int, frozenset[int]] = {}
         self._sources: dict[int, frozenset[int]] = {}
         self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
@@ -269,7 +272,7 @@ class Graph(Nodes):
                 if strategy is not None and any(step.kind != "slice" for step in steps):
                     left = layout_left(self.schedule.problem, operation, strategy, position)
                     size = bytes_in(self.schedule, result, left)
-                    end = self.collective(merged.get(index, ("result", result)), (_last_sent(steps), size), index)
+                    end = self.collective(merged.get(index, ("result", result)), (last_sent(steps), size), index)
                     self.needs[self.starts[end]].add(index)
                     self.values[self.starts[end]].add(result)
                     sent[result] = self.reduced[index] = end
@@ -318,6 +321,8 @@ class Graph(Nodes):
         """The kernel of the region that makes a value, if one does."""
         if value >= len(self.program.values):  # what a scatter writes into
             return self.filling[value - len(self.program.values)]
+        if value in self.finished:
+            return self.finished[value]
         maker = self.makers.get(value)
         return maker.index if maker is not None and maker.index in self.reads else None
 
@@ -362,7 +367,7 @@ class Graph(Nodes):
         if gather not in self.gathers:
             key = self._together.get(gather, gather)
             place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            last = _last_sent(self.schedule.route(gather.value, gather.layout).steps)
+            last = last_sent(self.schedule.route(gather.value, gather.layout).steps)
             whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
             self.gathers[gather] = self.collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
         return self.gathers[gather]
@@ -391,8 +396,3 @@ class Graph(Nodes):
             operation = self.program.operations[self._products[operation.index]]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))
         return kernel_microseconds(self.schedule, operation, reads, made)
-
-
-def _last_sent(steps: Sequence[Step]) -> Step:
-    """The last collective of a transition."""
-    return next(step for step in reversed(steps) if step.kind != "slice")
