@@ -8,6 +8,7 @@ import pytest
 
 import shardplan
 from shardplan.memory.combining import ending_at_reductions, read_otherwise
+from shardplan.memory.fusion import scatters_as_one
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.leaving import copy_at_the_end
@@ -17,7 +18,7 @@ from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.memory.reductions import combined_reductions
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.memory.usages import Usages
-from shardplan.memory.zeros import fill_apart, fillings_of
+from shardplan.memory.zeros import _alike, fill_apart, fillings_of
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",))
 ROWS, COLUMNS = jax.P("x", None), jax.P(None, "x")
@@ -273,3 +274,35 @@ def test_parts_that_are_cut_out_in_a_loop_are_in_its_order_alone(monkeypatch):
     [split] = [o for o in schedule.program.operations if o.primitive.name == "split"]
     monkeypatch.setattr("shardplan.memory.hiding.moved_parts", lambda *given: [split.results[0]])
     assert split.region and not Graph(schedule, kernels_in(schedule), [], []).cut
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [1, 2, 3])
+def test_the_peak_of_the_gradient_of_a_table_that_is_read_several_times_is_what_is_compiled(reads):
+    """XLA makes one scatter of those that are added, whatever shape the indices have."""
+
+    def loss(table, *ids):
+        return jnp.sum(jnp.sin(functools.reduce(jnp.multiply, [table[one].mean(1) for one in ids])))
+
+    ids = [_shape(1024, number + 1, dtype="int32") for number in range(reads)]
+    plan = shardplan.plan(jax.grad(loss), 1, _shape(65536, 64), *ids)
+    assert shardplan.audit(plan).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def test_scatters_of_which_one_is_reduced_before_they_are_added_are_two():
+    def step(table, ids, others, rows):
+        first, second = (jnp.zeros_like(table).at[places].add(rows) for places in (ids, others))
+        return (first + second) @ jnp.ones((64, 64))
+
+    shapes = _shape(4096, 64), _shape(1024, dtype="int32"), _shape(1024, dtype="int32"), _shape(1024, 64)
+    schedule = shardplan.plan(step, 1, *shapes).schedule
+    problem, program = schedule.problem, schedule.program
+    first, second = [o.index for o in program.operations if o.primitive.name == "scatter-add"]
+    [(added, scatters)] = scatters_as_one(problem).items()
+    assert scatters == [first, second] and program.operations[added].primitive.name in ("add", "add_any")
+    [filling] = fillings_of(problem)
+    fused = kernels_in(schedule).fused
+    [(written, _, _)] = _alike(schedule, filling, fused).values()
+    assert fused.issuperset(scatters) and written == [added]
+    [(written, _, _)] = _alike(schedule, filling, fused - {second}).values()
+    assert written == [second]  # the other one is scattered into what this makes
