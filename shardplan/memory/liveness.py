@@ -22,7 +22,7 @@ from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import (
     reading_copies,
     rectifiers_of_poolings,
-    reordered_inputs,
+    reordered_in,
     spread_copies,
     spread_until,
 )
@@ -96,7 +96,7 @@ class Lifetimes:
             first = self.start(found[0])
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
-        self.reordered = reordered_inputs(program, self.order, kernels.copied)
+        self.reordered = reordered_in(problem, self.order, kernels.copied)
         beside = self._made_beside_arguments(kernels.carried) | kernels.leaving
         self.beside = copied_after(self, program, beside, sending)
         self.handed = dict(self._handed_over())
