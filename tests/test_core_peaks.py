@@ -260,13 +260,13 @@ def test_a_slice_of_what_a_device_holds_is_computed_by_what_reads_it():
     assert [*sliced.values()] == [((), ())]
 
 
-def test_zeros_that_several_scatters_write_into_are_made_at_once():
+def test_scatters_into_zeros_that_are_added_are_one():
     def step(table, ids, others):
         return jnp.sum(jnp.sin(table[ids] * table[others]))
 
     ids = [jax.ShapeDtypeStruct((16,), jnp.int32)] * 2
     peak, table = _peak_of(jax.grad(step), _square(512), *ids)
-    assert 4 * table <= peak < 4.1 * table  # the table, two gradients, and their sum
+    assert 2 * table <= peak < 2.1 * table  # the table, and its gradient
 
 
 def test_zeros_that_rectifiers_read_are_held_up_to_the_last_kernel_that_computes_what_these_make():

@@ -11,12 +11,15 @@ from shardplan.memory.convolutions import (
     copied_with_neighbours,
     forward_convolutions,
     rectifiers_of_poolings,
+    reordered_in,
     reordered_inputs,
     spread_operands,
 )
+from shardplan.memory.copies import convolution_copies
 from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
+from shardplan.memory.order import order_of
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.turning import turn_operands
 from shardplan.tracing import trace_program
@@ -311,3 +314,28 @@ def test_a_copy_with_zeros_is_made_before_a_convolution_that_adds_a_bias():
     order, sending = hiding_order(schedule, kernels)
     [(reader, _, _, first, last)] = Lifetimes(schedule.problem, order, kernels, sending).spread
     assert (reader.index, 0) in sending.beside and first == last
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_filters_that_stay_as_they_are_while_a_loop_runs_are_transposed_for_all_of_it(carried):
+    """XLA moves the copy in front of the loop: it is there beside the filters until that ends."""
+
+    def step(filters, images):
+        def body(state, image):
+            total, own = state
+            dimensions = ("NHWC", "HWIO", "NHWC")
+            made = jax.lax.conv_general_dilated(image, own, (1, 1), "SAME", dimension_numbers=dimensions)
+            return (total + jnp.sum(jnp.tanh(made)), own * 0.5 if carried else own), None
+
+        return jax.lax.scan(body, (0.0, filters), images)[0][0]
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 3, 256, 256), (4, 2, 8, 8, 256))]
+    schedule = shardplan.plan(step, 1, *shapes).schedule
+    problem, program = schedule.problem, schedule.program
+    found = reordered_in(problem, program.operations, ())
+    assert (program.inputs[0] in found) != carried
+    lifetimes = Lifetimes(problem, order_of(program))
+    held = [one for one in convolution_copies(lifetimes, schedule) if one.value == program.inputs[0]]
+    [loop] = [o for o in program.operations if o.bodies]
+    assert [one.size for one in held] == ([] if carried else [4 * 9 * 256 * 256])
+    assert all(one.lifetime.end >= lifetimes.place[loop.index] for one in held)

@@ -10,12 +10,14 @@ import shardplan
 from shardplan.memory.accumulation import merged_anywhere, read_together
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Waiting
+from shardplan.memory.finishing import finish_reductions
 from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.measured import product_microseconds
 from shardplan.memory.merging import side_by_side
 from shardplan.memory.placing import Placing
-from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.recomputing import adding_products, kernels_in, kernels_of
 from shardplan.memory.reductions import combined_reductions, reduced_together
 from shardplan.memory.times import kernel_microseconds
 
@@ -262,18 +264,22 @@ def test_a_kernel_waits_for_all_that_is_gathered_of_one_value():
 
 @pytest.mark.parametrize("several", [True, False])
 def test_zeros_for_scatters_are_made_where_their_kernel_fills_a_wait(several):
-    def step(table, ids, others, x, w):
-        gradients = jax.grad(lambda table: jnp.sum(jnp.sin(table[ids] * (table[others] if several else 2))))(table)
+    def step(tables, ids, others, x, w):
+        gradients = jax.grad(lambda tables: jnp.sum(jnp.sin(tables[0][ids] * tables[-1][others])))(tables)
         return gradients, x @ w
 
     shapes = (4096, 64), (4096, 64), (64, 64)
     table, x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
     ids = [jax.ShapeDtypeStruct((16,), "int32")] * 2
-    plan = shardplan.plan(step, 1, table, *ids, x, w)
+    plan = shardplan.plan(step, 1, [table] * (1 + several), *ids, x, w)
     order, sending = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
     scatters = [o.index for o in plan.program.operations if o.primitive.name == "scatter-add"]
-    assert sending.filling.keys() == {*scatters}
-    assert len(scatters) == 1 + several
+    if several:
+        assert sending.filling.keys() == {*scatters}
+    else:  # those of one table are one, where they are added
+        [added] = sending.filling
+        scatters = [added]
+        assert plan.program.operations[added].primitive.name == "add_any"
     assert len({*sending.filling.values()}) == 1
     assert order.index(sending.filling[scatters[0]]) < min(map(order.index, scatters))
 
@@ -294,3 +300,31 @@ def test_what_merged_products_do_not_share_is_gone_once_it_is_put_side_by_side()
     place = lifetimes.place[between.index]
     assert [lifetimes.held[product.operands[0]].end for product in (one, other)] == [place, place]
     assert (2 * 4 * 512 * 256, place, lifetimes.place[other.index]) in side_by_side(lifetimes, schedule)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "several"),
+    [
+        ((4, 1024, 16, 12), (1, 3), True),  # neither what is reduced lies together nor what is kept
+        ((4, 1024, 64), (1,), False),
+        ((1, 65536, 64), (1,), True),  # more rows than are reduced at once
+        ((64, 1024), (1,), False),
+        ((4, 65536), (1,), True),  # and more numbers of a row
+    ],
+)
+def test_what_reads_a_reduction_in_several_steps_waits_for_the_last_one(shape, axes, several):
+    def step(x):
+        return jnp.tanh(jnp.sum(x, axis=axes)), jnp.sum(jnp.sin(x), axis=axes)
+
+    schedule = shardplan.plan(step, 1, jax.ShapeDtypeStruct(shape, "float32")).schedule
+    kernels = kernels_in(schedule)
+    graph = Graph(schedule, kernels, [], [])
+    join_kernels(graph, kernels)
+    finish_reductions(graph)
+    first, *_ = [o for o in schedule.program.operations if o.primitive.name == "reduce_sum"]
+    [reader] = [o for o in schedule.program.operations if o.primitive.name == "tanh"]
+    owner = {part: node for node, parts in graph.joined.items() for part in parts}
+    made = owner.get(first.index, first.index)
+    assert (first.results[0] in graph.finished) == several and len(graph.finished) in (0, 2)
+    assert graph.needs[reader.index] == {graph.finished.get(first.results[0], made)}
+    assert not several or graph.needs[graph.finished[first.results[0]]] == {made}

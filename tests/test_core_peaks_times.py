@@ -195,6 +195,9 @@ def test_what_a_kernel_copies_twice_is_taken_from_its_results_after_a_sum():
         ((16, 512, 16, 512), (0, 1, 3, 2), 4, False),
         ((16, 512, 512, 2), (0, 3, 2, 1), 1, False),
         ((16, 2, 512, 512), (0, 3, 2, 1), 1, True),
+        ((16, 512, 512, 3), (0, 3, 2, 1), 2, True),  # two are packed into a bank, but not three times 21
+        ((16, 512, 512, 5), (0, 3, 2, 1), 2, False),
+        ((16, 512, 3, 6), (0, 3, 2, 1), 2, True),  # and fill ten banks at least
         ((16, 512, 512, 4), (0, 3, 2, 1), 4, True),
         ((16, 512, 512, 4), (0, 2, 1, 3), 4, False),  # what lies innermost stays
         ((1, 64, 1), (2, 1, 0), 4, False),

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Sending:
     """When collectives run that others run beside: per value that is brought to another layout, the operation before
-    which that ``begins``, and per operation whose results are, the one behind which that ``ends``. And per scatter into
+    which that ``begins``, and per operation whose results are, the one behind which that ``ends``; per one of ``parts``
+    that are cut out for that, the operations before which it is cut out, and sent, and the one behind which it is gone.
+    And per scatter into
     zeros of which a kernel makes nothing else, the operation before which it is ``filling`` these; per operand
     that merged products do not share, as an operation and a position, the one before which these are put ``beside``
     each other; and per operand that a convolution reads from a copy, the one before which, or in which, it is made.
@@ -39,6 +41,7 @@ class Sending:
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
+    parts: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     filling: dict[int, int] = field(default_factory=dict)
     beside: dict[tuple[int, int], int] = field(default_factory=dict)
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
@@ -59,6 +62,12 @@ class Sending:
         begun = {gather: after[graph.starts[end]] for gather, end in graph.gathers.items() if end in read}
         self.begins.update({gather: ran[place] for gather, place in begun.items()})
         self.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
+        last = len(ran) - 1
+        for value, node in sorted(graph.cut.items(), key=lambda cut: after[graph.sent[cut[0]]]):
+            end = graph.sent[value]
+            begin, gone = ran[min(last, after[graph.starts[end]])], ran[max(0, after[end] - 1)]
+            self.parts[value] = ran[min(last, after[node])], begin, gone
+            self.ends[graph.makers[value].index] = gone
         self.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
         self.side_by_side.update(graph.side_by_side)
         self.beside.update(

@@ -26,8 +26,11 @@ from shardplan.schedule import Schedule
 READ_AT_ONCE = 64
 """Bytes of memory that are read for one element where its neighbours are not read with it."""
 
-_TILED, _PACKED = 16, 4
+_TILED = 16
 _TILED_TOGETHER = 8, 8192
+
+_BANK, _BANKS, _LEAST_BANKS = 4, 32, 10
+"""The bytes of a bank of shared memory, how many there are, and how many a tile of packed elements fills at least."""
 
 
 def is_tiled(before: int, after: int) -> bool:
@@ -44,8 +47,8 @@ def bytes_apart(schedule: Schedule, value: int, layout: Layout) -> float:
 def is_scattered(shape: Sequence[int], lying: Sequence[int], order: Sequence[int], item: int) -> bool:
     """Whether a kernel reads each element by itself which moves dimensions that lie in one order to another one.
 
-    Elements of less than 4 bytes (``item``) are packed where the three innermost dimensions lie the other way round
-    afterwards.
+    Elements of less than 4 bytes (``item``) may be packed, together with those of the dimension around the innermost
+    one, where that stays.
     """
     before, after = ([dimension for dimension in own if shape[dimension] > 1] for own in (lying, order))
     runs = _runs(before, after)
@@ -53,8 +56,24 @@ def is_scattered(shape: Sequence[int], lying: Sequence[int], order: Sequence[int
     places = sorted(range(len(runs)), key=lambda run: after.index(runs[run][0]))
     if places[-1:] == [len(runs) - 1] or not runs:
         return False
-    packed = item < _PACKED and places[-3:] == [len(runs) - 1, len(runs) - 2, len(runs) - 3]
-    return not (is_tiled(sizes[-1], sizes[places[-1]]) or (packed and sizes[places[-1]] >= _TILED))
+    between = sizes[-2] if places[-2] == len(runs) - 2 else 1
+    return not (is_tiled(sizes[-1], sizes[places[-1]]) or _is_packed(sizes[-1], between, sizes[places[-1]], item))
+
+
+def _is_packed(before: int, between: int, after: int, item: int) -> bool:
+    """Whether several elements of a few bytes fill each bank of a tile: of the dimension that lies innermost before,
+    and of what is between, in one direction, and of the one that does afterwards in the other one.
+
+    >>> [heads for heads in range(2, 11) if _is_packed(heads, 512, 512, 2)]
+    [2, 4, 5, 6, 8, 10]
+    """
+    if item >= _BANK:
+        return False
+    packed = _BANK // item
+    inner, outer = min(before, _BANKS * packed), min(after, _BANKS * packed)
+    inner *= min(between, _BANKS * packed // inner)
+    even = all(size % packed == 0 for size in (inner, outer, after % outer))
+    return even and min(inner, outer) >= _LEAST_BANKS * packed
 
 
 @once

@@ -16,7 +16,8 @@ from types import MappingProxyType
 
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
-from shardplan.memory.fusion import is_view, pointwise_operations, readers_in
+from shardplan.memory.cutting import moved_results
+from shardplan.memory.fusion import is_scatter, is_view, pointwise_operations, readers_in
 from shardplan.memory.order import operands_first, operands_made, order_of
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import Apart, apart_in, repeated_in
@@ -348,14 +349,19 @@ def ending_at_reductions(schedule: Schedule, kernels: Kernels) -> Kernels:
 
     Of logits that are split over the vocabulary, so, the picked one of each row is found once, and no kernel that reads
     it later reads all logits. Nor is what collectives bring to other layouts computed in what reads it there: it is
-    stored for them, and what it is computed from is not held for its readers.
+    stored for them, and what it is computed from is not held for its readers. A scatter of which the result is brought
+    elsewhere writes into zeros, not into what that is added to.
     """
-    moved = frozenset(value for moved in _moved(schedule) for value in _stored_for(schedule.program, kernels, moved))
-    return replace(kernels, fused=kernels.fused - reducing(schedule), read=kernels.read | moved)
+    program = schedule.program
+    moved = frozenset(value for moved in _moved(schedule) for value in _stored_for(program, kernels, moved))
+    makers = [program.makers[value] for value in moved if value in program.makers]
+    scatters = {maker.index for maker in makers if is_scatter(program, maker)}
+    return replace(kernels, fused=kernels.fused - reducing(schedule) - scatters, read=kernels.read | moved)
 
 
 def _moved(schedule: Schedule) -> Iterator[int]:
-    """The values that collectives bring to the layouts in which they are read, as they are made."""
+    """The values that collectives bring to the layouts in which they are stored, or read, as they are made."""
+    yield from moved_results(schedule)
     for pairs in read_otherwise(schedule).values():
         for value, layout in pairs:
             steps = schedule.route(value, layout).steps

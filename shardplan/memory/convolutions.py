@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -77,9 +78,13 @@ def neighbour_bytes(problem: Problem, operation: Operation, strategy: Strategy) 
 
 
 def reordered_inputs(
-    program: Program, order: Iterable[Operation], copied: Collection[tuple[int, int]] = ()
+    program: Program,
+    order: Iterable[Operation],
+    copied: Collection[tuple[int, int]] = (),
+    entering: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, tuple[Operation, int]]:
-    """The step's arguments that convolutions read from a transposed copy, each with the first one and the position.
+    """The step's arguments that convolutions read from a transposed copy, each with the first one and the position,
+    also where they are ``entering`` loops as other values that stay as they are there.
 
     cuDNN reads images with their channels innermost, and filters with what they sum over; where there are three
     dimensions of space, these are innermost. What is computed is written so at once, and so is what is gathered, and
@@ -96,6 +101,8 @@ def reordered_inputs(
         numbers = operation.params["dimension_numbers"]
         for position, (outer, inner, *space) in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
             operand = operation.operands[position]
+            while isinstance(operand, int) and operand in entering:
+                operand = entering[operand]
             if isinstance(operand, int) and operand not in read:
                 read.add(operand)
                 shape = program.values[operand].shape
@@ -111,6 +118,19 @@ def unreversed(program: Program) -> dict[int, int]:
     filters = {operation.operands[1] for operation in convolutions_of(program)}
     reversing = (o for o in program.operations if o.primitive.name == "rev" and o.results[0] in filters)
     return {o.results[0]: o.operands[0] for o in reversing if isinstance(o.operands[0], int)}
+
+
+def reordered_in(
+    problem: Problem, order: Iterable[Operation], copied: Collection[tuple[int, int]]
+) -> dict[int, tuple[Operation, int]]:
+    """Those of a program with loops: filters that stay as they are while one runs are transposed before it."""
+    entering = dict[int, int]()
+    for links in problem.links.values():
+        carried = {link.target for link in links.inside}
+        for link in links.enter:
+            if isinstance(link.source, int) and link.stacked is None and link.target not in carried:
+                entering[link.target] = link.source
+    return reordered_inputs(problem.program, order, copied, entering)
 
 
 @dataclass(frozen=True, slots=True)

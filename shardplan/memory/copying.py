@@ -15,10 +15,11 @@ Where a sequence is between, the matrix is seen in another shape first.
 
 What is computed from a product's result that lies otherwise than it is written (the probabilities of heads that share
 their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored; all else
-kernels of their own compute or copy, for the first product that reads it. Where few such heads lie innermost (fewer
-than 8, of 32-bit numbers), no kernel turns them in tiles, and those that do not are one: the copy for the gradient of
-the values is made in the forward pass, with the one that is multiplied by these. A kernel that goes through rows which
-it has reduced (`shardplan.memory.rows`) writes one result: copies of that are kernels of their own.
+kernels of their own compute or copy, for the first product that reads it. Where few such heads lie innermost, no kernel
+turns them in tiles (`shardplan.memory.coalescing`; odd numbers of 16 bits neither, which are not packed), and those
+that do not are one: the copy for the gradient of the values is made in the forward pass, with the one that is
+multiplied by these. A kernel that goes through rows which it has reduced (`shardplan.memory.rows`) writes one result:
+copies of that are kernels of their own.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> from shardplan.memory.products import product_operands
@@ -44,6 +45,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardplan import _jax
+from shardplan.memory.coalescing import is_scattered
 from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.lying import PRODUCT, lying_of
@@ -62,9 +64,8 @@ _MOVING = frozenset(
 )
 
 
-_TILED, _BANK = 8, 4
-"""The size of the innermost dimension from which on kernels that move it do so in tiles, and the bytes of an element;
-numbers of fewer bytes are packed, also where less lies innermost."""
+_TILED = 8
+"""The size of the innermost dimension from which on kernels that move it do so in tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ class _Copying:
         made = self.places[maker.index] if stored else place
         if value in self._lying:
             turned = self._turns(copy, self._lying[value])
-            if turned and not stored and not self._turns_in_tiles(value):
+            if turned and not stored and self._is_scattered(copy, self._lying[value]):
                 self._began.setdefault(value, place)
                 return self._began[value] or place
             return made if turned and stored and self._beside.setdefault(value, copy) == copy else place
@@ -171,11 +172,10 @@ class _Copying:
         innermost = [dim for dim in lying if self._program.values[copy.value].shape[dim] > 1][-1:]
         return [*copy.order[-1:]] != innermost
 
-    def _turns_in_tiles(self, value: int) -> bool:
-        """Whether kernels that turn what lies otherwise go through it in tiles: those that do not are one."""
-        tensor = self._program.values[value]
-        innermost = next((tensor.shape[dim] for dim in reversed(self._lying[value]) if tensor.shape[dim] > 1), 1)
-        return innermost >= _TILED or _jax.item_bytes(tensor.dtype) < _BANK
+    def _is_scattered(self, copy: ProductOperand, lying: Sequence[int]) -> bool:
+        """Whether kernels that make a copy of what lies in another order read each element by itself, not in tiles."""
+        tensor = self._program.values[copy.value]
+        return is_scattered(tensor.shape, lying, copy.order, _jax.item_bytes(tensor.dtype))
 
     def _is_moved(self, value: int) -> bool:
         """Whether a value is computed element by element from one that a product made, is moved, or is an argument, and

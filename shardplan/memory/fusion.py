@@ -102,27 +102,52 @@ def fused_operations(problem: Problem) -> frozenset[int]:
 
 @once
 def merged_scatters(problem: Problem) -> dict[int, int]:
-    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads.
-
-    Where two of them are added, neither scatters into the other.
-    """
+    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads."""
     operations = problem.program.operations
     readers = readers_in(problem.program)
     leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     zeros = {o.results[0] for o in operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o.operands[0])}
     adding = (o for o in operations if o.primitive.name in _SUMMING_SCATTERS and is_scatter(problem.program, o))
     scatters = [o for o in adding if o.operands[0] in zeros]
-    into_zeros = {operation.results[0] for operation in scatters}
     merged = {}
     for operation in scatters:
         result, last = operation.results[0], operation
         while result not in leaving and (addition := _only_addition(readers.get(result, []), operation.region)):
-            if all(isinstance(operand, int) and operand in into_zeros for operand in addition.operands):
-                break
             result, last = addition.results[0], addition
         if last is not operation:
             merged[operation.index] = last.index
     return merged
+
+
+@once
+def scatters_as_one(problem: Problem) -> dict[int, list[int]]:
+    """The additions, by index, of merged scatters alone, with these: XLA makes one scatter of them, into zeros, of all
+    that they write."""
+    merged, makers, found = merged_scatters(problem), problem.program.makers, dict[int, list[int]]()
+    for last in {*merged.values()}:
+        scatters, stack = list[int](), [*problem.program.operations[last].operands]
+        while stack:
+            maker = makers.get(operand) if isinstance(operand := stack.pop(), int) else None
+            if maker is not None and merged.get(maker.index) == last:
+                scatters.append(maker.index)
+            elif maker is not None and maker.primitive.name in _ADDITIONS and _is_one_sum(problem, maker, last):
+                stack += maker.operands
+            else:
+                break
+        else:
+            found[last] = sorted(scatters)
+    return found
+
+
+def _is_one_sum(problem: Problem, addition: Operation, last: int) -> bool:
+    """Whether an addition is read by additions alone that lead to a last one."""
+    readers = readers_in(problem.program)
+    while addition.index != last:
+        above = _only_addition(readers.get(addition.results[0], []), addition.region)
+        if above is None:
+            return False
+        addition = above
+    return True
 
 
 def _only_addition(readers: list[Operation], region: int) -> Operation | None:

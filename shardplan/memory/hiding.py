@@ -33,7 +33,9 @@ from shardplan.memory.bringing import Sending
 from shardplan.memory.coalescing import bytes_apart, turning_reads
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.cutting import cut_parts, last_sent, moved_parts, send_parts
 from shardplan.memory.cycles import cycles_in_kernel
+from shardplan.memory.finishing import finish_reductions
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end, waits_for
 from shardplan.memory.joining import join_kernels
@@ -80,6 +82,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     join_kernels(graph, kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
+    finish_reductions(graph)
     copy_at_the_end(graph, kernels)
     operations = schedule.program.operations
     bodies = {
@@ -113,7 +116,7 @@ class Graph(Nodes):
     ) -> None:
         layouts = schedule.assignment.values
         super().__init__(
-            lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else 0.0,
+            lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else self.filled.get(value, 0),
             lambda value: bytes_apart(schedule, value, layouts[value]) if value in layouts else 0.0,
         )
         self.schedule, self.program = schedule, schedule.program
@@ -121,6 +124,8 @@ class Graph(Nodes):
         self.joined: dict[int, list[int]] = {}
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
+        self.filled: dict[int, float] = {}  # the bytes of these
+        self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
         self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
         self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
         here = [self.program.operations[index] for index in self.program.regions[region].operations]
@@ -130,6 +135,8 @@ class Graph(Nodes):
         self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
         self.gathers: dict[Gather, int] = {}
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
+        self.sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
+        self.cut = {value: -1 for value in moved_parts(schedule, kernels.fused) if value in self.makers}  # with kernels
         self.reads: dict[int, frozenset[int]] = {}
         self._sources: dict[int, frozenset[int]] = {}
         self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
@@ -150,9 +157,7 @@ class Graph(Nodes):
 
     def _find_kernels(self, here: Sequence[Operation], kernels: Kernels) -> None:
         """The operations that end kernels, and what these read, from memory and on the way."""
-        rows = {
-            *row_results(self.program, pointwise_operations(self.schedule.problem))
-        }  # and what is computed of these
+        rows = {*row_results(self.program, pointwise_operations(self.schedule.problem))}  # and what is computed of them
         in_memory, same = kernels.stored | kernels.read, repeated_in(self.program, kernels.apart)
         for operation in here:
             if operation.results and same.keys() >= {*operation.results}:
@@ -161,13 +166,14 @@ class Graph(Nodes):
                     self._brought[result] = self._brought.get(same[result], ())
                 continue
             reads = self._read_by(operation)
-            stored = not in_memory.isdisjoint(operation.results) and not self._shows(operation, same)
+            results = [result for result in operation.results if result not in self.cut]
+            stored = not in_memory.isdisjoint(results) and not self._shows(operation, same)
             brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
             brought += tuple(self._read_otherwise(operation))
             slow = self._slow_in(operation)
             by_rows = not rows.isdisjoint([o for o in (*operation.operands, *operation.results) if isinstance(o, int)])
             if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
-                self._sources |= dict.fromkeys(operation.results, reads)
+                self._sources |= dict.fromkeys(results, reads)
                 rows.update(operation.results if by_rows else ())
                 self.rows.update(operation.results if by_rows else ())
                 if brought:
@@ -247,7 +253,8 @@ class Graph(Nodes):
         return sum(self.program.values[v].elements for v in value if isinstance(v, int))
 
     def _connect(self, merged: Mapping[int, int]) -> None:
-        sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
+        sent = self.sent
+        self.cut = {value: node for value, node in self.cut.items() if self.makers[value].index not in self.reads}
         for index in self.reads:
             operation = self.program.operations[index]
             strategy = self.schedule.assignment.strategies.get(index)
@@ -265,10 +272,11 @@ class Graph(Nodes):
                 if strategy is not None and any(step.kind != "slice" for step in steps):
                     left = layout_left(self.schedule.problem, operation, strategy, position)
                     size = bytes_in(self.schedule, result, left)
-                    end = self._collective(merged.get(index, ("result", result)), (_last_sent(steps), size), index)
+                    end = self.collective(merged.get(index, ("result", result)), (last_sent(steps), size), index)
                     self.needs[self.starts[end]].add(index)
                     self.values[self.starts[end]].add(result)
                     sent[result] = self.reduced[index] = end
+        send_parts(self)
         for index in self.reads:
             moved = self._moved(index, sent)
             self.needs[index].update(end for _, end in moved)
@@ -282,6 +290,7 @@ class Graph(Nodes):
         for index, value in waiting_for_sums(self.schedule).items():
             if index in self.reads and (maker := self.maker(value)) is not None:
                 self.needs[index].add(maker)
+        cut_parts(self)
 
     def add(self, place: float, needs: set[int], values: set[int], takes: float) -> int:
         """A further kernel: its number."""
@@ -312,6 +321,8 @@ class Graph(Nodes):
         """The kernel of the region that makes a value, if one does."""
         if value >= len(self.program.values):  # what a scatter writes into
             return self.filling[value - len(self.program.values)]
+        if value in self.finished:
+            return self.finished[value]
         maker = self.makers.get(value)
         return maker.index if maker is not None and maker.index in self.reads else None
 
@@ -356,12 +367,12 @@ class Graph(Nodes):
         if gather not in self.gathers:
             key = self._together.get(gather, gather)
             place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            last = _last_sent(self.schedule.route(gather.value, gather.layout).steps)
+            last = last_sent(self.schedule.route(gather.value, gather.layout).steps)
             whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
-            self.gathers[gather] = self._collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
+            self.gathers[gather] = self.collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
         return self.gathers[gather]
 
-    def _collective(self, key: object, sent: tuple[Step, float], place: int) -> int:
+    def collective(self, key: object, sent: tuple[Step, float], place: int) -> int:
         """The end of a collective, which is made where there is none yet, or grows."""
         if key not in self._ends:
             start = len(self.program.operations) + 2 * len(self._ends)
@@ -385,8 +396,3 @@ class Graph(Nodes):
             operation = self.program.operations[self._products[operation.index]]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))
         return kernel_microseconds(self.schedule, operation, reads, made)
-
-
-def _last_sent(steps: Sequence[Step]) -> Step:
-    """The last collective of a transition."""
-    return next(step for step in reversed(steps) if step.kind != "slice")

@@ -88,8 +88,10 @@ def _scattered(schedule: Schedule, operation: Operation, value: int) -> int | No
 def copy_at_the_end(graph: Graph, kernels: Kernels) -> None:
     """Adds a kernel to a graph for each result that is copied to where the old state lies."""
     schedule = graph.schedule
+    owner = {part: node for node, parts in graph.joined.items() for part in parts}
     for output in sorted(kernels.leaving):
-        node = graph.maker(output)
+        maker = graph.maker(output)
+        node = owner.get(maker, maker) if maker is not None else None
         if node is not None and node in graph.needs:
             size = bytes_in(schedule, output, schedule.assignment.values[output])
             graph.add(node + 0.5, {node}, {output}, 2 * size / BYTES_MOVED)

@@ -22,7 +22,7 @@ from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import (
     reading_copies,
     rectifiers_of_poolings,
-    reordered_inputs,
+    reordered_in,
     spread_copies,
     spread_until,
 )
@@ -59,12 +59,12 @@ class Lifetimes:
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self.place = {operation.index: place for place, operation in enumerate(self.order)}
         self.put_beside = {key: min(self.place[key[0]], self.place[o]) for key, o in sending.beside.items()}
-        self.adding, self.turned = kernels.adding, kernels.turned
+        self.cut = {value: self.place[before] for value, (before, *_) in sending.parts.items()}
+        self.adding, self.turned, self.fused = kernels.adding, kernels.turned, kernels.fused
         self.filled = {index: self.place[before] for index, before in sending.filling.items()}
-        self.end = len(program.operations)
+        self.end, self.stored = len(program.operations), kernels.stored
         outputs = {o for o in program.outputs if isinstance(o, int)}
         self.readers = readers = readers_of(self.order)
-        self.fused, self.stored = kernels.fused, kernels.stored
         self.in_libraries = {self.place[o.index] for o in self.order if is_multiplied(program, o)}
         reading = reading_copies(program, self.order, kernels.copied)
         self.spread = list(spread_copies(self.order, reading, self.put_beside))
@@ -96,7 +96,7 @@ class Lifetimes:
             first = self.start(found[0])
             self.reads[value] = (first, max(last_read.get(value, first), first))  # what is repeated is not read
         self.copied = self.reads | self._read_before_updates(last_copy)
-        self.reordered = reordered_inputs(program, self.order, kernels.copied)
+        self.reordered = reordered_in(problem, self.order, kernels.copied)
         beside = self._made_beside_arguments(kernels.carried) | kernels.leaving
         self.beside = copied_after(self, program, beside, sending)
         self.handed = dict(self._handed_over())
@@ -293,11 +293,11 @@ class Lifetimes:
         if operation.primitive.name != "split" or operation.index not in self.fused:
             return [first] * len(operation.results)
         read: dict[tuple[int, ...], int] = {}
-        for result in operation.results:
+        for result in (result for result in operation.results if result not in self.cut):
             places = [self.place[o.index] for o in self.readers.get(result, ()) if o.region == operation.region]
             shape = values[result].shape
             read[shape] = min([*places[:1], read.get(shape, self.end)])
-        found = [read[values[result].shape] for result in operation.results]
+        found = [self.cut[result] if result in self.cut else read[values[result].shape] for result in operation.results]
         return [place if place < self.end else first for place in found]
 
     def start(self, operation: Operation) -> int:
@@ -351,7 +351,7 @@ def memory_held(
             link, before = lifetimes.handed[value]
             gathered = is_sliced(schedule.link_layout(link), layout)
             end = min(end, max(lifetime.start, before)) if gathered else end
-        start = lifetime.start
+        start = lifetimes.place[sending.parts[value][1]] if value in sending.parts else lifetime.start
         if value in sliced and value in lifetimes.reads:  # what is read once more later is stored as a slice
             first = min(end, max(start, lifetimes.reads[value][0]))
             yield hold(value, sliced[value], start, first)
@@ -390,10 +390,11 @@ def memory_held(
 def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout], sending: Sending) -> Iterator[Held]:
     """Results in the layouts that operations leave, until they are in those that are stored."""
     reduced = reduced_at(lifetimes, schedule)
-    for operation, result, own in left_otherwise(schedule):
-        part = operation.index in lifetimes.fused and is_sliced(own, schedule.assignment.values[result])
+    for operation, result, left in left_otherwise(schedule):
+        part = operation.index in lifetimes.fused and is_sliced(left, schedule.assignment.values[result])
         if result not in sliced and not part:  # a kernel that takes part of what it computes computes that part alone
-            place = lifetimes.place[operation.index]
-            ends = lifetimes.place[sending.ends.get(operation.index, operation.index)]
-            last = max(ends, reduced.get(operation.index, place))
-            yield Held(result, own, bytes_in(schedule, result, own), Lifetime(place, last))
+            ends = sending.ends.get(operation.index, operation.index)
+            cut, _, gone = sending.parts.get(result, (operation.index, operation.index, ends))
+            place = lifetimes.place[cut]
+            last = max(lifetimes.place[gone], reduced.get(operation.index, place))
+            yield Held(result, left, bytes_in(schedule, result, left), Lifetime(place, last))

@@ -34,11 +34,11 @@ _WARP = 32
 _MANY = 16
 """Numbers that are reduced to one: as many or more are many."""
 
-_WHOLE, _BUSY = 4096, 53.0
-"""Sums down columns of up to so many rows are made by one block of threads for each 32 columns, or for each 64 if there
-are as many, and an even number; where a kernel reads numbers of 16 bits or less, for each 128, if four divides them.
-With fewer blocks than the second, by XLA's count, an H100 reads slower: one reads 63 GB/s, whether from memory or from
-the caches. Of more rows, more blocks sum up parts."""
+WHOLE, WHOLE_ROW, _BUSY = 4096, 16384, 53.0
+"""Reductions of up to so many rows, or of rows of up to so many numbers, are made at once; of more, parts are reduced
+first. Those down columns are made by one block of threads for each 32 columns, or for each 64 if there are as many, and
+an even number; where a kernel reads numbers of 16 bits or less, for each 128, if four divides them. With fewer blocks
+than the last, by XLA's count, an H100 reads slower: one reads 63 GB/s, whether from memory or from the caches."""
 
 LAUNCH = 3.35e6
 """Bytes that an H100 reads in the microsecond in which a kernel starts."""
@@ -126,7 +126,7 @@ def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -
     >>> [waiting_for_blocks(1024, 4096 * 1024, 1024, width) for width in (4, 2)]
     [3.3125, 6.625]
     """
-    if read > _WHOLE * made:
+    if read > WHOLE * made:
         return 0.0
     own = max(1.0, min(columns, made))
     sizes = (4, 2) if width < 4 else (2,)

@@ -14,7 +14,7 @@ from shardplan.memory.cycles import CYCLES_PER_BYTE, cycles_in_kernel
 from shardplan.memory.measured import SIZES, product_microseconds
 from shardplan.memory.products import PRODUCT, is_sum
 from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.sums import columns_of, waiting_for_blocks
+from shardplan.memory.sums import WHOLE, WHOLE_ROW, columns_of, waiting_for_blocks
 from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
@@ -76,6 +76,18 @@ def waiting_in_columns(schedule: Schedule, operation: Operation, reads: Collecti
     )
     width = min((_jax.item_bytes(schedule.program.values[value].dtype) for value in reads), default=4)
     return waiting_for_blocks(columns, read, then * made, width)
+
+
+def reduces_in_parts(schedule: Schedule, operation: Operation) -> bool:
+    """Whether a reduction reduces so much to each number, on one device, that parts of that are reduced first."""
+    strategy, read = schedule.assignment.strategies.get(operation.index), operation.operands[0]
+    layout = strategy.operands[0] if strategy is not None else None
+    if strategy is None or layout is None or not isinstance(read, int):
+        return False
+    result, left = operation.results[0], layout_left(schedule.problem, operation, strategy, 0)
+    made = bytes_in(schedule, result, left) / _jax.item_bytes(schedule.program.values[result].dtype)
+    elements = bytes_in(schedule, read, layout) / _jax.item_bytes(schedule.program.values[read].dtype)
+    return elements > (WHOLE if columns_of(schedule.program, operation)[0] else WHOLE_ROW) * made
 
 
 def is_timed(program: Program, operation: Operation) -> bool:

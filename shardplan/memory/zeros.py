@@ -1,11 +1,11 @@
 """Zeros that scatters write into: made all at once, long before they are needed.
 
-A scatter into zeros needs them in memory. Equal zeros are one value to XLA:GPU, which each scatter but writes into a
-copy of its own; and one kernel, that of the first operation that computes with such zeros, makes all of these. So the
-gradients of a table that was read twice exist from the first scatter on, or from where the kernel stands in the order
-of `shardplan.memory.hiding`, which puts it where it fills a wait. Rectifiers compare with zeros as well: where
-one has the size of what is scatters into later, the zeros for the backward pass are made in the forward pass, one more
-than there are scatters, which the gradients of rectifiers read.
+A scatter into zeros needs them in memory; of several that are added, and nothing else, XLA makes one. Equal zeros are
+one value to XLA:GPU, which each scatter but writes into a copy of its own; and one kernel, that of the first operation
+that computes with such zeros, makes all of these. So the gradients of a table that was read twice exist from the first
+scatter on, or from where the kernel stands in the order of `shardplan.memory.hiding`, which puts it where it fills a
+wait. Rectifiers compare with zeros as well: where one has the size of what is scatters into later, the zeros for the
+backward pass are made in the forward pass, one more than there are scatters, which the gradients of rectifiers read.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(table, ids, others):
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.layout import Layout
 from shardplan.memory.convolutions import rectifiers_of_poolings
-from shardplan.memory.fusion import is_scatter
+from shardplan.memory.fusion import is_scatter, readers_in, scatters_as_one
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.once import once
@@ -57,11 +57,13 @@ def fillings_of(problem: Problem) -> list[Filling]:
             numbers[operation.results[0]] = operation.operands[0].value
     values, found = problem.program.values, dict[tuple[object, ...], Filling]()
     filled = {values[v].shape for o in problem.program.operations if (v := _filled_by(problem, o, numbers)) is not None}
+    one = scatters_as_one(problem)
     for operation in problem.program.operations if filled else ():
-        scatters = is_scatter(problem.program, operation)
+        first = problem.program.operations[one.get(operation.index, [operation.index])[0]]
         if not operation.results or values[operation.results[0]].shape not in filled:
             continue
-        for number, value in _numbers_in(problem, operation, numbers):
+        scatters = is_scatter(problem.program, first)
+        for number, value in _numbers_in(problem, first, numbers):
             tensor = values[value]
             filling = found.setdefault((str(number), tensor.shape, tensor.dtype, operation.region), Filling())
             (filling.scatters if scatters else filling.readers).append(operation)
@@ -106,20 +108,53 @@ def _filled_by(problem: Problem, operation: Operation, numbers: Container[int]) 
 
 def fill_apart(graph: Graph, fused: Collection[int]) -> None:
     """Adds a kernel to a graph for the scatters into equal zeros that no other kernel reads before, or for the only
-    one. Of its results, numbered after all values, each scatter writes into one."""
+    one. Of its results, numbered after all values, each scatter writes into one. All kernels read what is filled with
+    which they compute, and so do scatters: what they write nothing to they copy."""
     schedule = graph.schedule
     for filling in fillings_of(schedule.problem):
         for (_, degree), (scatters, readers, behind) in _alike(schedule, filling, fused).items():
             here = [index for index in scatters if index in graph.reads]
+            size = schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
+            for index in here:
+                _read_filled(graph, index, index, size)
+            for index in behind if here else ():
+                for node in _kernels_with(graph, index):
+                    _read_filled(graph, node, here[0], size)
             if here and not readers:
                 made = len(here) + bool(behind)
-                moved = made * schedule.program.values[filling.scatters[0].results[0]].total_bytes / degree
-                node = graph.add(here[0] - 0.5, set(), set(), moved / BYTES_MOVED)
+                node = graph.add(here[0] - 0.5, set(), set(), made * size / BYTES_MOVED)
                 graph.parts |= {node} if made > 1 else set()
                 for index in here:
                     graph.filling[index] = node
                     graph.needs[index].add(node)
                     graph.values[index].add(len(schedule.program.values) + index)
+
+
+def _read_filled(graph: Graph, node: int, scatter: int, size: float) -> None:
+    """Lets a kernel that is bound by memory read as many bytes of what is filled, as the value that a scatter reads."""
+    if node in graph.moves:
+        value = len(graph.program.values) + scatter
+        graph.filled[value] = size
+        graph.moves[node][0].add(value)
+        graph.takes[node] = graph.busy(graph.computing.get(node, 0.0), node)
+
+
+def _kernels_with(graph: Graph, index: int) -> set[int]:
+    """The kernels of a graph that compute an operation, on the way or at last."""
+    found, seen, stack = set[int](), set[int](), [index]
+    while stack:
+        index = stack.pop()
+        if index in graph.reads:
+            found.add(index)
+        elif index not in seen:
+            seen.add(index)
+            readers = (
+                reader
+                for value in graph.program.operations[index].results
+                for reader in readers_in(graph.program).get(value, ())
+            )
+            stack += [reader.index for reader in readers]
+    return found
 
 
 def copy_for_poolings(graph: Graph) -> None:
@@ -144,7 +179,7 @@ def _alike(
     What is added to something is scattered into that instead (such scatters are ``fused``), but where the sum of all
     devices' parts comes in between.
     """
-    problem = schedule.problem
+    problem, one, fused = schedule.problem, scatters_as_one(schedule.problem), frozenset(fused)
     alike: dict[tuple[Layout, float], tuple[list[int], list[int], list[int]]] = {}
     for kind, operations in enumerate((filling.scatters, filling.readers, filling.behind)):
         for operation in operations:
@@ -152,7 +187,8 @@ def _alike(
             if strategy is None:
                 continue
             merged = not kind and operation.index in fused and not schedule.result_steps(operation, 0)
-            if not merged:
+            parts = one.get(operation.index, ())  # of which some may be reduced before they are added
+            if not merged and fused.issuperset(parts):
                 layout, domain = layout_left(problem, operation, strategy, 0), problem.domain(operation.results[0])
                 degree = domain.parts[layout]
                 alike.setdefault((layout, degree), ([], [], []))[kind].append(operation.index)

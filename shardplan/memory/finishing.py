@@ -1,0 +1,46 @@
+"""Reductions in several steps: the kernel of the last one makes the result of what the first one has reduced.
+
+Where neither what is reduced lies together nor what is kept (`shardplan.memory.sums`), XLA reduces the largest
+dimension first, and of many numbers parts. Kernels are joined with that first step, which reads all there is to read;
+what reads the result waits for a last one, which takes no time, but is a wait that something fills: with norms over
+groups of channels, or over images, the gradients of filters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardplan.memory.fusion import REDUCTIONS
+from shardplan.memory.sums import adds_few, reduced_in
+from shardplan.memory.times import UNKNOWN, reduces_in_parts
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from shardplan.memory.hiding import Graph
+
+
+def finish_reductions(graph: Graph) -> None:
+    """Adds a kernel to a graph for the last step of each reduction that takes several."""
+    program = graph.program
+    owner = {part: node for node, parts in graph.joined.items() for part in parts}
+    last = dict[int, int]()
+    for index in sorted(graph.reads):
+        operation, node = program.operations[index], owner.get(index, index)
+        reduces = operation.primitive.name in REDUCTIONS and not adds_few(program, operation)
+        if reduces and node in graph.needs and _takes_several(graph.schedule, operation):
+            last[operation.results[0]] = graph.add(index + 0.1, {node}, set(), UNKNOWN)
+    for node, needs in graph.needs.items():
+        for value in graph.values[node] & last.keys():
+            maker = graph.maker(value)
+            first = owner.get(maker, maker) if maker is not None else None
+            others = (graph.maker(other) for other in graph.values[node] - last.keys())
+            if first not in {owner.get(other, other) for other in others if other is not None} | {node}:
+                needs -= {first}
+            needs |= {last[value]} - {node}
+    graph.finished.update(last)
+
+
+def _takes_several(schedule: Schedule, operation: Operation) -> bool:
+    """Whether a reduction takes several steps: of dimensions that lie apart, or since there are many numbers."""
+    return len(reduced_in(schedule.program, operation)) > 1 or reduces_in_parts(schedule, operation)
