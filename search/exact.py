@@ -48,10 +48,9 @@ _PRICING = 1.0
 """The share of the work that finding prices may take."""
 _LEAST_PRICING = 0.5
 """The share of all work that prices and what follows them may take, however long reducing took."""
-_FITTING = 0.3
+_FITTING, _LEAST_FITTING = 0.3, 6
 """The share of the work that looking for what keeps within the limit at any cost may take, of which there are so many
 sweeps at least."""
-_LEAST_FITTING = 6
 _WORTH_PROVING = 1.05
 """Times of the bound, up to which an assignment is hardly worth proving any further where work is limited."""
 _CROSSING = 0.4
@@ -176,8 +175,7 @@ def _stop_at_enough(run: Run, solver: GraphSolver, bound: float) -> None:
 
 
 def _fits(run: Run) -> bool:
-    """Whether the search for the lowest peak, which is made once, gives something within the limit; ends the search
-    where nothing can be."""
+    """Whether the lowest peak, looked for once, is within the limit; ends the search where none can be."""
     if not run.fitted:
         run.fitted = True
         with run.stage("fit"):

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from shardplan.finding import CLEARLY, SECONDS_PER_OWN, Counts, Found, Search, find
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.usages import Usages
+from shardplan.problem import Problem
 from shardplan.search import Hint, Network, Part, Solution, all_extended, extended
 from shardplan.search.solution import relative_gap
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
 # a limit: so many seconds, and more per operation, per table, per entry of these, and of the search (fitted to 45
-# programs on three meshes); but not less than the least patience, in seconds too. A share of it is kept from searches for mixing what they find. Where nothing was found, one more
-# search may overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a
-# limit, not memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow.
-# Where the cheapest of what is found just does not fit, making it fit is worth as much work again.
+# programs on three meshes); but not less than the least patience, in seconds too. A share of it is kept from searches
+# for mixing what they find. Where nothing was found, one more search may overdraw it: leaner schedules take longer to
+# find. Where what is found costs hardly more than without a limit, not memory is missing but an order: leaner schedules
+# would send far more, and a few searches are made anyhow. Where the cheapest of what is found just does not fit, making
+# it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 0.9
 _SECONDS, _SECONDS_PER_OPERATION = 0.09, 1.3e-4
