@@ -33,7 +33,7 @@ _SPARE = 0.8
 """The gaps, to what is needed without a limit, above which a schedule that fits is searched on from while less than
 this share of the work is spent, and is held against what the joined mesh can do while there is work left."""
 
-_SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.6, 0.25
+_SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.75, 0.25
 """Of the work that searches may take: what those among the choices of a coarser mesh may, and the one among all choices
 that follows these, for its bound above all."""
 _LEAST_OF_WHOLE, _LONGEST = 2.0, 1.3
