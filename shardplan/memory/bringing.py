@@ -32,12 +32,11 @@ class Sending:
     """When collectives run that others run beside: per value that is brought to another layout, the operation before
     which that ``begins``, and per operation whose results are, the one behind which that ``ends``; per one of ``parts``
     that are cut out for that, the operations before which it is cut out, and sent, and the one behind which it is gone.
-    And per scatter into
-    zeros of which a kernel makes nothing else, the operation before which it is ``filling`` these; per operand
-    that merged products do not share, as an operation and a position, the one before which these are put ``beside``
-    each other; and per operand that a convolution reads from a copy, the one before which, or in which, it is made.
-    ``side_by_side`` are those of merged products: the kernel that puts them there is the one that turns them. Regions
-    that are ``still`` have no collectives."""
+    And per scatter into zeros of which a kernel makes nothing else, the operation before which it is ``filling``
+    these; per operand that merged products do not share, as an operation and a position, the one before which these
+    are put ``beside`` each other; and per operand that a convolution reads from a copy, the one before which, or in
+    which, it is made. ``side_by_side`` are those of merged products: the kernel that puts them there is the one
+    that turns them. Regions that are ``still`` have no collectives."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
