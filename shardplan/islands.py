@@ -1,7 +1,8 @@
 """Islands: operations and reductions inside a ``shard_map``, with the collectives of the plan spelled out.
 
-Constraints alone cannot say that a value is still a sum, nor in which order axes are reduced. Inside an island each
-device sees its own blocks, and the plan's reductions are called by name.
+Constraints alone cannot say that a value is still a sum, nor in which order axes are reduced, nor how a sum lies in
+memory before it is scattered. Inside an island each device sees its own blocks, and the plan's reductions are called by
+name.
 """
 
 from __future__ import annotations

@@ -300,8 +300,9 @@ class Replay:
             return on_blocks(operation, strategy, self._schedule.space.mesh, run)
         if operation.primitive.name == "gather" or reads_place(operation, strategy):
             return read_block(operation, strategy, self._schedule.space.mesh)
-        adds = operation.primitive.name == "scatter-add"
-        return adding_block(strategy, self._schedule.space.mesh, run) if adds else run
+        if operation.primitive.name == "scatter-add":
+            return adding_block(strategy, self._schedule.space.mesh, run)
+        return (lambda *local: ordered(run(*local))) if self._schedule.is_scattered_behind(operation) else run
 
     def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""

@@ -177,8 +177,23 @@ class Schedule:
             # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
             axes = reducing[0].axes
             alone = len(axes) < 2 or (axes == strategy.pending[0] and scatters(operation, strategy, axes))
-            needed = needed or followed_by_slice or not alone
+            needed = needed or followed_by_slice or not alone or self.is_scattered_behind(operation)
         return travelling if needed or travelling != dtype else None
+
+    def is_scattered_behind(self, operation: Operation) -> bool:
+        """Whether a sum over dimensions of a tensor is scattered along another dimension than its first.
+
+        XLA:GPU has the dimension outermost in memory that a collective scatters, and all that is summed lie so.
+        """
+        if operation.primitive.name != "reduce_sum":
+            return False
+        layout = self.assignment.strategies[operation.index].results[0]
+        shape = self.program.values[operation.results[0]].shape
+        for step in self.result_steps(operation, 0):
+            if step.kind == "reduce-scatter":
+                dim = next(dim for dim, axes in enumerate(step.layout) if axes != layout[dim])
+                return any(size > 1 for size in shape[:dim])
+        return False
 
     def collectives(self) -> tuple[Sent, ...]:
         """Every collective of the step, in the order of the program; of branches, those of the one that sends most."""

@@ -30,6 +30,20 @@ def test_what_is_gathered_behind_and_then_repeated_is_held_to_its_order(spec, he
     np.testing.assert_allclose(planned(SCALE, X), scaled(SCALE, X), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("spec", "held"), [(P(None, "x"), True), (P("x"), False)])
+def test_a_sum_that_is_scattered_behind_its_first_dimension_is_held_to_its_order(spec, held):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def shares(x):
+        total = jnp.sum(jnp.exp(x), 2)
+        return jax.lax.with_sharding_constraint(total, jax.sharding.NamedSharding(mesh, spec))
+
+    x = jnp.tile(X, (1, 1, 8))
+    planned = shardplan.auto(shares, mesh, pins={"0": P(None, None, "x")})
+    assert ("LayoutConstraint" in planned.lower(x).as_text()) == held
+    np.testing.assert_allclose(planned(x), shares(x), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("rank", "held"), [(3, True), (2, False)])
 def test_what_a_loop_stacks_is_held_to_the_order_of_the_stack(rank, held):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
