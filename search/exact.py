@@ -14,7 +14,7 @@ from shardplan.search.effort import Effort, Watch
 from shardplan.search.graph import Graph, Infeasible
 from shardplan.search.mirroring import half
 from shardplan.search.neighbourhoods import LocalSearch, excess
-from shardplan.search.network import EXCLUDED, Network
+from shardplan.search.network import Network
 from shardplan.search.pricing import Pricing
 from shardplan.search.reductions import reduce_graph
 from shardplan.search.relaxation import Relaxation
@@ -22,6 +22,7 @@ from shardplan.search.restricting import begin, lifted, originals, restricted
 from shardplan.search.run import Run, Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver import GraphSolver
+from shardplan.search.tables import Tables
 from shardplan.search.varying import cross, vary
 
 _BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
@@ -392,9 +393,8 @@ def lowest_peak(run: Run, sweeps: int = 300) -> None:
 
 def _without_costs(network: Network) -> Network:
     """The same exclusions and usages, and no costs."""
-    bare = Network(network.usage_limit)
-    bare.costs = [np.where(costs >= EXCLUDED, np.inf, 0.0) for costs in network.costs]
-    bare.tables = [np.where(table >= EXCLUDED, np.inf, 0.0) for table in network.tables]
-    bare.names, bare.multiplicities = network.names, network.multiplicities
+    bare, tables = Network(network.usage_limit), Tables.shared_by(network.derived)
+    bare.costs, bare.tables = ([*map(tables.without_costs, each)] for each in (network.costs, network.tables))
+    bare.names, bare.multiplicities, bare.derived = network.names, network.multiplicities, network.derived
     bare.edges, bare.ties, bare.usages = network.edges, network.ties, network.usages
     return bare

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.search.network import EXCLUDED, Network
+from shardplan.search.network import Network
 from shardplan.search.tables import Tables
 
 __all__ = ["Best", "Follow", "Graph", "Infeasible", "Keep"]
@@ -93,13 +93,13 @@ class Graph:
         """
         graph = cls(len(network))
         leaders = _merge_ties(network)
-        tables = graph.tables
+        tables = graph.tables = Tables.shared_by(network.derived)
         for v, costs in enumerate(network.costs):
-            values = tables.scale(tables.unique(_exclude(costs)), network.multiplicities[v])
+            values = tables.scale(tables.unique(tables.excluded(costs)), network.multiplicities[v])
             u = leaders[v]
             known = graph.costs[u]
             graph.costs[u] = values if known is None else tables.add(known, values)
-        unique = [tables.unique(_exclude(table)) for table in network.tables]
+        unique = [tables.unique(tables.excluded(table)) for table in network.tables]
         graph.exclusions = any(np.isinf(array).any() for array in [*unique, *(c for c in graph.costs if c is not None)])
         for u, v, index in network.edges:
             graph.add_edge(leaders[u], leaders[v], unique[index])
@@ -314,13 +314,6 @@ class Graph:
             else:
                 picked[v] = int(step.kept[picked[v]])
         return np.asarray(picked, dtype=np.int64)
-
-
-def _exclude(values: Array) -> Array:
-    """The same array with everything from `EXCLUDED` on set to `inf`."""
-    if values.max() < EXCLUDED or np.count_nonzero(values >= EXCLUDED) == np.count_nonzero(values == np.inf):
-        return values  # large tables are not copied
-    return np.where(values >= EXCLUDED, np.inf, values)
 
 
 def _merge_ties(network: Network) -> list[int]:

@@ -61,6 +61,7 @@ def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
             by_pair.setdefault((usage.u, usage.v), []).append(usage)
     tables: dict[tuple[int, int], list[int]] = {pair: [] for pair in by_pair}
     other = network.copy()
+    other.derived = network.derived
     other.edges = [edge for edge in network.edges if edge[:2] not in tables]
     for u, v, table in network.edges:
         if (u, v) in tables:

@@ -2,7 +2,7 @@
 
 The networks of models repeat: layer after layer has the same tables, as the same objects. Every operation here is
 remembered by the identity of its operands, so that reducing 24 equal layers costs as much arithmetic as reducing one,
-and its results are again the same objects.
+and its results are again the same objects. Searches of one network within several limits share what they reduce alike.
 
 >>> import numpy as np
 >>> tables = Tables()
@@ -16,14 +16,19 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from shardplan.search.network import EXCLUDED
 
 __all__ = ["Tables", "beaten"]
 
 Array = NDArray[np.float64]
 _REMEMBERED_BYTES = 400_000_000
+_SHARED_BYTES = 100_000_000
+"""From so many on, what searches have left behind is forgotten before the next one, which needs the room itself."""
 _LARGEST_BLOCK = 65_536
 """Entries that are compared at once: they stay in a processor's cache."""
 
@@ -37,6 +42,14 @@ class Tables:
         self._mappings: dict[bytes, NDArray[np.intp]] = {}
         self._bytes = 0
 
+    @classmethod
+    def shared_by(cls, derived: dict[object, Any]) -> Tables:
+        """Those of a network and of all that have its tables, for one search after another."""
+        shared = derived.get(cls)
+        if shared is None or shared._bytes > _SHARED_BYTES:
+            shared = derived[cls] = cls()
+        return shared
+
     def _remember(self, key: tuple[object, ...], make: Callable[[], Array], *operands: object) -> Array:
         found = self._results.get(key)
         if found is not None:
@@ -47,6 +60,21 @@ class Tables:
             # Operands are held, so that their ids stay theirs for as long as the key is used.
             self._results[key] = (result, *operands)
         return result
+
+    def excluded(self, array: Array) -> Array:
+        """The same array with everything from `EXCLUDED` on set to `inf`."""
+        return self._known(("excluded", id(array)), lambda: _exclude(array), array)
+
+    def without_costs(self, array: Array) -> Array:
+        """0 where the array is below `EXCLUDED`, else `inf`."""
+        return self._known(("bare", id(array)), lambda: np.where(array >= EXCLUDED, np.inf, 0.0), array)
+
+    def _known(self, key: tuple[object, ...], make: Callable[[], Array], array: Array) -> Array:
+        """Likewise of a network's own array, however large: it may be the same object."""
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = (make(), array)
+        return found[0]  # type: ignore[return-value]
 
     def unique(self, array: Array) -> Array:
         """The first array seen with these contents."""
@@ -166,6 +194,12 @@ class Tables:
             found = (None if where.all() else where, table)
             self._results[key] = found
         return found[0]  # type: ignore[return-value]
+
+
+def _exclude(values: Array) -> Array:
+    if values.max() < EXCLUDED or np.count_nonzero(values >= EXCLUDED) == np.count_nonzero(values == np.inf):
+        return values  # large tables are not copied
+    return np.where(values >= EXCLUDED, np.inf, values)
 
 
 def beaten(worse: Array) -> NDArray[np.intp]:

@@ -95,6 +95,7 @@ def plan_problem(
     timed = options.objective == "time"
     found = (search_balanced if timed else search_sharing)(problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
+    schedule.problem.network.derived.clear()  # which a search needs, and the plan would hold
     solved = time.perf_counter()
     statistics = {
         "operations": len(program.operations),

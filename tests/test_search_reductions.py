@@ -1,12 +1,14 @@
 """Each reduction keeps the optimum, and its inverse gives an assignment of the cost that the graph says."""
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from shardplan.search import Network, testing
+from shardplan.search import Network, tables, testing
 from shardplan.search.graph import Graph, Infeasible
+from shardplan.search.pairs import with_pairs
 from shardplan.search.reductions import drop_dominated, eliminate, follow, reduce_graph, shrink
 
 
@@ -101,3 +103,23 @@ def test_exclusions_become_infinite_and_large_tables_that_have_no_others_are_not
     taken = Graph.of(net).neighbours[a][b]
     assert np.isinf(taken[3, 5]) and np.isfinite(taken).sum() == table.size - 1
     assert (taken is table) == np.isinf(value)
+
+
+def test_what_was_reduced_alike_is_computed_once_for_searches_within_several_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng, net = np.random.default_rng(5), Network()
+    a, b, c = (net.add_variable(rng.uniform(0.0, 5.0, 30)) for _ in range(3))
+    net.add_edge(a, b, rng.uniform(0.0, 5.0, (30, 30)))
+    net.add_edge(b, c, rng.uniform(0.0, 5.0, (30, 30)))
+    join = Mock(side_effect=tables._join)
+    monkeypatch.setattr(tables, "_join", join)
+    for limit in (5.0, 7.0):
+        limited = with_pairs(net, [])
+        limited.usage_limit = limit
+        for variable in (a, c):
+            limited.add_usage(variable, np.arange(30.0), 0, 1)
+        graph = Graph.of(limited)
+        assert eliminate(graph) == 1
+        assert graph.live() == [a, c]
+    assert join.call_count == 1
