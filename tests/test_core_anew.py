@@ -6,7 +6,6 @@ from math import inf
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -115,7 +114,7 @@ def test_what_is_brought_for_a_kernel_counts_as_long_as_that_may_compute_it() ->
     assert computed_until(lifetimes, doubled) == doubled.index
     usages = Usages(lifetimes, problem, frozenset())
     weight = problem.variables.values[plan.program.inputs[0]]
-    spans = [(usage.start, usage.end) for usage in usages._brought(np.arange(3.0)) if usage.u == weight]
+    spans = [(usage.start, usage.end) for usage in usages._brought(range(3)) if usage.u == weight]
     assert (transposed.index, doubled.index + 1) in spans
 
 

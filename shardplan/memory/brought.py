@@ -8,8 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.layout import Layout
+from shardplan.memory.sizes import layout_left
 from shardplan.memory.slicing import sliced_among
+from shardplan.once import once
 from shardplan.problem import Problem
+from shardplan.program import Operation
 
 Array = NDArray[np.float64]
 
@@ -50,3 +53,33 @@ class Brought:
         sizes = problem.program.values[self.value].total_bytes / domain.degrees[there]
         gathered = sliced_among(domain.layouts)[np.ix_(wanted, there)].T & (wanted >= 0)
         return np.where(gathered, 0.0, sizes[:, None])
+
+
+def own_variable(problem: Problem, operation: Operation) -> int | None:
+    """The variable of an operation, which may be its result's."""
+    choices, variables = problem.choices.get(operation.index), problem.variables
+    if choices is None or not choices.follows_result:
+        return variables.operations.get(operation.index)
+    return variables.values.get(operation.results[0])
+
+
+@once
+def brought_by(problem: Problem, index: int, updating: bool, fused: bool) -> list[tuple[Brought, Array]]:
+    """The operands and results that an operation brings to other layouts, and what that takes.
+
+    updating: whether it updates what it reads, of which a copy may be gone by then. fused: whether it is in a kernel
+    with what reads its result.
+    """
+    operation, choices, variables = problem.program.operations[index], problem.choices[index], problem.variables
+    own, strategies, found = own_variable(problem, operation), choices.strategies, list[Brought]()
+    assert own is not None
+    for position, operand in enumerate(operation.operands):
+        if isinstance(operand, int) and operand in variables.values:
+            wanted = tuple([strategy.operands[position] for strategy in strategies])
+            source = variables.values[operand] if updating else problem.source_of(operation, operand)
+            found.append(Brought(operand, source, own, problem.domain(operand).layouts, wanted))
+    for position, result in enumerate(operation.results if not choices.follows_result else ()):
+        there = tuple([layout_left(problem, operation, strategy, position) for strategy in strategies])
+        ends, layouts = (own, variables.values[result]), problem.domain(result).layouts
+        found.append(Brought(result, *ends, there, layouts, result=True, fused=fused))
+    return [(brought, brought.amounts(problem)) for brought in found]

@@ -26,8 +26,10 @@ reads it otherwise, so that bounds within a limit are those of this count.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +38,7 @@ from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.bringing import Sending, brought_spans, computed_until, gathered_from, reduced_at
-from shardplan.memory.brought import Brought
+from shardplan.memory.brought import Brought, brought_by, own_variable
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import gathered_at_the_end, held_whole
@@ -46,9 +48,8 @@ from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.rows import weighted_rows
-from shardplan.memory.sizes import bytes_in, layout_left
+from shardplan.memory.sizes import bytes_in
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
-from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -87,23 +88,34 @@ class Usages:
         Its variables come first, then those of pairs. Times of the network are positions among ``places``, ascending.
         ``beyond``: bytes that are in use at some of these places besides, whatever is chosen.
         """
-        moments, part = np.array(sorted(places)), part or Part(self.problem.network)
+        moments, part = sorted(places), part or Part(self.problem.network)
+
+        def within(start: int, end: int) -> tuple[int, int]:  # a span as positions among the moments
+            return bisect_left(moments, start), bisect_left(moments, end)
+
         counted = self._counted_values(limit)
-        used = [*self._held_values(counted), *self._working(), *self._product_copies(), *self._generated()]
-        pairs = [*self._of_copies(counted), *self._reordered(), *self._brought(moments), *self._leaving_copies()]
+        used = [*self._held_values(counted), *self._working(moments), *self._product_copies(), *self._generated()]
+        pairs = [
+            *self._of_copies(counted, moments),
+            *self._reordered(),
+            *self._brought(moments),
+            *self._leaving_copies(),
+        ]
         network = with_pairs(
             part.network,
             [
                 replace(part.pair(pair), start=span[0], end=span[1])
-                for pair, span in ((pair, _within(moments, pair)) for pair in pairs)
+                for pair, span in ((pair, within(pair.start, pair.end)) for pair in pairs)
                 if span[0] < span[1]
             ],
         )
         network.usage_limit = limit
         for usage in used:
-            network.add_usage(usage.variable, part.amounts(usage.variable, usage.amounts), *_within(moments, usage))
+            start, end = within(usage.start, usage.end)
+            if start < end:
+                network.add_usage(usage.variable, part.amounts(usage.variable, usage.amounts), start, end)
         working = network.add_variable([0.0], name="libraries")
-        for moment, place in enumerate(moments.tolist()):
+        for moment, place in enumerate(moments):
             always = WORKSPACE_BYTES if place in self.lifetimes.in_libraries else 0.0
             always += (beyond or {}).get(place, 0.0)
             if always:
@@ -210,8 +222,8 @@ class Usages:
             return min(lifetime.end, max(lifetime.start, self.lifetimes.reads[value][0]))
         return min(lifetime.end, max(lifetime.start, self.lifetimes.handed.get(value, (None, lifetime.end))[1]))
 
-    def _of_copies(self, counted: frozenset[int]) -> Iterator[PairUsage]:
-        """Copies that several readers share."""
+    def _of_copies(self, counted: frozenset[int], moments: Sequence[int]) -> Iterator[PairUsage]:
+        """Copies that several readers share, at these moments."""
         for value in sorted(counted):
             variable, copy = self.problem.variables_of(value)
             if variable is None or copy is None or value not in self.lifetimes.reads:
@@ -224,11 +236,13 @@ class Usages:
                 span = Lifetime(min(first, self._twice[value][0]), self._twice[value][1])
                 layouts = self._layouts(value)
                 yield self._left_by_a_gather(Brought(value, variable, copy, layouts, layouts), span)
-            yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
+            if _any_within(moments, first, last):
+                yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             lifetime = self._held(value)
             if lifetime is not None:
-                until = self._taken_over(value, lifetime)
-                yield PairUsage(variable, copy, np.where(equal, sizes, 0.0), until + 1, lifetime.end + 1)
+                behind = self._taken_over(value, lifetime) + 1
+                if _any_within(moments, behind, lifetime.end):
+                    yield PairUsage(variable, copy, np.where(equal, sizes, 0.0), behind, lifetime.end + 1)
 
     def _reordered(self) -> Iterator[PairUsage]:
         """Transposed copies of arguments that convolutions read as they are stored."""
@@ -254,10 +268,10 @@ class Usages:
                     until = self._spans.get((value, operation.index), Lifetime(start, place)).end
                     yield Usage(variable, slices * self._sizes(link.target), start, until + 1)
 
-    def _brought(self, moments: Array) -> Iterator[PairUsage]:
+    def _brought(self, moments: Sequence[int]) -> Iterator[PairUsage]:
         """Operands and results on their way, at these moments."""
         problem, variables, lifetimes = self.problem, self.problem.variables, self.lifetimes
-        running, longer = set(moments.tolist()), {index for _, index in self._spans}
+        longer = {index for _, index in self._spans}
         spans: dict[int, list[Lifetime]] = {}
         for (value, _), span in self._spans.items():
             spans.setdefault(value, []).append(span)
@@ -277,15 +291,11 @@ class Usages:
                         yield PairUsage(*ends, amounts, behind, stored.end + 1)
                     if value in self._twice and self._twice[value][1] < start:
                         yield self._left_by_a_gather(brought, Lifetime(*self._twice[value]))
-            choices = problem.choices.get(operation.index)
-            generates = not operation.results or operation.results[0] in problem.generated
-            last = self._reduced.get(operation.index, place)
-            until = computed_until(lifetimes, operation) if choices is not None and not generates else place
-            counts = place in running or max(last, until) > place or operation.index in longer
-            alike = operation.index in lifetimes.updating, operation.index in lifetimes.fused
-            moves = counts and choices is not None and not generates
-            for brought, amounts in _brought_by(problem, operation.index, *alike) if moves else ():
-                own = self._spans.get((brought.value, operation.index))
+        for place, index, until, *alike in self._moving:
+            last = self._reduced.get(index, place)
+            counts = index in longer or _any_within(moments, place, max(last, until))
+            for brought, amounts in brought_by(problem, index, *alike) if counts else ():
+                own = self._spans.get((brought.value, index))
                 if brought.result:
                     during = Lifetime(place, last)
                 elif own is not None:
@@ -295,6 +305,18 @@ class Usages:
                 else:  # it is there
                     continue
                 yield PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
+
+    @cached_property
+    def _moving(self) -> list[tuple[int, int, int, bool, bool]]:
+        """The operations that may bring something to other layouts: the place, the index, the last place where one may
+        be computed on the way, and what else `brought_by` asks for."""
+        found, problem, lifetimes = [], self.problem, self.lifetimes
+        for place, operation in enumerate(lifetimes.order):
+            index, generates = operation.index, not operation.results or operation.results[0] in problem.generated
+            if index in problem.choices and not generates:
+                until = computed_until(lifetimes, operation)
+                found.append((place, index, until, index in lifetimes.updating, index in lifetimes.fused))
+        return found
 
     def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
         return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
@@ -306,11 +328,12 @@ class Usages:
         amounts = np.where(behind, brought.amounts(self.problem), 0.0)
         return PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
 
-    def _working(self) -> Iterator[Usage]:
-        """What operations need while they run, beside operands and results."""
+    def _working(self, moments: Sequence[int]) -> Iterator[Usage]:
+        """What operations need while they run, beside operands and results, at these moments."""
+        running = {*moments}
         for place, operation in enumerate(self.lifetimes.order):
-            variable = self._own(operation)
-            if variable is not None and operation.primitive.name == POOLING_GRADIENT:
+            variable, runs = self._own(operation), place in running
+            if variable is not None and runs and operation.primitive.name == POOLING_GRADIENT:
                 strategies = self.problem.choices[operation.index].strategies
                 amounts = [window_bytes(operation, self.problem, strategy) for strategy in strategies]
                 yield Usage(variable, np.array(amounts), place, place + 1)
@@ -320,7 +343,7 @@ class Usages:
                     amounts = [masked_bytes(operation, self.problem, strategy, position) for strategy in strategies]
                     first = self.lifetimes.put_beside.get((operation.index, position), place)
                     yield Usage(variable, np.array(amounts), first, place + 1)
-            elif variable is not None and operation.primitive.name == CONVOLUTION:
+            elif variable is not None and runs and operation.primitive.name == CONVOLUTION:
                 strategies = self.problem.choices[operation.index].strategies
                 amounts = [neighbour_bytes(self.problem, operation, strategy) for strategy in strategies]
                 if any(amounts):
@@ -347,7 +370,7 @@ class Usages:
             yield Usage(variable, np.array(amounts), span[0], span[1] + 1)
 
     def _own(self, operation: Operation) -> int | None:
-        return _own(self.problem, operation)
+        return own_variable(self.problem, operation)
 
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""
@@ -357,43 +380,12 @@ class Usages:
         return self.problem.domain(value).layouts
 
 
-def _own(problem: Problem, operation: Operation) -> int | None:
-    """The variable of an operation, which may be its result's."""
-    choices, variables = problem.choices.get(operation.index), problem.variables
-    if choices is None or not choices.follows_result:
-        return variables.operations.get(operation.index)
-    return variables.values.get(operation.results[0])
-
-
-@once
-def _brought_by(problem: Problem, index: int, updating: bool, fused: bool) -> list[tuple[Brought, Array]]:
-    """The operands and results that an operation brings to other layouts, and what that takes.
-
-    updating: whether it updates what it reads, of which a copy may be gone by then. fused: whether it is in a kernel
-    with what reads its result.
-    """
-    operation, choices, variables = problem.program.operations[index], problem.choices[index], problem.variables
-    own, strategies, found = _own(problem, operation), choices.strategies, list[Brought]()
-    assert own is not None
-    for position, operand in enumerate(operation.operands):
-        if isinstance(operand, int) and operand in variables.values:
-            wanted = tuple([strategy.operands[position] for strategy in strategies])
-            source = variables.values[operand] if updating else problem.source_of(operation, operand)
-            found.append(Brought(operand, source, own, problem.domain(operand).layouts, wanted))
-    for position, result in enumerate(operation.results if not choices.follows_result else ()):
-        there = tuple([layout_left(problem, operation, strategy, position) for strategy in strategies])
-        ends, layouts = (own, variables.values[result]), problem.domain(result).layouts
-        found.append(Brought(result, *ends, there, layouts, result=True, fused=fused))
-    return [(brought, brought.amounts(problem)) for brought in found]
-
-
 def _splits_behind(own: Layout, layout: Layout) -> bool:
     """Whether a layout splits another dimension than the first over more axes than the other one does."""
     alike = len(own) == len(layout)  # partial sums have a dimension besides, and are reduced
     return alike and any(len(old) > len(new) for old, new in zip(own[1:], layout[1:], strict=True))
 
 
-def _within(moments: NDArray[np.int64], usage: Usage | PairUsage) -> tuple[int, int]:
-    """The span of a usage as positions among the moments."""
-    first, last = np.searchsorted(moments, (usage.start, usage.end))
-    return int(first), int(last)
+def _any_within(moments: Sequence[int], first: int, last: int) -> bool:
+    """Whether any of the moments, which ascend, is one of these places."""
+    return bisect_left(moments, first) < bisect_right(moments, last)
