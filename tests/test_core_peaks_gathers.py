@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, gather_for
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
@@ -279,3 +280,14 @@ def test_an_iteration_runs_apart_whose_gradient_an_inner_loop_leaves_partial():
     plan = shardplan.plan(step, MESH, stack, x, pins={"0": jax.P(None, "x", None), "1": jax.P("x", None)})
     outer = [o.index for o in plan.program.operations if o.bodies and not o.region]
     assert peeled_loops(plan.schedule) == {outer[-1]}
+
+
+def test_what_merged_products_read_is_gathered_with_the_first_of_them():
+    def step(weights, x):
+        first, second, third = weights
+        return jnp.sum(jnp.tanh(x @ first) @ second) + jnp.sum(x @ third)
+
+    rows, pins = jax.ShapeDtypeStruct((8192, 64), "float32"), {"0/*": jax.P("x"), "1": jax.P("x", None)}
+    plan = shardplan.plan(step, MESH, [_square(64)] * 3, rows, pins=pins)
+    assert len(merged_anywhere(plan.schedule)) == 1
+    assert _gathered(plan) == [["0/0", "0/2", "0/1"]]

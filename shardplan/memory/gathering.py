@@ -3,8 +3,8 @@
 It goes from what the step gives back to what it is computed from, operands first, as it does with reductions
 (`shardplan.memory.reductions`): a gather joins those before it, whatever dimension these go over, until one depends on
 another one, or they are too large. Weights that are stored in parts depend on nothing: they are gathered together. So
-do parts of activations that the backward pass gathers anew, once all are there. What is gathered together is in memory
-from the first of its readers on.
+do parts of activations that the backward pass gathers anew, once all are there. What merged products read is gathered
+with the first of them. What is gathered together is in memory from the first of its readers on.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def loss(weights, x):
@@ -28,6 +28,7 @@ import numpy as np
 
 from shardplan.anew import Awaited, awaited
 from shardplan.layout import Layout
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.combining import (
     COMBINED_BYTES,
     Gather,
@@ -63,11 +64,13 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     waiting = Waiting()
     read, gathers = read_before(schedule), _gathers(schedule)
     left = len({gather for some in gathers.values() for gather, _ in some})
+    together = {index: group for group in merged_anywhere(schedule) for index in group} if left else {}
     for operation in with_partners(schedule) if left else ():
         found = 0
         for value in read[operation.index]:
             found |= behind.get(value, 0)
-        here = gathers.get(operation.index, ())
+        merged = together.get(operation.index, (operation.index,))  # one product reads what all of them do
+        here = [one for index in merged for one in gathers.get(index, ())]
         if not found and not here:
             continue
         for gather, kind in here:
