@@ -16,6 +16,7 @@ from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.reductions import reduced_together
+from shardplan.memory.repeated import apart_in, padded_together
 from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
 
@@ -291,3 +292,21 @@ def test_what_merged_products_read_is_gathered_with_the_first_of_them():
     plan = shardplan.plan(step, MESH, [_square(64)] * 3, rows, pins=pins)
     assert len(merged_anywhere(plan.schedule)) == 1
     assert _gathered(plan) == [["0/0", "0/2", "0/1"]]
+
+
+def test_images_of_convolutions_that_are_computed_twice_are_waited_for_together():
+    def step(x, filters):
+        made = [jax.lax.conv_transpose(jnp.sin(x), filters, (2, 2), "SAME") for _ in range(2)]
+        return jnp.cos(made[0]), jnp.tanh(made[1])
+
+    image, filters = jax.ShapeDtypeStruct((8, 4, 4, 16), "float32"), jax.ShapeDtypeStruct((4, 4, 16, 16), "float32")
+    plan = shardplan.plan(step, MESH, image, filters, pins={"0": jax.P("x")})
+    schedule, operations = plan.schedule, plan.program.operations
+    first, twice = [o for o in operations if o.primitive.name == "conv_general_dilated"]
+    assert padded_together(schedule) == {} and apart_in(schedule) == ()
+    ways = schedule.problem.choices[twice.index].strategies
+    strategies = dict(schedule.assignment.strategies)
+    strategies[twice.index] = next(way for way in ways if way.results != strategies[first.index].results)
+    schedule = Schedule(schedule.problem, replace(schedule.assignment, strategies=strategies))
+    images = [o.operands[0] for o in (first, twice)]
+    assert padded_together(schedule) == {o.index: [*images, o.operands[1]] for o in (first, twice)}
