@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, gather_for
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
@@ -15,6 +16,7 @@ from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.reductions import reduced_together
+from shardplan.memory.repeated import apart_in, padded_together
 from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
 
@@ -41,12 +43,10 @@ def _gathered(plan):
     return [[plan.program.values[gather.value].name for gather in group] for group in combined_gathers(plan.schedule)]
 
 
-def test_gathers_over_the_same_dimension_are_merged_up_to_a_size():
+def test_gathers_are_merged_up_to_a_size_whatever_dimension_they_go_over():
     rows, columns = jax.P("x"), jax.P(None, "x")
-    assert _gathered(_with_stored_parts([_square(64)] * 4, [rows, columns, rows, columns])) == [
-        ["0/0", "0/2"],
-        ["0/1", "0/3"],
-    ]
+    merged = _gathered(_with_stored_parts([_square(64)] * 4, [rows, columns, rows, columns]))
+    assert merged == [["0/0", "0/1", "0/2", "0/3"]]
     assert _gathered(_with_stored_parts([_square(2048)] * 2, [rows, rows])) == []  # 16 MiB each
 
 
@@ -105,7 +105,7 @@ def test_what_is_gathered_stays_for_the_kernels_that_compute_on_the_way():
 
 @pytest.mark.parametrize(("begins", "start"), [(0, 0), (1, 1)])
 def test_a_copy_is_there_from_where_its_collective_begins(begins, start):
-    plan = _with_stored_parts([_square(64)] * 2, [jax.P("x"), jax.P(None, "x")])
+    plan = _with_stored_parts([_square(2048)] * 2, [jax.P("x")] * 2)  # too large to be gathered together
     value = plan.program.inputs[1]
     reader = next(o for o in plan.program.operations if value in o.operands)
     gather = gather_for(plan.schedule, reader, value, plan.schedule.assignment.strategies[reader.index].operands[1])
@@ -166,17 +166,16 @@ def test_what_is_gathered_together_waits_where_other_collectives_end_before_it_i
             x = x @ w
         return x
 
-    rows, columns = jax.P("x"), jax.P(None, "x")
-    pins = {f"0/{number}": (rows, columns)[number % 2] for number in range(4)} | {"1": rows, "2": jax.P()}
-    x, square = jax.ShapeDtypeStruct((8192, 1024), "float32"), _square(1024)
+    pins = {"0/*": jax.P("x"), "1": jax.P("x"), "2": jax.P()}
+    x, square = jax.ShapeDtypeStruct((8192, 1792), "float32"), _square(1792)  # two of which are gathered together
     plan = shardplan.plan(step, MESH, [square] * 4, x, square, pins=pins)
     order, sending = hiding_order(plan.schedule, kernels_of(plan.schedule.problem))
     first, second = (
         order.index(next(index for gather, index in sending.begins.items() if gather.value == plan.program.inputs[n]))
-        for n in (0, 1)
+        for n in (0, 2)
     )
-    # beside either run as many kernels, and the second one ends before the second product reads it
-    reader = next(o.index for o in plan.program.operations if plan.program.inputs[1] in o.operands)
+    # beside either run as many kernels, and the second one ends before the third product reads it
+    reader = next(o.index for o in plan.program.operations if plan.program.inputs[2] in o.operands)
     assert first <= second - (order.index(reader) - second)
 
 
@@ -282,3 +281,32 @@ def test_an_iteration_runs_apart_whose_gradient_an_inner_loop_leaves_partial():
     plan = shardplan.plan(step, MESH, stack, x, pins={"0": jax.P(None, "x", None), "1": jax.P("x", None)})
     outer = [o.index for o in plan.program.operations if o.bodies and not o.region]
     assert peeled_loops(plan.schedule) == {outer[-1]}
+
+
+def test_what_merged_products_read_is_gathered_with_the_first_of_them():
+    def step(weights, x):
+        first, second, third = weights
+        return jnp.sum(jnp.tanh(x @ first) @ second) + jnp.sum(x @ third)
+
+    rows, pins = jax.ShapeDtypeStruct((8192, 64), "float32"), {"0/*": jax.P("x"), "1": jax.P("x", None)}
+    plan = shardplan.plan(step, MESH, [_square(64)] * 3, rows, pins=pins)
+    assert len(merged_anywhere(plan.schedule)) == 1
+    assert _gathered(plan) == [["0/0", "0/2", "0/1"]]
+
+
+def test_images_of_convolutions_that_are_computed_twice_are_waited_for_together():
+    def step(x, filters):
+        made = [jax.lax.conv_transpose(jnp.sin(x), filters, (2, 2), "SAME") for _ in range(2)]
+        return jnp.cos(made[0]), jnp.tanh(made[1])
+
+    image, filters = jax.ShapeDtypeStruct((8, 4, 4, 16), "float32"), jax.ShapeDtypeStruct((4, 4, 16, 16), "float32")
+    plan = shardplan.plan(step, MESH, image, filters, pins={"0": jax.P("x")})
+    schedule, operations = plan.schedule, plan.program.operations
+    first, twice = [o for o in operations if o.primitive.name == "conv_general_dilated"]
+    assert padded_together(schedule) == {} and apart_in(schedule) == ()
+    ways = schedule.problem.choices[twice.index].strategies
+    strategies = dict(schedule.assignment.strategies)
+    strategies[twice.index] = next(way for way in ways if way.results != strategies[first.index].results)
+    schedule = Schedule(schedule.problem, replace(schedule.assignment, strategies=strategies))
+    images = [o.operands[0] for o in (first, twice)]
+    assert padded_together(schedule) == {o.index: [*images, o.operands[1]] for o in (first, twice)}

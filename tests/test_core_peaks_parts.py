@@ -1,5 +1,7 @@
 """Predicted peaks: parts of what is in memory, which products read as they are, moved or computed for them alone."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from shardplan.memory.bringing import computed_in_parts
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.recomputing import kernels_in
+from shardplan.schedule import Schedule
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -89,6 +92,24 @@ def test_parts_are_cut_out_for_what_reads_them_first_those_of_one_size_together(
     last = late if columns == 32 else early
     assert (lifetimes.held[first].start, lifetimes.held[second].start) == (early, last)
     assert lifetimes.held[operations[0].results[0]].end == last
+
+
+def test_a_part_that_is_sent_is_there_beside_what_is_brought():
+    def step(x, w):
+        made = jnp.sin(x @ w)
+        first, second = jnp.split(made, [96], axis=1)
+        return jax.lax.sort(first, dimension=1), jax.lax.sort(jnp.sort(second, axis=0), dimension=0), jnp.sum(made)
+
+    pins, square = {"0": jax.P("x", None), "1": jax.P()}, jax.ShapeDtypeStruct((128, 128), "float32")
+    schedule = shardplan.plan(step, MESH, square, square, pins=pins).schedule
+    operations, values = schedule.program.operations, dict(schedule.assignment.values)
+    cut = next(o for o in operations if o.primitive.name == "split")
+    values[cut.results[1]] = ((), (0,))  # stored as the columns that the sorts read
+    schedule = Schedule(schedule.problem, replace(schedule.assignment, values=values))
+    lifetimes = Lifetimes(schedule.problem, range(len(operations)), kernels_in(schedule))
+    reader = next(o for o in operations if cut.results[1] in o.operands)
+    spans = [one.lifetime for one in memory_held(lifetimes, schedule, frozenset()) if one.value == cut.results[1]]
+    assert [(span.start, span.end) for span in spans] == [(lifetimes.place[reader.index],) * 2] * 2
 
 
 def test_what_merged_products_read_side_by_side_has_no_copy_besides_and_later_ones_turn_it_anew():

@@ -20,7 +20,7 @@ from shardplan.memory.cutting import moved_results
 from shardplan.memory.fusion import is_scatter, is_view, pointwise_operations, readers_in
 from shardplan.memory.order import operands_first, operands_made, order_of
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.repeated import Apart, apart_in, repeated_in
+from shardplan.memory.repeated import Apart, apart_in, padded_together, repeated_in
 from shardplan.memory.slicing import is_sliced
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -213,13 +213,13 @@ def with_partners(
     exponentials' sums, so waits for the picked logits, from which the loss is computed with these. It does not where
     each device computes the loss of a part of the rows alone; nor do the exponentials then, whose sums the loss needs.
     Nor where the backward pass alone reads a part of the rows. Products that XLA merges stand behind what any of them
-    reads, and what reads one of several collectives that are merged already (``changed``, by `read_of_merged`) behind
-    what all of these bring (``brought``)."""
+    reads, so do convolutions whose images one kernel pads, and what reads one of several collectives that are merged
+    already (``changed``, by `read_of_merged`) behind what all of these bring (``brought``)."""
     pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
     read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
     parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
     partners = _partners(schedule.problem, reducing(schedule), parts)
-    together = read_together(schedule)
+    together = {**padded_together(schedule), **read_together(schedule)}
     if not changed:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))
     return _ordered(schedule.program, partners, {**together, **changed}, brought)

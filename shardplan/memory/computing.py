@@ -9,6 +9,7 @@ from shardplan import _jax
 from shardplan.memory.convolutions import spread_again
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
+from shardplan.memory.lying import lying_of
 from shardplan.memory.products import copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
 from shardplan.memory.sums import adds_few, adds_many, columns_of
@@ -59,7 +60,7 @@ def computing_of(problem: Problem) -> dict[int, Computing]:
     again = copied_again(operands) | spread_again(program)
     copies = {place for place, read in operands.items() if read.copied}
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
-    viewed = _viewed(program, pointwise)
+    viewed, lying = _viewed(program, pointwise), lying_of(program, pointwise).orders
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
     for operation in program.operations:
         name = operation.primitive.name
@@ -75,7 +76,8 @@ def computing_of(problem: Problem) -> dict[int, Computing]:
         read = tuple([o for o in operands_read if isinstance(o, int) and o not in passed])
         tiles = cuts_tiles(operation) and operation.index not in padded
         sums = adds_many(program, operation)
-        columns = columns_of(program, operation) if sums else (0, 1)
+        lies = lying.get(read[0]) if read and name in REDUCTIONS else None
+        columns = columns_of(program, operation, lies) if sums else (0, 1)
         copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
         views = _VIEWED.get(name, 0) if read and read[0] in viewed else 0
         found[operation.index] = Computing(

@@ -328,6 +328,12 @@ def spread_until(order: Sequence[Operation], reading: ReadingCopies) -> dict[tup
 
 
 @once
+def spread_once(program: Program) -> frozenset[tuple[int, int]]:
+    """The operands of convolutions that are read from a copy with zeros, by the operation's index and the position."""
+    return frozenset(spread_operands(program, program.operations))
+
+
+@once
 def spread_again(program: Program) -> frozenset[tuple[int, int]]:
     """The operands of convolutions of which a convolution before has a copy with zeros, by the operation's index and
     the position."""

@@ -1,9 +1,10 @@
 """Gathers over the same devices, which XLA merges into one collective, up to 30 MiB of results.
 
 It goes from what the step gives back to what it is computed from, operands first, as it does with reductions
-(`shardplan.memory.reductions`): a gather joins those before it until one depends on another one, or they are too large.
-Weights that are stored in parts depend on nothing: they are gathered together. So do parts of activations that the
-backward pass gathers anew, once all are there. What is gathered together is in memory from the first of its readers on.
+(`shardplan.memory.reductions`): a gather joins those before it, whatever dimension these go over, until one depends on
+another one, or they are too large. Weights that are stored in parts depend on nothing: they are gathered together. So
+do parts of activations that the backward pass gathers anew, once all are there. What merged products read is gathered
+with the first of them. What is gathered together is in memory from the first of its readers on.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def loss(weights, x):
@@ -27,6 +28,7 @@ import numpy as np
 
 from shardplan.anew import Awaited, awaited
 from shardplan.layout import Layout
+from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.combining import (
     COMBINED_BYTES,
     Gather,
@@ -47,9 +49,9 @@ from shardplan.search import PairUsage
 if TYPE_CHECKING:
     from shardplan.memory.liveness import Lifetimes
 
-_Kind = tuple[int, tuple[int, ...], int]
-"""What is gathered together is alike in the region, in the mesh axes that it goes over, and in the dimension that these
-split."""
+_Kind = tuple[int, tuple[int, ...]]
+"""What is gathered together is alike in the region, and in the mesh axes that it goes over; not in the dimension that
+these split."""
 
 
 @once
@@ -62,11 +64,13 @@ def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
     waiting = Waiting()
     read, gathers = read_before(schedule), _gathers(schedule)
     left = len({gather for some in gathers.values() for gather, _ in some})
+    together = {index: group for group in merged_anywhere(schedule) for index in group} if left else {}
     for operation in with_partners(schedule) if left else ():
         found = 0
         for value in read[operation.index]:
             found |= behind.get(value, 0)
-        here = gathers.get(operation.index, ())
+        merged = together.get(operation.index, (operation.index,))  # one product reads what all of them do
+        here = [one for index in merged for one in gathers.get(index, ())]
         if not found and not here:
             continue
         for gather, kind in here:
@@ -98,7 +102,7 @@ def _gathers(schedule: Schedule) -> dict[int, list[tuple[Gather, _Kind]]]:
             gathered = last_gathered(schedule, operand, layout)
             if gathered is not None:
                 gather = gather_for(schedule, operation, operand, layout)
-                found.setdefault(index, []).append((gather, (operation.region, *gathered)))
+                found.setdefault(index, []).append((gather, (operation.region, gathered[0])))
     return found
 
 

@@ -388,13 +388,13 @@ def memory_held(
 
 
 def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout], sending: Sending) -> Iterator[Held]:
-    """Results in the layouts that operations leave, until they are in those that are stored."""
+    """Results in the layouts that operations leave, from where parts are cut out until they are in those stored."""
     reduced = reduced_at(lifetimes, schedule)
     for operation, result, left in left_otherwise(schedule):
         part = operation.index in lifetimes.fused and is_sliced(left, schedule.assignment.values[result])
         if result not in sliced and not part:  # a kernel that takes part of what it computes computes that part alone
             ends = sending.ends.get(operation.index, operation.index)
             cut, _, gone = sending.parts.get(result, (operation.index, operation.index, ends))
-            place = lifetimes.place[cut]
-            last = max(lifetimes.place[gone], reduced.get(operation.index, place))
+            place = max(lifetimes.place[cut], lifetimes.held.get(result, Lifetime(0, 0)).start)
+            last = max(lifetimes.place[gone], reduced.get(operation.index, place), place)
             yield Held(result, left, bytes_in(schedule, result, left), Lifetime(place, last))

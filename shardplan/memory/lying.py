@@ -5,7 +5,8 @@ from it element by element lies as it does. Where what comes from two such produ
 of the earlier product goes for all that is computed element by element, also before they meet, and what comes from the
 other one is moved: into memory of its own, where several kernels read it. So the gradients of the scores of heads that
 share their keys are. The result of a product without batch dimensions (a bias for attention's scores, made from
-features of their pairs) is asked for in no order, and lies as what it meets does: its transposition moves it.
+features of their pairs) is asked for in no order, and lies as what it meets does: its transposition moves it. Where no
+product says how values lie, transposed arguments and Fourier transforms may (`shardplan.memory.transposed`).
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(x, w):
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from shardplan.memory.transposed import lying_as_met
 from shardplan.once import once
 from shardplan.program import Operation, Program
 
@@ -35,11 +37,13 @@ PRODUCT = "dot_general"
 @dataclass(frozen=True, slots=True)
 class Lying:
     """Per value whose dimensions lie otherwise than they are written, these from the outermost inwards (``orders``);
-    what products made and kernels move (``turned``), with the order that it is moved to; the index of the operation
-    that makes each value (``makers``)."""
+    what products made and kernels move (``turned``), with the order that it is moved to; what kernels compute from what
+    products wrote in another order, for what no product is (``moved``, `shardplan.memory.transposed`); the index of the
+    operation that makes each value (``makers``)."""
 
     orders: dict[int, tuple[int, ...]]
     turned: dict[int, tuple[int, ...]]
+    moved: frozenset[int]
     makers: dict[int, int]
 
 
@@ -56,7 +60,8 @@ def lying_of(program: Program, pointwise: Collection[int]) -> Lying:
         elif operation.index in pointwise and len(operation.results) == 1:
             parts.compute(operation)
     makers = {result: operation.index for operation in program.operations for result in operation.results}
-    return Lying(parts.orders(), parts.turned(), makers)
+    met, moved = lying_as_met(program, pointwise, parts.known())
+    return Lying(met | parts.orders(), parts.turned(), frozenset(moved), makers)
 
 
 def _is_batched(product: Operation) -> bool:
@@ -104,10 +109,13 @@ class _Parts:
         known = self._made.get(value) or self._known.get(self._root(value))
         return known and known[1]
 
+    def known(self) -> set[int]:
+        """The values of which products say how they lie."""
+        return self._made.keys() | self._known.keys() | self._parents.keys()
+
     def orders(self) -> dict[int, tuple[int, ...]]:
         """How values lie that do not lie as they are written."""
-        values = sorted(self._made.keys() | self._known.keys() | self._parents.keys())
-        found = {value: self.order(value) for value in values}
+        found = {value: self.order(value) for value in sorted(self.known())}
         return {v: order for v, order in found.items() if order is not None and [*order] != sorted(order)}
 
     def turned(self) -> dict[int, tuple[int, ...]]:

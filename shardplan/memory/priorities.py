@@ -32,7 +32,8 @@ from shardplan import _jax
 from shardplan.memory.alike import first_alike
 from shardplan.memory.computing import PARTS, Computing, computing_of
 from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
-from shardplan.memory.fusion import merged_scatters
+from shardplan.memory.fusion import merged_scatters, pointwise_operations
+from shardplan.memory.lying import lying_of
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT
 from shardplan.memory.sums import LAUNCH, waiting_for_blocks
@@ -46,6 +47,9 @@ ones, one in each of its processors, XLA takes 2 KiB to be free."""
 
 _ONE_NUMBER = 1 / _CACHES[0][1]
 """What it takes to read one number for every element, of the time in which these elements are read from memory."""
+
+_BY_ITSELF = 15
+"""How many times as many bytes more are read with an element of 4 bytes by itself, rather than in tiles."""
 
 _WARP = 32
 _APART = 400
@@ -72,7 +76,8 @@ class _Kernel:
     element, else 0. ``tiles``: whether tiles can be cut of all that it computes. ``slower``: how much longer it takes
     to read and to compute than one that keeps the whole device busy; ``again``: the least time of reading from caches,
     as a share of that from memory. ``writes``: the bytes of what it makes; ``scalars``: of elements that it computes
-    with one number each. ``time`` is how long it takes.
+    with one number each. ``turned``: the bytes of what it moves from where a product wrote it
+    (`shardplan.memory.transposed`), ``by_element``: whether it does so in tiles. ``time`` is how long it takes.
     """
 
     reads: dict[int, dict[int, float]]
@@ -87,6 +92,8 @@ class _Kernel:
     writes: float = 0.0
     again: float = 0.0
     scalars: float = 0.0
+    by_element: bool = False
+    turned: float = 0.0
     times: dict[int, float] = field(default_factory=dict)
     time: float = 0.0
 
@@ -119,7 +126,11 @@ def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> l
         {result: computing[operation.index].read for operation in without_bodies for result in operation.results},
         {r for operation in without_bodies if operation.index in alone for r in operation.results} - needed,
     )
-    reading = {index: ((done.read, done.copied), done[1:-1]) for index, done in computing.items()}
+    moving = lying_of(problem.program, pointwise_operations(problem)).moved
+    moved = {operation.index: moving.isdisjoint(operation.results) for operation in without_bodies if moving}
+    reading = {
+        index: ((done.read, done.copied), (*done[1:-1], moved.get(index, True))) for index, done in computing.items()
+    }
     return list(zip(parts, first_alike(problem, parts, reading), strict=True))
 
 
@@ -154,6 +165,7 @@ class _Fusion:
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
         computing, makers = computing_of(problem), problem.program.makers
+        self._moving = lying_of(problem.program, pointwise_operations(problem)).moved
         for result in makes:
             operation = makers[result]
             kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
@@ -195,6 +207,8 @@ class _Fusion:
         cycles += REDUCING_CYCLES if computing.rows else 0
         kernel = _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
         kernel.rows, kernel.tiles = computing.rows, computing.tiles
+        kernel.by_element = pointwise and name != "transpose"
+        kernel.turned = self._bytes[result] * (result in self._moving)
         if pointwise:
             kernel.scalars = self._bytes[result] * sum([isinstance(o, Constant) for o in operation.operands])
         kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
@@ -228,6 +242,7 @@ class _Fusion:
         """The bytes that a kernel reads and writes."""
         kernel = self._kernels[value]
         read = sum([self._reading(v, times, kernel.again) for v, times in kernel.times.items()])
+        read += 0.0 if kernel.by_element else _BY_ITSELF * kernel.turned
         return kernel.slower * (kernel.writes + read + kernel.scalars * max(kernel.again, _ONE_NUMBER))
 
     def _reading(self, value: int, times: float, again: float) -> float:
@@ -277,6 +292,8 @@ class _Fusion:
         moved += (
             self._reading_apart(value, times, again) if apart else self._reading_more(own, kernel, kernel.reads[value])
         )
+        if not kernel.by_element:  # reads each element that is moved by itself
+            moved += _BY_ITSELF * times * own.turned
         rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
         moved = kernel.moved + kernel.slower * moved
         return kernel.time - _time(cycles, moved, rows)
@@ -343,6 +360,7 @@ class _Fusion:
             self._saved[source].setdefault(reader, 0.0)
         kernel.cycles += kernel.slower * times * own.cycles
         kernel.scalars += times * own.scalars
+        kernel.turned += times * own.turned
         kernel.operations += len(places) * own.operations
         kernel.branches += len(places) * own.branches
         kernel.sums |= own.sums

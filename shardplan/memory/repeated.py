@@ -25,6 +25,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.control import Links, links_of
+from shardplan.memory.convolutions import spread_once
 from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
 from shardplan.schedule import Schedule
@@ -103,6 +104,23 @@ def apart_in(schedule: Schedule) -> Apart:
         if known.index(layout):
             found.append((~stack, known.index(layout)))
     return tuple(found)
+
+
+@once
+def padded_together(schedule: Schedule) -> dict[int, list[int]]:
+    """What convolutions wait for that are computed twice, in other layouts, and whose images one kernel pads: either's
+    image, besides their own filters."""
+    program, found = schedule.program, dict[int, list[int]]()
+    apart = apart_in(schedule)
+    equal, same = repeated_in(program, ()), repeated_in(program, apart)
+    for index, position in sorted(spread_once(program)) if apart else ():
+        twice = program.operations[index]
+        if not position and twice.results[0] in equal and twice.results[0] not in same:
+            first = program.makers[equal[twice.results[0]]]
+            images = [o for one in (first, twice) for o in one.operands[:1] if isinstance(o, int)]
+            for one in (first, twice):
+                found[one.index] = [*images, *(o for o in one.operands[1:] if isinstance(o, int))]
+    return found
 
 
 @once

@@ -105,13 +105,16 @@ def adds_many(program: Program, operation: Operation) -> bool:
     return found is not None and prod(found[0][dim] for dim in found[1]) >= _MANY
 
 
-def columns_of(program: Program, operation: Operation) -> tuple[int, int]:
+def columns_of(program: Program, operation: Operation, lying: Sequence[int] | None = None) -> tuple[int, int]:
     """How many numbers lie side by side that a reduction by threads together leaves, and how many of these are reduced
-    to one then; no columns where it reduces rows."""
+    to one then; no columns where it reduces rows. ``lying`` has the dimensions of what it reads from the outermost
+    inwards, if they do not lie as they are written."""
     found = _operand(program, operation)
     if found is None or adds_few(program, operation):
         return 0, 1
-    (shape, dims), *others = steps_of(*found)
+    whole, reduced = found
+    order = range(len(whole)) if lying is None or len(lying) != len(whole) else lying
+    (shape, dims), *others = steps_of([whole[dim] for dim in order], [order.index(dim) for dim in reduced])
     columns = prod(shape[max(dims, default=-1) + 1 :])
     return (columns, prod(shape[dim] for shape, dims in others for dim in dims)) if columns > 1 else (0, 1)
 

@@ -1,0 +1,194 @@
+"""Values that lie in memory as transposed arguments do, or as Fourier transforms ask.
+
+XLA moves nothing to transpose an argument: its dimensions lie as they did. So does what meets it element by element,
+what that is reduced from and to, and what is gathered with it, unless a product says otherwise: the labels of a
+recurrent network, given batch by batch and transposed to meet its outputs step by step, have the loss of each word, the
+softmax and its gradient lie batch by batch. The product that made the logits wrote them step by step, and those of the
+backward pass read them so: they copy what lies otherwise.
+
+A Fourier transform's library goes along the innermost dimension, of what it reads and what it makes. What is between
+these and products lies so too, whatever the program says; kernels move what the products wrote, in tiles, and what they
+compute of it element by element. Others read each element by itself, if they are fused with these, which takes much
+longer: so the parts of a short filter along the sequence are stored, before a long one (`shardplan.memory.priorities`).
+
+>>> import jax, jax.numpy as jnp
+>>> from shardplan.tracing import trace_program
+>>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (6, 4, 8), (4, 6))]
+>>> program = trace_program(lambda w, x, wanted: jnp.sum(jnp.exp(x @ w), axis=2) - wanted.T, shapes, {})
+>>> pointwise = [o.index for o in program.operations if o.primitive.name in ("exp", "sub")]
+>>> orders, _ = lying_as_met(program, pointwise, ())
+>>> [(program.makers[value].primitive.name, orders[value]) for value in sorted(orders)]
+[('exp', (1, 0, 2)), ('reduce_sum', (1, 0)), ('transpose', (1, 0)), ('sub', (1, 0))]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from jax.lax import GatherScatterMode
+
+from shardplan.program import Operation, Program
+from shardplan.strategy import operand_type
+
+_Order = tuple[int, ...]
+
+_CUTTING = frozenset({"slice", "rev", "pad", "copy", "copy_p", "split", "concatenate"})
+"""What leaves the order of the dimensions as it is, besides what computes element by element."""
+
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "broadcast_in_dim", "gather"})
+
+
+def lying_as_met(
+    program: Program, pointwise: Collection[int], known: Collection[int]
+) -> tuple[dict[int, _Order], dict[int, _Order]]:
+    """How values lie that meet transposed arguments or Fourier transforms, their dimensions from the outermost inwards,
+    and those of them that a kernel moves from where a product wrote them; what is ``known`` lies otherwise.
+    ``pointwise`` are the operations, by index, that compute element by element."""
+    plain, transposed = _as_they_are(program, pointwise)
+    transforms = [o for o in program.operations if o.primitive.name == "fft"]
+    if not transposed and not transforms:
+        return {}, {}
+    meeting, found = _Meeting(program, pointwise), dict[int, _Order]()
+    asked = {value: _written(program, value) for o in transforms for value in _values_of(o)}
+    for begun in (asked, transposed):
+        left = [value for value in begun if value not in known and value not in found]
+        found |= {value: begun[value] for value in left}
+        while left:
+            value = left.pop()
+            for other, order in meeting.beside(value, found[value]):
+                if other not in found and other not in known and other not in plain:
+                    found[other] = order
+                    left.append(other)
+    orders = {value: order for value, order in found.items() if [*order] != sorted(order)}
+    return orders, {value: order for value, order in orders.items() if meeting.is_moved(value, order)}
+
+
+def _as_they_are(program: Program, pointwise: Collection[int]) -> tuple[set[int], dict[int, _Order]]:
+    """Arguments and what meets them element by element, and how transpositions of these lie."""
+    plain, transposed, values = set(program.inputs), dict[int, _Order](), program.values
+    for operation in program.operations:
+        read = [o for o in operation.operands if isinstance(o, int) and o in plain]
+        if read and operation.primitive.name == "transpose":
+            permutation = operation.params["permutation"]
+            transposed[operation.results[0]] = tuple(permutation.index(dim) for dim in range(len(permutation)))
+        elif read and operation.primitive.name in _CUTTING:
+            plain.update(operation.results)
+        elif operation.index in pointwise:
+            shape = values[operation.results[0]].shape
+            plain.update(operation.results if any(values[o].shape == shape for o in read) else ())
+    return plain, transposed
+
+
+def _values_of(operation: Operation) -> list[int]:
+    return [*operation.results, *(o for o in operation.operands if isinstance(o, int))]
+
+
+def _written(program: Program, value: int) -> _Order:
+    return tuple(range(len(program.values[value].shape)))
+
+
+class _Meeting:
+    """Which values lie alike, though their dimensions may not be the same."""
+
+    def __init__(self, program: Program, pointwise: Collection[int]) -> None:
+        self._program, self._pointwise, self._makers = program, pointwise, program.makers
+        self._readers: dict[int, list[Operation]] = {}
+        for operation in program.operations:
+            for operand in operation.operands:
+                if isinstance(operand, int) and not operation.bodies:
+                    self._readers.setdefault(operand, []).append(operation)
+
+    def beside(self, value: int, order: _Order) -> Iterator[tuple[int, _Order]]:
+        """The values that lie as one does, and how."""
+        through = [*self._readers.get(value, ()), *([self._makers[value]] if value in self._makers else ())]
+        for operation in through:
+            for other in (*operation.operands, *operation.results):
+                if isinstance(other, int) and other != value and self._is_free(other):
+                    found = self._through(operation, (value, other), order)
+                    if found is not None:
+                        yield other, found
+
+    def is_moved(self, value: int, order: _Order) -> bool:
+        """Whether a kernel computes a value from what a product wrote with another dimension innermost, and from
+        nothing else as large."""
+        maker, shape = self._makers[value], self._program.values[value].shape
+        if maker.index not in self._pointwise or maker.primitive.name == "transpose" or self._is_biased(maker):
+            return False
+        innermost, whole = [dim for dim in order if shape[dim] > 1][-1:], self._whole(maker)
+        turns = innermost != [dim for dim, size in enumerate(shape) if size > 1][-1:]
+        return turns and len(whole) == 1 and self._is_of_product(whole[0])
+
+    def _is_of_product(self, value: int) -> bool:
+        """Whether a product wrote what a value is part of."""
+        while (made := self._makers.get(value)) is not None and made.primitive.name in _CUTTING - {"concatenate"}:
+            [value, *_] = (o for o in made.operands if isinstance(o, int))
+        return made is not None and (made.primitive.name == "dot_general" or self._is_biased(made))
+
+    def _whole(self, operation: Operation) -> list[int]:
+        values, shape = self._program.values, self._program.values[operation.results[0]].shape
+        return [o for o in operation.operands if isinstance(o, int) and values[o].shape == shape]
+
+    def _is_biased(self, operation: Operation) -> bool:
+        """Whether an operation adds a bias to a product, which does so itself."""
+        whole = self._whole(operation) if operation.primitive.name == "add" else []
+        made = self._makers.get(whole[0]) if len(whole) == 1 else None
+        return made is not None and made.primitive.name == "dot_general"
+
+    def _is_free(self, value: int) -> bool:
+        """Whether a value lies as what it meets does: not what libraries, loops, scatters and the like write."""
+        maker = self._makers.get(value)
+        if maker is None or maker.bodies:
+            return False
+        name = maker.primitive.name
+        if name == "gather":
+            return self._takes_elements(maker)
+        return maker.index in self._pointwise or name in _REDUCTIONS | _VIEWS | _CUTTING or name == "transpose"
+
+    def _through(self, operation: Operation, pair: tuple[int, int], order: _Order) -> _Order | None:
+        """How the other one of two values lies, which an operation reads or makes; None if as nothing says."""
+        own, other = (self._program.values[value].shape for value in pair)
+        name, params = operation.primitive.name, operation.params
+        if name == "transpose":
+            permutation = params["permutation"]
+            made = pair[1] in operation.results
+            return tuple(permutation.index(dim) if made else permutation[dim] for dim in order)
+        if operation.index in self._pointwise:
+            return order if own == other else None
+        if name in _CUTTING:
+            return order if len(own) == len(other) else None
+        if name in _REDUCTIONS:
+            axes, reduced = tuple(params["axes"]), pair[0] in operation.results
+            kept = [dim for dim in range(len(other if reduced else own)) if dim not in axes]
+            return (
+                (*(kept[dim] for dim in order), *axes) if reduced else tuple(kept.index(d) for d in order if d in kept)
+            )
+        if name in _VIEWS and (name != "gather" or self._is_masked(operation, pair)):
+            return _without_ones(own, other, order)
+        return None
+
+    def _takes_elements(self, gather: Operation) -> bool:
+        """Whether a gather takes single elements."""
+        taken, indices = self._program.values[gather.results[0]], operand_type(self._program, gather.operands[1])
+        return taken.elements * indices.shape[-1] == indices.elements or self._takes_all(gather)
+
+    def _takes_all(self, gather: Operation) -> bool:
+        """Whether a gather takes the only elements there are."""
+        taken, read = self._program.values[gather.results[0]], operand_type(self._program, gather.operands[0])
+        return taken.elements == read.elements
+
+    def _is_masked(self, gather: Operation, pair: tuple[int, int]) -> bool:
+        """Whether a gather takes the only elements there are, or is masked where indices lie outside, which its result
+        then meets."""
+        if gather.operands[0] in pair:
+            return self._takes_all(gather)
+        return gather.params["mode"] == GatherScatterMode.FILL_OR_DROP
+
+
+def _without_ones(own: Sequence[int], other: Sequence[int], order: _Order) -> _Order | None:
+    """How a value lies that is another one with other dimensions of one element."""
+    sides = [[dim for dim, size in enumerate(shape) if size > 1] for shape in (own, other)]
+    if [own[dim] for dim in sides[0]] != [other[dim] for dim in sides[1]]:
+        return None
+    ones = (dim for dim, size in enumerate(other) if size == 1)
+    return (*(sides[1][sides[0].index(dim)] for dim in order if own[dim] > 1), *ones)

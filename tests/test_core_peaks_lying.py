@@ -1,0 +1,86 @@
+"""Predicted peaks: in which order the dimensions of values lie in memory, and what is copied because of it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.lying import lying_of
+from shardplan.memory.products import product_operands
+from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.sums import columns_of
+from shardplan.tracing import trace_program
+
+WEIGHTS, STEPS = jax.ShapeDtypeStruct((16, 64), "float32"), jax.ShapeDtypeStruct((6, 4, 16), "float32")
+
+
+def _loss(logits, labels):
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return (jax.nn.logsumexp(logits, axis=-1) - picked).sum()
+
+
+def _problem_of(step, *arguments):
+    return shardplan.plan(step, 1, *arguments).schedule.problem
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_gradients_of_logits_lie_as_transposed_labels_do_and_products_copy_them(transposed):
+    def step(weights, x, labels):
+        return _loss(x @ weights, labels.T if transposed else labels)
+
+    labels = jax.ShapeDtypeStruct((4, 6) if transposed else (6, 4), "int32")
+    problem = _problem_of(jax.value_and_grad(step, argnums=(0, 1)), WEIGHTS, STEPS, labels)
+    program = problem.program
+    [gradient] = {o.operands[0] for o in program.operations if o.primitive.name == "dot_general"} - {*program.inputs}
+    orders = lying_of(program, pointwise_operations(problem)).orders
+    assert orders.get(gradient) == ((1, 0, 2) if transposed else None)
+    read = [one for one in product_operands(program, pointwise_operations(problem)).values() if one.value == gradient]
+    assert {(one.order, one.copied) for one in read if one.copied} == (
+        {((0, 1, 2), True), ((2, 0, 1), True)} if transposed else set()
+    )
+
+
+def test_what_products_write_and_what_they_say_how_it_lies_does_not_lie_as_transposed_arguments_do():
+    def step(x, y, weights):
+        made, scores = y @ weights, jnp.einsum("bik,bjk->bij", y, y)
+        return made + jnp.swapaxes(x, 0, 1), scores * jnp.swapaxes(x[:, :, :6], 0, 1)
+
+    given, heads = jax.ShapeDtypeStruct((6, 4, 64), "float32"), jax.ShapeDtypeStruct((4, 6, 16), "float32")
+    problem = _problem_of(step, given, heads, WEIGHTS)
+    orders = lying_of(problem.program, pointwise_operations(problem)).orders
+    names = sorted(problem.program.makers[value].primitive.name for value in orders)
+    assert names == ["add", "transpose", "transpose"] and {*orders.values()} == {(1, 0, 2)}
+
+
+def _filtered(axis):
+    """A short filter along a dimension of a product's result, before a long one by Fourier transforms."""
+
+    def step(weights, x, short, long):
+        made, length = x @ weights, x.shape[axis]
+        padded = [jnp.pad(made, [(n * (dim == axis), 0) for dim in range(3)]) for n in range(2)]
+        parts = [jax.lax.slice_in_dim(padded[n], 0, length, axis=axis) * short[n] for n in range(2)]
+        first, second = jnp.split(sum(parts), 2, axis=-1)
+        waves = jnp.fft.rfft(first * second, axis=axis) * long
+        return jnp.fft.irfft(waves, axis=axis) * first, second
+
+    return step
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_what_kernels_move_for_fourier_transforms_is_stored_where_others_read_parts_of_it(axis):
+    shapes = (1024, 1024), (4, 1024, 1024), (2, 1024), (1, 1)
+    problem = _problem_of(_filtered(axis), *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    program, lying = problem.program, lying_of(problem.program, pointwise_operations(problem))
+    names = [program.makers[value].primitive.name for value in sorted(lying.moved)]
+    assert names == (["mul", "mul"] if axis == 1 else [])
+    transforms = [o for o in program.operations if o.primitive.name == "fft"]
+    assert all(lying.orders.get(o.results[0]) is None for o in transforms)
+    whole = [v for v in kernels_of(problem).stored if program.values[v].shape == (4, 1024, 1024)]
+    assert len(whole) == (2 if axis == 1 else 0)
+
+
+@pytest.mark.parametrize(("lying", "columns"), [(None, 1024), ((0, 2, 1), 0)])
+def test_a_sum_along_what_lies_innermost_reduces_rows(lying, columns):
+    program = trace_program(lambda x: jnp.sum(x, axis=1), [jax.ShapeDtypeStruct((4, 512, 1024), "float32")], {})
+    assert columns_of(program, program.operations[0], lying)[0] == columns
