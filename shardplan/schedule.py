@@ -181,11 +181,17 @@ class Schedule:
         return travelling if needed or travelling != dtype else None
 
     def is_scattered_behind(self, operation: Operation) -> bool:
-        """Whether a sum over dimensions of a tensor is scattered along another dimension than its first.
+        """Whether a sum over the last dimensions of a tensor is scattered along another dimension than its first.
 
-        XLA:GPU has the dimension outermost in memory that a collective scatters, and all that is summed lie so.
+        XLA:GPU has the dimension outermost in memory that a collective scatters, and all that is summed lie so. A sum
+        that is held to its order has it put the dimensions innermost that are summed: where these are not the last
+        ones, it is left as it is.
         """
-        if operation.primitive.name != "reduce_sum":
+        read = operation.operands[0] if operation.primitive.name == "reduce_sum" else None
+        if not isinstance(read, int):
+            return False
+        axes, rank = operation.params["axes"], len(self.program.values[read].shape)
+        if {*axes} != {*range(rank - len(axes), rank)}:
             return False
         layout = self.assignment.strategies[operation.index].results[0]
         shape = self.program.values[operation.results[0]].shape

@@ -30,16 +30,18 @@ def test_what_is_gathered_behind_and_then_repeated_is_held_to_its_order(spec, he
     np.testing.assert_allclose(planned(SCALE, X), scaled(SCALE, X), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("spec", "held"), [(P(None, "x"), True), (P("x"), False)])
-def test_a_sum_that_is_scattered_behind_its_first_dimension_is_held_to_its_order(spec, held):
+@pytest.mark.parametrize(
+    ("spec", "axis", "held"), [(P(None, "x"), 2, True), (P("x"), 2, False), (P(None, "x"), 0, False)]
+)
+def test_a_sum_over_the_last_dimension_that_is_scattered_behind_its_first_is_held_to_its_order(spec, axis, held):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def shares(x):
-        total = jnp.sum(jnp.exp(x), 2)
+        total = jnp.sum(jnp.exp(x), axis)
         return jax.lax.with_sharding_constraint(total, jax.sharding.NamedSharding(mesh, spec))
 
     x = jnp.tile(X, (1, 1, 8))
-    planned = shardplan.auto(shares, mesh, pins={"0": P(None, None, "x")})
+    planned = shardplan.auto(shares, mesh, pins={"0": P(*(None,) * axis, "x")})
     assert ("LayoutConstraint" in planned.lower(x).as_text()) == held
     np.testing.assert_allclose(planned(x), shares(x), rtol=1e-6)
 
