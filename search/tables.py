@@ -61,6 +61,13 @@ class Tables:
             self._results[key] = (result, *operands)
         return result
 
+    def _known(self, key: tuple[object, ...], make: Callable[[], Array], array: Array) -> Array:
+        """Likewise of one of a network's own arrays, however large: what is made may be that array itself."""
+        found = self._results.get(key)
+        if found is None:
+            found = self._results[key] = (make(), array)
+        return found[0]  # type: ignore[return-value]
+
     def excluded(self, array: Array) -> Array:
         """The same array with everything from `EXCLUDED` on set to `inf`."""
         return self._known(("excluded", id(array)), lambda: _exclude(array), array)
@@ -68,13 +75,6 @@ class Tables:
     def without_costs(self, array: Array) -> Array:
         """0 where the array is below `EXCLUDED`, else `inf`."""
         return self._known(("bare", id(array)), lambda: np.where(array >= EXCLUDED, np.inf, 0.0), array)
-
-    def _known(self, key: tuple[object, ...], make: Callable[[], Array], array: Array) -> Array:
-        """Likewise of a network's own array, however large: it may be the same object."""
-        found = self._results.get(key)
-        if found is None:
-            found = self._results[key] = (make(), array)
-        return found[0]  # type: ignore[return-value]
 
     def unique(self, array: Array) -> Array:
         """The first array seen with these contents."""

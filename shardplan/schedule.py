@@ -197,7 +197,7 @@ class Schedule:
         shape = self.program.values[operation.results[0]].shape
         for step in self.result_steps(operation, 0):
             if step.kind == "reduce-scatter":
-                dim = next(dim for dim, axes in enumerate(step.layout) if axes != layout[dim])
+                dim = next(dim for dim, split in enumerate(step.layout) if split != layout[dim])
                 return any(size > 1 for size in shape[:dim])
         return False
 
