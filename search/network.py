@@ -76,12 +76,14 @@ class Hint:
 
     choices: an assignment, which may exceed the limit. prices: per time, what a unit of usage costs about.
     lower_bound: what no assignment within the limit costs less than. known: assignments that were best at some prices.
+    served: whether one within the limit is known besides, so that none is looked for at any cost.
     """
 
     choices: NDArray[np.int64]
     prices: Mapping[int, float] = field(default_factory=dict)
     lower_bound: float = -math.inf
     known: Sequence[NDArray[np.int64]] = ()
+    served: bool = False
 
 
 class Network:

@@ -262,9 +262,8 @@ class Corrections:
         network = self.network(self.search.limit_bytes, self.places)
         self.searched = self.search.limit_bytes
         known = all_extended(network, self.known)
-        network.hint = replace(
-            hint_of(network, self.part, found, self.prices, self.places), lower_bound=self.lower, known=known
-        )
+        hint = hint_of(network, self.part, found, self.prices, self.places)
+        network.hint = replace(hint, lower_bound=self.lower, known=known, served=self.best is not None)
         count = SECONDS_PER_OWN * len(self.problem.program.operations)
         work = (1 - _SHARE_OF_MIXING) * self.patience - self.work - count
         work = min(max(work, _LEAST_SHARE * self.patience), most)

@@ -17,11 +17,9 @@ from shardplan.relieving import relieve
 from shardplan.search import Mixtures, Part, all_extended
 from shardplan.search.solution import relative_gap
 
-# The work for this, as a share of that for the searches before, or what is left of it. Mixed is again, from what came
-# out, while that helps.
+# The work for this, as a share of that for the searches before, or what is left of it.
 _LEAST_SHARE = 0.3
 _MOST_MIXTURES = 6
-_ROUNDS = 2
 
 # Memory counts where it comes near the limit with the schedule, or with what is cheapest of the others; between limits
 # this near there is nothing to find, nor where costs differ by less than it is worth, or where it is proven.
@@ -39,12 +37,8 @@ def fill(known: Corrections) -> None:
         return
     until = max(known.until, known.work + _LEAST_SHARE * known.patience)
     relieve(known, until)
-    for _ in range(_ROUNDS):
-        before = known.best
-        if before is not None:
-            _mix(known, before, until)
-        if known.best is before or known.work > until:
-            break
+    if known.best is not None:
+        _mix(known, known.best, until)
     if known.best is not None and proven <= known.best.solution.cost:  # in the order that was searched, not in others
         known.lower = proven
 

@@ -29,7 +29,7 @@ CLEARLY = 1.05
 _PRECISION = 1e-5
 
 # A plan within a tenth of a percent is good enough not to take much more work for a better one.
-_ENOUGH = 1e-3
+ENOUGH = 1e-3
 
 # Networks with more table entries than this (many layers on three or more mesh axes) take a minute for that, and a few
 # seconds for a tenth of a percent, which is good enough there.
@@ -92,7 +92,7 @@ def find(
         network,
         method=search.method,
         gap=precision,
-        enough=_ENOUGH,
+        enough=ENOUGH,
         time_limit=seconds,
         work_limit=work,
         serves=serves,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from shardplan.correcting import LEAST_SECONDS, Corrections
 from shardplan.errors import InfeasibleError
 from shardplan.filling import fill
-from shardplan.finding import CLEARLY, Counts, Found, Search, find
+from shardplan.finding import CLEARLY, ENOUGH, Counts, Found, Search, find
 from shardplan.leanest import Leanest
 from shardplan.memory.liveness import memory_profile
 from shardplan.memory.products import turned_carries
@@ -98,7 +98,8 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     if main is not whole:
         whole.corrections.go_on_from(corrections)
         corrections = whole.corrections
-        if corrections.work + _LEAST_OF_WHOLE * first[0].solution.work < _LONGEST * patience:
+        work = corrections.work + _LEAST_OF_WHOLE * first[0].solution.work
+        if work < _LONGEST * patience and dear(ENOUGH, np.inf):
             corrections.search_from_best(_SHARE_OF_WHOLE * patience)
     elif dear(_FAR_TOO_DEAR, _SPARE):
         corrections.search_from_best()
