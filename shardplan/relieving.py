@@ -8,7 +8,7 @@ Leaner schedules are known by then, which fit and send far more. So what is miss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from shardplan.correcting import NEARLY_FULL, Corrections, counted_at, highest
 from shardplan.finding import Found
 from shardplan.memory.bringing import Sending
 from shardplan.memory.usages import Usages
-from shardplan.search import Mixtures, Network, Part, all_extended
+from shardplan.search import Mixtures, Network, Part, all_extended, extended
 
 # So many mixtures are counted in their own orders, each of a limit that is lower than the last one's by a share of what
 # that exceeded the real one by. Memory counts where it comes near the limit with what is mixed, and where a mixture
@@ -30,12 +30,17 @@ _SECONDS_PER_VARIABLE = 2.5e-5
 
 
 def relieve(known: Corrections, until: float) -> None:
-    """Takes parts of leaner schedules over into the cheapest one above the limit, until it fits or the work reaches
+    """Takes parts of leaner schedules over into what costs least above the limit, until it fits or the work reaches
     this."""
-    base, target = _cheapest_above(known), known.limit_bytes
-    fits, mixed = known.best is not None, list[Found]()
+    for base in _above(known):
+        _relieve(known, base, until)
+
+
+def _relieve(known: Corrections, base: Found, until: float) -> None:
+    """Takes parts of leaner schedules over into one above the limit, and into what comes out, until that fits."""
+    target, fits, mixed = known.limit_bytes, known.best is not None, list[Found]()
     for _ in range(_MOST_COUNTED):
-        if base is None or known.work > until:
+        if known.work > until:
             return
         mixture = _leaner(known, base, target, mixed)
         if mixture is None and mixed:
@@ -50,13 +55,19 @@ def relieve(known: Corrections, until: float) -> None:
         target -= _STEP * (base.peak_bytes - known.limit_bytes)
 
 
-def _cheapest_above(known: Corrections) -> Found | None:
-    """Of all that was counted in its own order and does not fit, the cheapest but the one without a limit; where there
-    is no other, that."""
+def _above(known: Corrections) -> Iterator[Found]:
+    """Of all that was counted in its own order and does not fit, the cheapest but the one without a limit, then that,
+    if it is any cheaper. Of those that cost about as much, it is the one of the lowest peak each time."""
+    above = [(found, known.cost(found.solution.choices)) for found in _counted(known)]
+    above = [(found, cost) for found, cost in above if found.peak_bytes > known.limit_bytes]
     first = known.first.solution.choices
-    above = [found for found in _counted(known) if found.peak_bytes > known.limit_bytes]
-    others = [found for found in above if not np.array_equal(found.solution.choices, first)]
-    return min(others or above, key=lambda found: known.cost(found.solution.choices), default=None)
+    others = [(found, cost) for found, cost in above if not np.array_equal(found.solution.choices, first)]
+    last = np.inf
+    for some in (others, above):
+        cheapest = (1 + _WORTH) * min((cost for _, cost in some), default=np.inf)
+        if cheapest < last:
+            last = min(cost for _, cost in some)
+            yield min((found for found, cost in some if cost <= cheapest), key=lambda found: found.peak_bytes)
 
 
 def _counted(known: Corrections) -> list[Found]:
@@ -84,7 +95,7 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
     mixture = None
     for _ in range(_MOST_MIXED):
         network = usages.network(target, places, part=part)
-        if mixed:
+        if mixed or network.peak(extended(network, taken[0]))[0] <= target:  # else it would be the cheapest mixture
             beyond = _beyond(network, taken[0], exact, sorted(places))
             network = usages.network(target, places, beyond, part)
         begun, *dearer = all_extended(network, taken)

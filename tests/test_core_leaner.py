@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan import InfeasibleError, finding, searching
+from shardplan import InfeasibleError, finding, relieving, searching
 from shardplan.correcting import Corrections
 from shardplan.leanest import Leanest
 from shardplan.memory.usages import Usages
 from shardplan.models import load
 from shardplan.relieving import relieve
-from shardplan.search import Solution, extended
+from shardplan.search import Part, Solution, extended
 from shardplan.search.pricing import Pricing
 from tests.core_limited import MESH, plan_within, training
 
@@ -126,7 +126,8 @@ def test_trials_end_where_three_of_them_find_nothing_lower(monkeypatch):
     assert len(tried) == 5  # one in vain, one that finds something, three in vain
 
 
-def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner_schedules():
+def above_limit():
+    """Corrections within a limit that the best schedule without one just exceeds, with a leaner plan counted."""
     step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     lean = shardplan.plan(step, MESH, state, batch, donate_argnums=0, memory_limit=0.75 * free.peak_bytes)
@@ -137,9 +138,48 @@ def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner
     corrections = Corrections(counts, search, first, math.inf)
     corrections.count(np.array(lean.recipe.choices))
     assert corrections.best.solution.cost == pytest.approx(lean.objective)
+    return corrections, lean
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9], ids=["counted", "not counted by the network"])
+def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner_schedules(monkeypatch, share):
+    corrections, lean = above_limit()
+    whole = Usages.network
+
+    def network(*given, **named):
+        made = whole(*given, **named)
+        made.usages = [replace(usage, amounts=share * usage.amounts) for usage in made.usages]
+        return made
+
+    monkeypatch.setattr(Usages, "network", network)
     relieve(corrections, math.inf)
     assert corrections.best.peak_bytes <= corrections.limit_bytes
-    assert first.solution.cost < corrections.best.solution.cost < lean.objective
+    assert corrections.first.solution.cost < corrections.best.solution.cost < lean.objective
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [((1.0, 2.0, 2.01, 3.0), [2, 0]), ((1.0, 1.005, 1.5, 3.0), [1]), ((1.0, 2.0, 2.5, 3.0), [1, 0])],
+    ids=["about as cheap and lower", "about as cheap as without a limit", "cheapest"],
+)
+def test_parts_are_taken_over_into_the_cheapest_above_the_limit_and_then_into_the_one_without(
+    monkeypatch, costs, expected
+):
+    corrections, _ = above_limit()
+    choices = [corrections.first.solution.choices + number for number in range(4)]
+    peaks = [1.3, 1.2, 1.1, 0.9]
+    counted = [
+        replace(corrections.first, solution=replace(corrections.first.solution, choices=c), peak_bytes=peak)
+        for c, peak in zip(choices, np.array(peaks) * corrections.limit_bytes, strict=True)
+    ]
+    priced = {c.tobytes(): cost for c, cost in zip(choices, costs, strict=True)}
+    monkeypatch.setattr(corrections.counts, "counted", lambda: counted)
+    monkeypatch.setattr(Part, "holds", lambda part, choices: True)
+    monkeypatch.setattr(corrections, "cost", lambda choices: priced[choices.tobytes()])
+    bases = []
+    monkeypatch.setattr(relieving, "_relieve", lambda known, base, until: bases.append(base))
+    relieve(corrections, math.inf)
+    assert [next(n for n, one in enumerate(counted) if one is base) for base in bases] == expected
 
 
 def test_what_is_brought_counts_for_as_long_as_in_what_was_mixed_before():
