@@ -253,3 +253,19 @@ def test_trials_are_made_only_where_nothing_fits_however_dear_that_is(monkeypatc
         with pytest.raises(shardplan.InfeasibleError):
             plan_within()
     assert len(asked) == (0 if fits else 1)
+
+
+@pytest.mark.parametrize(("times", "searches"), [(1.2, 1), (1.0005, 0)])
+def test_what_fits_at_the_least_cost_is_not_searched_again_among_all_choices(monkeypatch, times, searches):
+    searched = []
+
+    def follow(corrections, found, otherwise):
+        corrections.take(replace(found, peak_bytes=0.0))
+
+    monkeypatch.setattr(Corrections, "follow", follow)
+    monkeypatch.setattr(Corrections, "go_on_from", lambda known, others: known.take(others.best))
+    monkeypatch.setattr(Corrections, "search_from_best", lambda known, most: searched.append(most))
+    monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
+    monkeypatch.setattr(searching, "fill", lambda known: None)
+    plan_within(jax.sharding.AbstractMesh((2, 2, 2), ("x", "y", "z")))
+    assert len(searched) == searches

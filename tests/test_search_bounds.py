@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from shardplan.search import Network, solve, testing
+from shardplan.search import Hint, Network, solve, testing
+from shardplan.search import exact as search_exact
 from shardplan.search.branching import Branching
 from shardplan.search.crossing import Crossing
 from shardplan.search.effort import Effort, Watch
@@ -281,3 +282,14 @@ def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
         assert max(bounds) <= best + 1e-9
         sooner += max(bounds) >= slow - 1e-9
     assert sooner >= 15
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_the_least_peak_is_not_looked_for_where_something_within_the_limit_is_known_besides(monkeypatch, served):
+    looked = []
+    monkeypatch.setattr(search_exact, "lowest_peak", looked.append)
+    monkeypatch.setattr(search_exact, "_price", lambda run, solver, begun: solver.watch.doubt())
+    net = testing.random_memory_bound(np.random.default_rng(6), 40, 0.5)
+    net.hint = Hint(np.zeros(len(net), dtype=np.int64), served=served)
+    solve(net, work_limit=1e-3)
+    assert len(looked) == (0 if served else 1)
