@@ -3,7 +3,8 @@
 A search holds to the limit in the order of a schedule that was found before. What it finds is cheap, but what is sent
 decides in which order operations run: in its own, a device may hold a little more than the limit, at other operations.
 Leaner schedules are known by then, which fit and send far more. So what is missing is taken from them, part by part
-(`shardplan.search.mixing`), in the order of the schedule itself; then in that of what came out, until that fits.
+(`shardplan.search.mixing`), in the order of the schedule itself; then in that of what came out, until that fits. Two
+schedules are relieved, the one without a limit too: its parts are the cheapest.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from shardplan.search import Mixtures, Network, Part, all_extended, extended
 
 # So many mixtures are counted in their own orders, each of a limit that is lower than the last one's by a share of what
 # that exceeded the real one by. Memory counts where it comes near the limit with what is mixed, and where a mixture
-# exceeds it: so often are such places added to one order, and what collectives of the mixture hold longer there.
+# exceeds it: so often are such places added to one order, and what collectives of the mixture hold longer there. So
+# many schedules are relieved, whose costs differ by what is worth it.
 _MOST_COUNTED = 6
 _STEP = 0.5
 _MOST_MIXED = 2
+_MOST_ABOVE = 2
 _WORTH = 0.01
 _SECONDS_PER_VARIABLE = 2.5e-5
 
@@ -56,18 +59,26 @@ def _relieve(known: Corrections, base: Found, until: float) -> None:
 
 
 def _above(known: Corrections) -> Iterator[Found]:
-    """Of all that was counted in its own order and does not fit, the cheapest but the one without a limit, then that,
-    if it is any cheaper. Of those that cost about as much, it is the one of the lowest peak each time."""
+    """Of all that was counted in its own order and does not fit, two that differ in cost. Where nothing fits, these are
+    the cheapest but the one without a limit, then that; where something does, those that would cost least at the limit
+    if costs rose evenly from each of them to the best."""
     above = [(found, known.cost(found.solution.choices)) for found in _counted(known)]
     above = [(found, cost) for found, cost in above if found.peak_bytes > known.limit_bytes]
-    first = known.first.solution.choices
-    others = [(found, cost) for found, cost in above if not np.array_equal(found.solution.choices, first)]
-    last = np.inf
-    for some in (others, above):
-        cheapest = (1 + _WORTH) * min((cost for _, cost in some), default=np.inf)
-        if cheapest < last:
-            last = min(cost for _, cost in some)
-            yield min((found for found, cost in some if cost <= cheapest), key=lambda found: found.peak_bytes)
+    first, best = known.first.solution.choices, known.best
+
+    def rank(found: Found, cost: float) -> tuple[bool, float]:
+        if best is None:
+            return np.array_equal(found.solution.choices, first), cost
+        share = (found.peak_bytes - known.limit_bytes) / (found.peak_bytes - best.peak_bytes)
+        return False, cost + share * (best.solution.cost - cost)
+
+    for _ in range(_MOST_ABOVE):
+        if not above:
+            return
+        _, like = min(above, key=lambda one: rank(*one))
+        near = [found for found, cost in above if abs(cost - like) <= _WORTH * like]
+        above = [(found, cost) for found, cost in above if abs(cost - like) > _WORTH * like]
+        yield min(near, key=lambda found: found.peak_bytes)
 
 
 def _counted(known: Corrections) -> list[Found]:

@@ -158,20 +158,33 @@ def test_what_just_exceeds_the_limit_in_its_own_order_takes_over_parts_of_leaner
 
 
 @pytest.mark.parametrize(
-    ("costs", "expected"),
-    [((1.0, 2.0, 2.01, 3.0), [2, 0]), ((1.0, 1.005, 1.5, 3.0), [1]), ((1.0, 2.0, 2.5, 3.0), [1, 0])],
-    ids=["about as cheap and lower", "about as cheap as without a limit", "cheapest"],
+    ("fits", "costs", "expected"),
+    [
+        (False, (1.0, 2.0, 2.01), [2, 0]),
+        (False, (1.0, 1.005, 1.5), [1, 2]),
+        (False, (1.0, 2.0, 2.5), [1, 2]),
+        (True, (1.0, 2.0, 2.2), [2, 0]),
+        (True, (1.0, 2.0, 2.9), [0, 1]),
+    ],
+    ids=[
+        "about as cheap and lower",
+        "about as cheap as without a limit",
+        "cheapest",
+        "nearest",
+        "cheapest at the limit",
+    ],
 )
-def test_parts_are_taken_over_into_the_cheapest_above_the_limit_and_then_into_the_one_without(
-    monkeypatch, costs, expected
-):
+def test_parts_are_taken_over_into_what_may_cost_least_within_the_limit(monkeypatch, fits, costs, expected):
     corrections, _ = above_limit()
-    choices = [corrections.first.solution.choices + number for number in range(4)]
-    peaks = [1.3, 1.2, 1.1, 0.9]
+    choices = [corrections.first.solution.choices + number for number in range(3)]
+    peaks = np.array([1.3, 1.2, 1.02]) * corrections.limit_bytes
     counted = [
         replace(corrections.first, solution=replace(corrections.first.solution, choices=c), peak_bytes=peak)
-        for c, peak in zip(choices, np.array(peaks) * corrections.limit_bytes, strict=True)
+        for c, peak in zip(choices, peaks, strict=True)
     ]
+    best = replace(corrections.best.solution, cost=3.0)
+    corrections.best = replace(corrections.best, solution=best, peak_bytes=0.9 * corrections.limit_bytes)
+    corrections.best = corrections.best if fits else None
     priced = {c.tobytes(): cost for c, cost in zip(choices, costs, strict=True)}
     monkeypatch.setattr(corrections.counts, "counted", lambda: counted)
     monkeypatch.setattr(Part, "holds", lambda part, choices: True)
