@@ -69,7 +69,8 @@ class Lifetimes:
         reading = reading_copies(program, self.order, kernels.copied)
         self.spread = list(spread_copies(self.order, reading, self.put_beside))
         self._spread = spread_until(self.order, reading)
-        copied = copied_operands(program, pointwise_operations(problem), kernels.masked, kernels.carried)
+        reading_copied = kernels.masked, kernels.carried, kernels.reshaped
+        copied = copied_operands(program, pointwise_operations(problem), *reading_copied)
         self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         copying = (self.from_copies, self._spread, self.put_beside, self.turned)
