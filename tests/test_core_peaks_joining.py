@@ -141,3 +141,16 @@ def test_new_moments_come_with_the_update_that_reads_them_and_bias_corrections_w
     w, bias, moment, least, scale = (makers[output] for output in plan.program.outputs)
     kernels = [{node, *parts} for node, parts in graph.joined.items()]
     assert {w, moment} in kernels and any({bias, least, scale} <= parts for parts in kernels)
+
+
+def test_a_product_of_rows_and_a_vector_is_added_up_by_the_kernel_that_makes_what_else_reads_the_rows():
+    """The gradients of a layer of one number for each row, and of the layer before: their sums go down the columns."""
+
+    def step(weights, x, bias, gradients):
+        rows = x @ weights
+        before = jnp.tanh(rows) * gradients[:, None]
+        return jnp.einsum("nd,n->d", rows, gradients), jnp.sum(before, axis=0), before @ weights.T + bias
+
+    joined, named = _joined(step, (512, 512), (8192, 512), (512,), (8192,))
+    [alone] = named["reduce_sum"]
+    assert any({alone, product} <= kernel for kernel in joined for product in named["dot_general"])

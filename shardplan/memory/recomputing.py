@@ -24,7 +24,7 @@ from shardplan.memory.accumulation import Accumulation, accumulations, merged_an
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, pointwise_operations, readers_in
 from shardplan.memory.leaving import transposed_results
-from shardplan.memory.lying import lying_of
+from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import PRODUCT, is_multiplied, loses_batch, product_operands, turned_carries
 from shardplan.memory.repeated import Apart, apart_in
@@ -243,20 +243,23 @@ def _read_from_memory(
     problem: Problem, copied: Collection[tuple[int, int]], reshaped: frozenset[int]
 ) -> frozenset[int]:
     """Values that leave a region, or that an operation reads which computes neither operands nor their copies."""
-    needed = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
-    products = product_operands(problem.program, pointwise_operations(problem), reshaped)
-    filters = unreversed(problem.program)
-    for operation in problem.program.operations:
-        convolves = operation.primitive.name == CONVOLUTION
+    program, pointwise = problem.program, pointwise_operations(problem)
+    needed = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+    products, filters = product_operands(program, pointwise, reshaped), unreversed(program)
+    lying = lying_of(program, pointwise).orders
+    for operation in program.operations:
+        name = operation.primitive.name
         for position, operand in enumerate(operation.operands):
-            if not fuses_operands(problem, operation, position):
-                read = products.get((operation.index, position))
-                if (
-                    isinstance(operand, int)
-                    and not (read and read.copied)
-                    and (operation.index, position) not in copied
-                ):
-                    needed.add(read.value if read else filters.get(operand, operand) if convolves else operand)
+            read = products.get((operation.index, position))
+            apart = (read and read.copied) or (operation.index, position) in copied
+            if not isinstance(operand, int) or apart or fuses_operands(problem, operation, position):
+                continue
+            if read:
+                needed.add(read.value)
+            elif name == "fft":
+                needed.add(lies_in(program, lying, operand))
+            else:
+                needed.add(filters.get(operand, operand) if name == CONVOLUTION else operand)
     return frozenset(needed)
 
 
