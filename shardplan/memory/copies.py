@@ -69,7 +69,7 @@ def multiplied_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held
             continue
         position, other = weighted.get(operation.index, (0, None))
         size, place = _largest_read(schedule, operation), lifetimes.place[operation.index]
-        apart = reads_slowly(schedule.program, operation, size, _made(schedule, operation))
+        apart = multiplies_apart(schedule, operation)
         if other is not None and other not in sent and other in strategies:
             weights, first = operation.operands[1 - position], schedule.program.operations[other]
             read = strategies[operation.index].operands[1 - position]
@@ -104,6 +104,14 @@ def exponentials_in_parts(lifetimes: Lifetimes, problem: Problem) -> Iterator[tu
         if read_by_several(problem, lifetimes.fused, lifetimes.held.keys(), result):
             read = read_by_element(problem, lifetimes.fused, lifetimes.held.keys(), operation)
             yield operation, 1.5 if lifetimes.held.keys().isdisjoint(read) else 1.0
+
+
+def multiplies_apart(schedule: Schedule, product: Operation) -> bool:
+    """Whether a kernel of its own multiplies what a product adds up, see `shardplan.memory.sums.reads_slowly`."""
+    if product.index not in schedule.assignment.strategies:
+        return False
+    read, made = _largest_read(schedule, product), _made(schedule, product)
+    return reads_slowly(schedule.program, product, read, made)
 
 
 def _largest_read(schedule: Schedule, operation: Operation) -> float:
