@@ -162,7 +162,8 @@ def _reshaped(schedule: Schedule) -> Iterator[int]:
         batch = operation.params["dimension_numbers"][1][0] if operation.primitive.name == PRODUCT else ()
         if len(batch) > 2 and (strategy := strategies.get(operation.index)) and (layout := strategy.operands[0]):
             shape = operand_type(schedule.program, operation.operands[0]).shape
-            if loses_batch([shape[dim] / mesh.degree(layout[dim]) for dim in batch]):
+            axes = layout[-len(shape) :]  # behind the parts of a sum that waits, if it is one
+            if loses_batch([shape[dim] / mesh.degree(axes[dim]) for dim in batch]):
                 yield operation.index
 
 
