@@ -6,7 +6,6 @@ import pytest
 
 import shardplan
 from shardplan.memory.convolutions import spread_operands
-from shardplan.memory.fusion import numbers_in
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.priorities import _Fusion, stored_values
 from shardplan.memory.products import merged_products, product_operands
@@ -277,22 +276,6 @@ def test_what_is_spread_along_dimensions_is_read_as_often():
     whole = dict.fromkeys(range(len(problem.program.values)), (1.0, 0.0))
     own = _Fusion(problem, whole, product.results)._kernels[product.results[0]].reads
     assert {sum(times.values()) for times in own.values()} == {1.0, 512.0}
-
-
-@pytest.mark.parametrize(
-    ("chosen", "numbers"),
-    [
-        (lambda x, y: jax.lax.select(x > y, x, jnp.zeros(x.shape)), 1),
-        (lambda x, y: jax.lax.select(x > y, x, y), 0),
-        (lambda x, y: jnp.maximum(x * y, 0.0), 1),
-    ],
-)
-def test_what_is_filled_with_one_number_is_read_as_one_number_is(chosen, numbers):
-    problem = shardplan.plan(chosen, 1, _shape(512, 512), _shape(512, 512)).schedule.problem
-    last = problem.program.operations[-1]
-    whole = dict.fromkeys(range(len(problem.program.values)), (1.0, 0.0))
-    kernel = _Fusion(problem, whole, last.results)._kernels[last.results[0]]
-    assert (kernel.scalars, numbers_in(problem.program, last)) == (numbers * 4 * 512 * 512, numbers)
 
 
 def test_of_an_associative_scan_pairs_are_stored_and_what_is_as_large_as_its_halves_is_not():

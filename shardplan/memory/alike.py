@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from shardplan.memory.fusion import numbers_in
 from shardplan.memory.parts import Part
 from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.program import Constant, Operation
 
 Asked = Mapping[int, tuple[tuple[Sequence[int], ...], Hashable]]
 """Per operation, by index, what fusion asks of it: the values that it reads, of some kinds, and what else."""
@@ -44,6 +43,6 @@ def first_alike(problem: Problem, parts: Sequence[Part], asked: Asked) -> list[P
 def _kind(problem: Problem, operation: Operation) -> Hashable:
     """What of an operation counts, without what it reads."""
     name, choices = operation.primitive.name, problem.choices.get(operation.index)
-    numbers = numbers_in(problem.program, operation)
+    constants = sum([isinstance(operand, Constant) for operand in operation.operands])
     dimension = operation.params["dimension"] if name == "concatenate" else None
-    return name, dimension, numbers, choices is not None and choices.pointwise
+    return name, dimension, constants, choices is not None and choices.pointwise

@@ -63,14 +63,6 @@ def is_view(program: Program, operation: Operation) -> bool:
     return prod(own.shape) == prod(made.shape) and (name != "gather" or _places(program, operation) == 1)
 
 
-def numbers_in(program: Program, operation: Operation) -> int:
-    """How many operands are one number, or filled with one, which XLA tells from no others."""
-    makers = (program.makers.get(o) if isinstance(o, int) else None for o in operation.operands)
-    filled = [m for m in makers if m is not None and m.primitive.name == "broadcast_in_dim"]
-    constants = sum([isinstance(operand, Constant) for operand in operation.operands])
-    return constants + sum([isinstance(maker.operands[0], Constant) for maker in filled])
-
-
 def _places(program: Program, operation: Operation) -> int:
     """The number of places that the indices of a gather or a scatter say."""
     return prod(operand_type(program, operation.operands[1]).shape[:-1])

@@ -32,14 +32,14 @@ from shardplan import _jax
 from shardplan.memory.alike import first_alike
 from shardplan.memory.computing import PARTS, Computing, computing_of
 from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
-from shardplan.memory.fusion import merged_scatters, numbers_in, pointwise_operations
+from shardplan.memory.fusion import merged_scatters, pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT
 from shardplan.memory.sums import LAUNCH, waiting_for_blocks
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.program import Constant, Operation
 
 _CACHES = ((270e3, 20.0), (50e6, 2.5))
 """What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
@@ -222,7 +222,7 @@ class _Fusion:
         kernel.by_element = pointwise and name != "transpose"
         kernel.turned = self._bytes[result] * (result in self._moving)
         if pointwise:
-            kernel.scalars = self._bytes[result] * numbers_in(self._problem.program, operation)
+            kernel.scalars = self._bytes[result] * sum([isinstance(o, Constant) for o in operation.operands])
         kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
         columns, reduced_then = computing.columns
         if columns:
