@@ -194,3 +194,21 @@ def test_what_merged_products_alone_read_is_computed_where_it_is_put_side_by_sid
     [merged] = merged_anywhere(schedule)
     read = [schedule.program.operations[index].operands[1] for index in merged]
     assert len(read) == 2 and kernels_in(schedule).read.intersection(read) == {*read[: int(read_besides)]}
+
+
+@pytest.mark.parametrize(("batch", "copies"), [((8, 16, 4), 1), ((8, 1, 4), 0), ((16, 16, 4), 0)])
+def test_products_that_lose_one_of_several_batch_dimensions_read_each_operand_in_one_order(batch, copies):
+    """One example on each device: the probabilities are copied for the product that sums over their keys."""
+
+    def step(scores, values):
+        return jnp.einsum("brhqk,brkhe->brqhe", jax.nn.softmax(scores), values)
+
+    examples, rows, heads = batch
+    shapes = [(*batch, 32, 32), (examples, rows, 32, heads, 8)]
+    pins = {"*": jax.P("x", *[None] * 4)}
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    schedule = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), *shapes, pins=pins).schedule
+    kernels = kernels_in(schedule)
+    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)), kernels)
+    assert [read.order for read in lifetimes.copies].count((0, 1, 2, 4, 3)) == copies
+    assert len(kernels.reshaped) == copies

@@ -141,3 +141,18 @@ def test_new_moments_come_with_the_update_that_reads_them_and_bias_corrections_w
     w, bias, moment, least, scale = (makers[output] for output in plan.program.outputs)
     kernels = [{node, *parts} for node, parts in graph.joined.items()]
     assert {w, moment} in kernels and any({bias, least, scale} <= parts for parts in kernels)
+
+
+@pytest.mark.parametrize(("rows", "together"), [(8192, True), (2048, False)])
+def test_a_product_of_rows_and_a_vector_is_added_up_by_the_kernel_that_makes_what_else_reads_the_rows(rows, together):
+    """The gradients of a layer of one number for each row, and of the layer before: their sums go down the columns.
+    Of fewer rows, a kernel multiplies first."""
+
+    def step(weights, x, bias, gradients):
+        made = x @ weights
+        before = jnp.tanh(made) * gradients[:, None]
+        return jnp.einsum("nd,n->d", made, gradients), jnp.sum(before, axis=0), before @ weights.T + bias
+
+    joined, named = _joined(step, (512, 512), (rows, 512), (512,), (rows,))
+    [alone] = named["reduce_sum"]
+    assert any({alone, product} <= kernel for kernel in joined for product in named["dot_general"]) == together

@@ -6,7 +6,7 @@ import pytest
 
 import shardplan
 from shardplan.memory.fusion import pointwise_operations
-from shardplan.memory.lying import lying_of
+from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.products import product_operands
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.sums import columns_of
@@ -84,3 +84,23 @@ def test_what_kernels_move_for_fourier_transforms_is_stored_where_others_read_pa
 def test_a_sum_along_what_lies_innermost_reduces_rows(lying, columns):
     program = trace_program(lambda x: jnp.sum(x, axis=1), [jax.ShapeDtypeStruct((4, 512, 1024), "float32")], {})
     assert columns_of(program, program.operations[0], lying)[0] == columns
+
+
+@pytest.mark.parametrize(("axis", "stored"), [(1, "mul"), (2, "mul")])
+def test_a_transposition_for_a_fourier_transform_moves_nothing(axis, stored):
+    """What a product reads too is stored as the transform reads it, and not computed twice."""
+
+    def step(weights, x):
+        activations = jax.nn.gelu(jnp.fft.irfft(jnp.fft.rfft(x @ weights, axis=axis), axis=axis))
+        return jnp.fft.rfft(activations, axis=axis), activations @ weights
+
+    problem = _problem_of(step, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 512), (4, 512, 512))))
+    program, kernels = problem.program, kernels_of(problem)
+    transforms = [o.operands[0] for o in program.operations if o.primitive.name == "fft"]
+    [read] = [value for value in map(_viewed(problem), transforms) if program.makers[value].primitive.name == stored]
+    assert read in kernels.read and (axis == 2 or transforms[-1] not in kernels.read)
+
+
+def _viewed(problem):
+    orders = lying_of(problem.program, pointwise_operations(problem)).orders
+    return lambda value: lies_in(problem.program, orders, value)

@@ -41,6 +41,19 @@ def test_what_computes_with_zeros_behind_a_scatter_reads_them_from_the_kernel_th
     assert [*sending.filling] == [filling.scatters[0].index]
 
 
+@pytest.mark.parametrize(("root", "read"), [(0.0, False), (1.0, False), ("compared", True)])
+def test_what_adds_zero_behind_a_scatter_reads_no_zeros(root, read):
+    """As optimizers do before they take a root, whatever of it they add."""
+
+    def step(table, ids, rows):
+        squares = jnp.zeros(table.shape).at[ids].add(rows) ** 2
+        return table / (jnp.sqrt(squares + root) if not read else jnp.maximum(squares, 0.0))
+
+    problem = shardplan.plan(step, 1, _shape(512, 512), _shape(4096, dtype="int32"), _shape(4096, 512)).schedule.problem
+    [filling] = fillings_of(problem)
+    assert [operation.primitive.name for operation in filling.behind] == (["max"] if read else [])
+
+
 def _constrained(x, spec):
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(MESH, spec))
 

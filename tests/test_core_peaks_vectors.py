@@ -81,3 +81,23 @@ def test_what_products_with_vectors_take_is_what_is_compiled(solves):
 
     plan = shardplan.plan(step, MESH, _shape(65536, 1024), _shape(1024), pins=ROWS)
     assert shardplan.audit(plan).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "several", "beside"),
+    [
+        (lambda x, v: v[:, None] * x[:1], True, 1.5),
+        (lambda x, v: x * x, True, 1),
+        (lambda x, v: x, True, 0),
+        (lambda x, v: x * x, False, 0),
+    ],
+)
+def test_an_exponential_of_complex_numbers_for_several_kernels_is_made_of_real_arrays(exponent, several, beside):
+    def step(x, v, y):
+        turned = jnp.exp(exponent(x, v))
+        return (jnp.sum(turned, axis=0), jnp.sum(turned * y, axis=1)) if several else jnp.fft.fft(turned)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "complex64") for shape in ((4096, 1024), (4096,), (1024,))]
+    plan = shardplan.plan(step, 1, *shapes)
+    rest = (4096 + 1024) * 8 * (1 + several)
+    assert plan.peak_bytes == ((2 if several else 3) + beside) * 4096 * 1024 * 8 + rest

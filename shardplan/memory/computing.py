@@ -52,10 +52,10 @@ class Computing(NamedTuple):
 
 
 @once
-def computing_of(problem: Problem) -> dict[int, Computing]:
-    """What operations without bodies do, by index."""
+def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> dict[int, Computing]:
+    """What operations without bodies do, by index; ``reshaped`` as in `shardplan.memory.products`."""
     program, found, pointwise = problem.program, {}, pointwise_operations(problem)
-    rows, operands = row_results(program, pointwise), product_operands(program, pointwise)
+    rows, operands = row_results(program, pointwise), product_operands(program, pointwise, reshaped)
     padded = {index for (index, _), read in operands.items() if read.padding > 1}
     again = copied_again(operands) | spread_again(program)
     copies = {place for place, read in operands.items() if read.copied}

@@ -1,4 +1,4 @@
-"""The copies of operands that a device holds for products and convolutions."""
+"""The copies of operands that a device holds for products and convolutions, and what else lies beside a kernel."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ from typing import TYPE_CHECKING
 
 from shardplan.memory.combining import reducing
 from shardplan.memory.convolutions import POOLING_GRADIENT, neighbour_bytes
+from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.rows import weighted_rows
+from shardplan.memory.sharing import read_by_element, read_by_several
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.sums import reads_slowly, summed_products
 from shardplan.memory.workspaces import window_bytes
+from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.liveness import Lifetimes
+
+
+def beside_kernels(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """All that a device holds besides values."""
+    yield from operand_copies(lifetimes, schedule)
+    yield from multiplied_copies(lifetimes, schedule)
+    yield from convolution_copies(lifetimes, schedule)
+    yield from exponential_parts(lifetimes, schedule)
 
 
 def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
@@ -58,7 +69,7 @@ def multiplied_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held
             continue
         position, other = weighted.get(operation.index, (0, None))
         size, place = _largest_read(schedule, operation), lifetimes.place[operation.index]
-        apart = reads_slowly(schedule.program, operation, size, _made(schedule, operation))
+        apart = multiplies_apart(schedule, operation)
         if other is not None and other not in sent and other in strategies:
             weights, first = operation.operands[1 - position], schedule.program.operations[other]
             read = strategies[operation.index].operands[1 - position]
@@ -66,6 +77,41 @@ def multiplied_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held
             apart |= as_made and _largest_read(schedule, first) == size
         if apart:
             yield Held(None, (), size, Lifetime(place, place))
+
+
+def exponential_parts(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What lies beside exponentials of complex numbers while they are made, see `exponentials_in_parts`."""
+    for operation, times in exponentials_in_parts(lifetimes, schedule.problem):
+        result, place = operation.results[0], lifetimes.place[operation.index]
+        layout = schedule.assignment.values[result]
+        yield Held(result, layout, times * bytes_in(schedule, result, layout), Lifetime(place, place))
+
+
+def exponentials_in_parts(lifetimes: Lifetimes, problem: Problem) -> Iterator[tuple[Operation, float]]:
+    """The exponentials of complex numbers that XLA stores for several kernels, not for a library, with the bytes of
+    what lies beside them, as a share of their own.
+
+    XLA computes the real and the imaginary part each by itself, both from an exponential of the real part, one of half
+    of that, and the imaginary part: three real arrays that another kernel stores for both. What takes no longer to read
+    than these it computes them from in either kernel: both exponentials of a number in memory, the imaginary part of
+    what is computed from one.
+    """
+    for operation in problem.program.operations:
+        result = next(iter(operation.results), -1)
+        stored = operation.primitive.name == "exp" and result in lifetimes.stored
+        if not stored or not is_complex(problem.program, result) or operation.operands[0] in lifetimes.held:
+            continue
+        if read_by_several(problem, lifetimes.fused, lifetimes.held.keys(), result):
+            read = read_by_element(problem, lifetimes.fused, lifetimes.held.keys(), operation)
+            yield operation, 1.5 if lifetimes.held.keys().isdisjoint(read) else 1.0
+
+
+def multiplies_apart(schedule: Schedule, product: Operation) -> bool:
+    """Whether a kernel of its own multiplies what a product adds up, see `shardplan.memory.sums.reads_slowly`."""
+    if product.index not in schedule.assignment.strategies:
+        return False
+    read, made = _largest_read(schedule, product), _made(schedule, product)
+    return reads_slowly(schedule.program, product, read, made)
 
 
 def _largest_read(schedule: Schedule, operation: Operation) -> float:

@@ -51,11 +51,16 @@ _COMPLEX_CYCLES = {"exp": 2020, "log": 600, "sqrt": 500, "div": 70, "mul": 30}
 def cycles_of(program: Program, operation: Operation) -> int:
     """The clock cycles for one element of an operation that computes."""
     name = operation.primitive.name
-    if any(_is_complex(operand_type(program, operand).dtype) for operand in operation.operands):
+    if any(is_complex(program, operand) for operand in operation.operands):
         return _COMPLEX_CYCLES.get(name, 2 * _CYCLES.get(name, _OTHER_CYCLES))
     if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
         return _OTHER_CYCLES
     return _CYCLES.get(name, _OTHER_CYCLES)
+
+
+def is_complex(program: Program, operand: int | Constant) -> bool:
+    """Whether an operand has complex numbers."""
+    return _is_complex(operand_type(program, operand).dtype)
 
 
 @cache

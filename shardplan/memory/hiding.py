@@ -45,7 +45,7 @@ from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.nodes import Nodes
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import LATENCY, Placing
-from shardplan.memory.products import is_multiplied
+from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.reductions import Reduced, reduced_together, without_leading
 from shardplan.memory.repeated import repeated_in
@@ -249,6 +249,8 @@ class Graph(Nodes):
 
     def elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""
+        if is_sum(self.program, operation):  # a matrix, by a vector
+            return max(self.program.values[v].elements for v in operation.operands if isinstance(v, int))
         value = (operation.operands if operation.primitive.name in REDUCTIONS else operation.results)[:1]
         return sum(self.program.values[v].elements for v in value if isinstance(v, int))
 

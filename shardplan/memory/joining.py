@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardplan.memory.combining import Gather
+from shardplan.memory.copies import multiplies_apart
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.placing import LATENCY
+from shardplan.memory.products import is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sums import adds_few, reduced_in
 from shardplan.program import Operation
@@ -71,7 +73,8 @@ class _Joining:
         self._joined = set[int]()  # kernels with several results
         for node in graph.reads.keys() - graph.by_rows:
             operation = program.operations[node]
-            reduces = operation.primitive.name in REDUCTIONS
+            sums = is_sum(program, operation) and not multiplies_apart(graph.schedule, operation)
+            reduces = operation.primitive.name in REDUCTIONS or sums
             if not reduces and node not in kernels.fused:
                 continue
             together = reduces and not adds_few(program, operation)

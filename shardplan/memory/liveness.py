@@ -26,7 +26,7 @@ from shardplan.memory.convolutions import (
     spread_copies,
     spread_until,
 )
-from shardplan.memory.copies import convolution_copies, multiplied_copies, operand_copies
+from shardplan.memory.copies import beside_kernels
 from shardplan.memory.copying import product_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import held_at_the_end
@@ -69,7 +69,8 @@ class Lifetimes:
         reading = reading_copies(program, self.order, kernels.copied)
         self.spread = list(spread_copies(self.order, reading, self.put_beside))
         self._spread = spread_until(self.order, reading)
-        copied = copied_operands(program, pointwise_operations(problem), kernels.masked, kernels.carried)
+        reading_copied = kernels.masked, kernels.carried, kernels.reshaped
+        copied = copied_operands(program, pointwise_operations(problem), *reading_copied)
         self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         copying = (self.from_copies, self._spread, self.put_beside, self.turned)
@@ -380,9 +381,7 @@ def memory_held(
     yield from _left(lifetimes, schedule, sliced, sending)
     for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
-    yield from operand_copies(lifetimes, schedule)
-    yield from multiplied_copies(lifetimes, schedule)
-    yield from convolution_copies(lifetimes, schedule)
+    yield from beside_kernels(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes, sending.filling):
         yield Held(None, layout, size, Lifetime(first, last))
 

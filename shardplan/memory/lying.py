@@ -24,7 +24,7 @@ product says how values lie, transposed arguments and Fourier transforms may (`s
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardplan.memory.transposed import lying_as_met
@@ -62,6 +62,20 @@ def lying_of(program: Program, pointwise: Collection[int]) -> Lying:
     makers = {result: operation.index for operation in program.operations for result in operation.results}
     met, moved = lying_as_met(program, pointwise, parts.known())
     return Lying(met | parts.orders(), parts.turned(), frozenset(moved), makers)
+
+
+def lies_in(program: Program, orders: Mapping[int, Sequence[int]], value: int) -> int:
+    """The value in whose memory another one lies: what it is a transposition of that moves nothing, or itself."""
+    while (maker := program.makers.get(value)) is not None and maker.primitive.name == "transpose":
+        read, permutation, shape = maker.operands[0], maker.params["permutation"], program.values[value].shape
+        if not isinstance(read, int):
+            break
+        lies = [permutation.index(dim) for dim in orders.get(read, range(len(shape)))]
+        written = orders.get(value, range(len(shape)))
+        if [dim for dim in lies if shape[dim] > 1] != [dim for dim in written if shape[dim] > 1]:
+            break
+        value = read
+    return value
 
 
 def _is_batched(product: Operation) -> bool:

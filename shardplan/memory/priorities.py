@@ -104,22 +104,25 @@ def stored_values(
     needed: frozenset[int],
     degrees: Sequence[float],
     buffers: Mapping[int, float],
+    reshaped: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
     """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
     memory anyway, where each value is split into so many parts (``degrees``), and some are parts of ``buffers`` of so
-    many bytes."""
+    many bytes; ``reshaped`` as in `shardplan.memory.products`."""
     found = set[int]()
-    for part, alike in _parts(problem, fused, needed):
+    for part, alike in _parts(problem, fused, needed, reshaped):
         around = tuple([buffers.get(value, 0.0) for value in part.values])
-        places = _stored_in(problem, alike, tuple([degrees[value] for value in part.values]), around)
+        places = _stored_in(problem, alike, tuple([degrees[value] for value in part.values]), around, reshaped)
         found.update([part.values[place] for place in places])
     return frozenset(found)
 
 
 @once
-def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> list[tuple[Part, Part]]:
+def _parts(
+    problem: Problem, fused: frozenset[int], needed: frozenset[int], reshaped: frozenset[int]
+) -> list[tuple[Part, Part]]:
     """The parts, each with the first one that is alike."""
-    computing, merged = computing_of(problem), merged_scatters(problem)
+    computing, merged = computing_of(problem, reshaped), merged_scatters(problem)
     without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
     alone = fused - merged.keys()
     parts = parts_of(
@@ -135,9 +138,12 @@ def _parts(problem: Problem, fused: frozenset[int], needed: frozenset[int]) -> l
 
 
 @once
-def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...], buffers: tuple[float, ...]) -> list[int]:
+def _stored_in(
+    problem: Problem, part: Part, degrees: tuple[float, ...], buffers: tuple[float, ...], reshaped: frozenset[int]
+) -> list[int]:
     """Those of one part, by place, whose values are split into so many parts, and lie in buffers of so many bytes."""
-    fusion = _Fusion(problem, dict(zip(part.values, zip(degrees, buffers, strict=True), strict=True)), part.makes)
+    split = dict(zip(part.values, zip(degrees, buffers, strict=True), strict=True))
+    fusion = _Fusion(problem, split, part.makes, reshaped)
     fusion.fuse(part.fusible)
     return [place for place, value in enumerate(part.values) if value in fusion.apart]
 
@@ -145,7 +151,13 @@ def _stored_in(problem: Problem, part: Part, degrees: tuple[float, ...], buffers
 class _Fusion:
     """The kernels that make some values, while these are fused into their readers."""
 
-    def __init__(self, problem: Problem, split: Mapping[int, tuple[float, float]], makes: Iterable[int]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        split: Mapping[int, tuple[float, float]],
+        makes: Iterable[int],
+        reshaped: frozenset[int] = frozenset(),
+    ) -> None:
         """``split``: for each value, also of those that are read, into how many parts it is split, and the bytes of
         the buffer that it is part of, if that is larger."""
         values = problem.program.values
@@ -164,7 +176,7 @@ class _Fusion:
         self._queue: list[tuple[float, int]] = []
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
-        computing, makers = computing_of(problem), problem.program.makers
+        computing, makers = computing_of(problem, reshaped), problem.program.makers
         self._moving = lying_of(problem.program, pointwise_operations(problem)).moved
         for result in makes:
             operation = makers[result]

@@ -110,11 +110,12 @@ def is_multiplied(program: Program, operation: Operation) -> bool:
 
 @once
 def product_operands(
-    program: Program, pointwise: Collection[int] = frozenset()
+    program: Program, pointwise: Collection[int] = frozenset(), reshaped: Collection[int] = frozenset()
 ) -> dict[tuple[int, int], ProductOperand]:
     """What products read, by the operation's index and the operand's position.
 
-    ``pointwise`` are the operations, by index, that compute element by element, and leave the order of dimensions.
+    ``pointwise`` are the operations, by index, that compute element by element, and leave the order of dimensions;
+    ``reshaped`` the products that lose dimensions of their batch, see `reshaped_products`.
     """
     makers = program.makers
     lying = lying_of(program, frozenset(pointwise)).orders
@@ -123,8 +124,18 @@ def product_operands(
         if is_multiplied(program, operation):
             for position, operand in enumerate(operation.operands):
                 if isinstance(operand, int):
-                    found[operation.index, position] = _product_operand(program, makers, lying, (operation, position))
+                    place = operation, position, operation.index in reshaped
+                    found[operation.index, position] = _product_operand(program, makers, lying, place)
     return found
+
+
+def loses_batch(sizes: Sequence[float]) -> bool:
+    """Whether a product over batch dimensions of these sizes on one device reads each operand in one order alone.
+
+    XLA drops those of size 1, which puts another shape between the product and the transposition before it, that it
+    would make part of the product else. Of one dimension that is left it still sees so.
+    """
+    return min(sizes, default=2) <= 1 and sum(size > 1 for size in sizes) > 1
 
 
 @once
@@ -144,12 +155,16 @@ def turned_carries(program: Program) -> frozenset[int]:
 
 
 def copied_operands(
-    program: Program, pointwise: Collection[int], masked: Collection[tuple[int, int]], carried: Collection[int] = ()
+    program: Program,
+    pointwise: Collection[int],
+    masked: Collection[tuple[int, int]],
+    carried: Collection[int] = (),
+    reshaped: Collection[int] = frozenset(),
 ) -> dict[tuple[int, int], ProductOperand]:
     """The operands of which products read copies, where some are ``masked``, each for products that mask it alone, and
-    some are ``carried`` as they are read."""
+    some are ``carried`` as they are read; ``reshaped`` as in `product_operands`."""
     found = {}
-    for place, read in product_operands(program, pointwise).items():
+    for place, read in product_operands(program, pointwise, reshaped).items():
         if (read.copied and (read.value not in carried or read.padding != 1)) or place in masked:
             found[place] = replace(read, copied=True, masked=place in masked)
     return found
@@ -166,9 +181,9 @@ def _product_operand(
     program: Program,
     makers: Mapping[int, Operation],
     lying: Mapping[int, tuple[int, ...]],
-    place: tuple[Operation, int],
+    place: tuple[Operation, int, bool],
 ) -> ProductOperand:
-    operation, position = place
+    operation, position, reshaped = place
     operand: Any = operation.operands[position]
     dimensions = tuple(range(len(program.values[operand].shape)))
     while operand in makers and makers[operand].primitive.name == "transpose":
@@ -186,7 +201,7 @@ def _product_operand(
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if read == 2 and size > 1)
     middle = [(*free, *batch, *contracted), (*contracted, *batch, *free)]
     orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
-    if batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted)):
+    if reshaped or (batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted))):
         orders, middle = [orders[position]] * 2, []  # joined in this order, behind which no transposition is seen
     if read == 1:  # cuBLAS reads numbers of 8 bits along what it sums over
         orders, middle = orders[:1] * 2, middle[:1]

@@ -24,9 +24,9 @@ from shardplan.memory.accumulation import Accumulation, accumulations, merged_an
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, pointwise_operations, readers_in
 from shardplan.memory.leaving import transposed_results
-from shardplan.memory.lying import lying_of
+from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.priorities import stored_values
-from shardplan.memory.products import is_multiplied, product_operands, turned_carries
+from shardplan.memory.products import PRODUCT, is_multiplied, loses_batch, product_operands, turned_carries
 from shardplan.memory.repeated import Apart, apart_in
 from shardplan.memory.rows import made_by_rows
 from shardplan.memory.sizes import bytes_in, left_otherwise
@@ -45,10 +45,11 @@ class Kernels:
     that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them;
     the operands that convolutions read from ``copied`` memory of their own; the products that are ``adding`` themselves
     to something, by the addition, which is a kernel of which the product is part; what is ``apart`` from what it
-    repeats; the operands of products that are ``masked``, since these sum over what is split unevenly; the values that
-    are ``views`` of what is in memory; the matrices of rows in groups that products read ``turned``, each with what is
-    in memory of which the kernels compute them that transpose them; the results that are ``leaving`` the step from
-    beside the arguments that they replace; what loops have ``carried`` in the order in which products read it.
+    repeats; the operands of products that are ``masked``, since these sum over what is split unevenly; the products
+    that are ``reshaped`` (`shardplan.memory.products`); the values that are ``views`` of what is in memory; the
+    matrices of rows in groups that products read ``turned``, each with what is in memory of which the kernels compute
+    them that transpose them; the results that are ``leaving`` the step from beside the arguments that they replace;
+    what loops have ``carried`` in the order in which products read it.
     """
 
     fused: frozenset[int]
@@ -62,6 +63,7 @@ class Kernels:
     turned: Mapping[tuple[int, int], frozenset[int]] = field(default_factory=dict)
     leaving: frozenset[int] = frozenset()
     carried: frozenset[int] = frozenset()
+    reshaped: frozenset[int] = frozenset()
 
 
 def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -70,7 +72,7 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
     ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
     """
     split = (float(problem.space.mesh.device_count),) * len(problem.program.values)
-    return _kernels_of(problem, frozenset(copied), split, frozenset(), ())
+    return _kernels_of(problem, frozenset(copied), split, frozenset(), (), frozenset())
 
 
 def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -84,7 +86,8 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     running = running_sums(schedule)
     added = running.union(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))
-    kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers)
+    reshaped = frozenset(_reshaped(schedule))
+    kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers, reshaped)
     read = (kernels.read | running) - _beside_alone(schedule, kernels)
     kernels = replace(kernels, read=read, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
     turned = dict(_turned_matrices(schedule, kernels))
@@ -152,6 +155,18 @@ def _masked(schedule: Schedule) -> Iterator[tuple[int, int]]:
                     yield operation.index, position
 
 
+def _reshaped(schedule: Schedule) -> Iterator[int]:
+    """The products that lose dimensions of their batch where these are 1 on each device, by index."""
+    mesh, strategies = schedule.problem.space.mesh, schedule.assignment.strategies
+    for operation in schedule.program.operations:
+        batch = operation.params["dimension_numbers"][1][0] if operation.primitive.name == PRODUCT else ()
+        if len(batch) > 2 and (strategy := strategies.get(operation.index)) and (layout := strategy.operands[0]):
+            shape = operand_type(schedule.program, operation.operands[0]).shape
+            axes = layout[-len(shape) :]  # behind the parts of a sum that waits, if it is one
+            if loses_batch([shape[dim] / mesh.degree(axes[dim]) for dim in batch]):
+                yield operation.index
+
+
 def _beside_alone(schedule: Schedule, kernels: Kernels) -> frozenset[int]:
     """What merged products alone read, side by side, and the kernel computes that puts it there: not what is brought to
     another layout before, nor what is made by rows or turned in tiles on the way, which a kernel of its own does."""
@@ -208,36 +223,44 @@ def _kernels_of(
     degrees: tuple[float, ...],
     added: frozenset[int],
     buffers: tuple[tuple[int, float], ...],
+    reshaped: frozenset[int],
 ) -> Kernels:
-    found = _unfused(problem, copied)
-    return replace(found, stored=stored_values(problem, found.fused, found.read | added, degrees, dict(buffers)))
+    found = _unfused(problem, copied, reshaped)
+    needed = found.read | added
+    return replace(found, stored=stored_values(problem, found.fused, needed, degrees, dict(buffers), reshaped))
 
 
 @once
-def _unfused(problem: Problem, copied: frozenset[tuple[int, int]]) -> Kernels:
+def _unfused(problem: Problem, copied: frozenset[tuple[int, int]], reshaped: frozenset[int] = frozenset()) -> Kernels:
     """What XLA:GPU could fuse, and what is read from memory anyway."""
     spread = spread_operands(problem.program, problem.program.operations, copied)
-    fused, read = fused_operations(problem), _read_from_memory(problem, spread.keys() | copied)
+    fused, read = fused_operations(problem), _read_from_memory(problem, spread.keys() | copied, reshaped)
     read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
     read |= _turned(problem, fused, read)
-    return Kernels(fused, read, frozenset(), copied)
+    return Kernels(fused, read, frozenset(), copied, reshaped=reshaped)
 
 
-def _read_from_memory(problem: Problem, copied: Collection[tuple[int, int]]) -> frozenset[int]:
+def _read_from_memory(
+    problem: Problem, copied: Collection[tuple[int, int]], reshaped: frozenset[int]
+) -> frozenset[int]:
     """Values that leave a region, or that an operation reads which computes neither operands nor their copies."""
-    needed = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
-    products, filters = product_operands(problem.program, pointwise_operations(problem)), unreversed(problem.program)
-    for operation in problem.program.operations:
-        convolves = operation.primitive.name == CONVOLUTION
+    program, pointwise = problem.program, pointwise_operations(problem)
+    needed = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+    products, filters = product_operands(program, pointwise, reshaped), unreversed(program)
+    lying = lying_of(program, pointwise).orders
+    for operation in program.operations:
+        name = operation.primitive.name
         for position, operand in enumerate(operation.operands):
-            if not fuses_operands(problem, operation, position):
-                read = products.get((operation.index, position))
-                if (
-                    isinstance(operand, int)
-                    and not (read and read.copied)
-                    and (operation.index, position) not in copied
-                ):
-                    needed.add(read.value if read else filters.get(operand, operand) if convolves else operand)
+            read = products.get((operation.index, position))
+            apart = (read and read.copied) or (operation.index, position) in copied
+            if not isinstance(operand, int) or apart or fuses_operands(problem, operation, position):
+                continue
+            if read:
+                needed.add(read.value)
+            elif name == "fft":
+                needed.add(lies_in(program, lying, operand))
+            else:
+                needed.add(filters.get(operand, operand) if name == CONVOLUTION else operand)
     return frozenset(needed)
 
 

@@ -24,7 +24,7 @@ of what it scatters into: these are not overwritten. So a product and what is co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from shardplan import _jax
 from shardplan.memory.fusion import fuses_operands, readers_in
@@ -90,10 +90,10 @@ def _made_with_others(problem: Problem, order: Sequence[Operation], kernels: Ker
             elif operation.index not in apart and fuses_operands(problem, operation):
                 found.add(operand)
     in_memory = kernels.read | kernels.stored
-    return frozenset(v for v in found if v not in kernels.stored or _read_by_several(problem, fused, in_memory, v))
+    return frozenset(v for v in found if v not in kernels.stored or read_by_several(problem, fused, in_memory, v))
 
 
-def _read_by_several(problem: Problem, fused: Collection[int], in_memory: frozenset[int], value: int) -> bool:
+def read_by_several(problem: Problem, fused: Collection[int], in_memory: Set[int], value: int) -> bool:
     """Whether several kernels read a value: one alone does not make it as well."""
     readers, kernels, stack = readers_in(problem.program), set[int](), [value]
     while stack and len(kernels) < 2:

@@ -104,7 +104,8 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
     the kernel writes it that makes what is copied, nor for merged products, for which one puts operands side by side.
     """
     schedule, program, assignment = graph.schedule, graph.program, graph.schedule.assignment
-    operands = copied_operands(program, pointwise_operations(schedule.problem), kernels.masked, kernels.carried)
+    reading = kernels.masked, kernels.carried, kernels.reshaped
+    operands = copied_operands(program, pointwise_operations(schedule.problem), *reading)
     merged = {index for group in merged_anywhere(schedule) for index in group}
     alone = {place: read for place, read in operands.items() if place[0] not in merged}
     adding = {found.product: index for index, found in kernels.adding.items()}

@@ -40,6 +40,7 @@ from shardplan.layout import Layout
 from shardplan.memory.bringing import Sending, brought_spans, computed_until, gathered_from, reduced_at
 from shardplan.memory.brought import Brought, brought_by, own_variable
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
+from shardplan.memory.copies import exponentials_in_parts
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import gathered_at_the_end, held_whole
 from shardplan.memory.held import Lifetime
@@ -355,6 +356,9 @@ class Usages:
             yield from self._operand_copy(reader, position, times, (first, last))
         for gradient, first, last in self.lifetimes.zeros():
             yield from self._operand_copy(gradient, 1, 1.0, (first, last))
+        for operation, times in exponentials_in_parts(self.lifetimes, self.problem):
+            place = self.lifetimes.place[operation.index]
+            yield from self._operand_copy(operation, 0, times, (place, place))
 
     def _product_copies(self) -> Iterator[Usage]:
         for operand, copy in self.lifetimes.copies.items():

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from shardplan.memory.liveness import Lifetimes
 
 
+_ADDITIONS = frozenset({"add", "add_any"})
+
+
 @dataclass(frozen=True, slots=True)
 class Filling:
     """Operations that use tensors of one shape filled with one number: scatters that write into them, and kernels that
@@ -90,7 +93,7 @@ def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, An
         filled = _filled_by(problem, operation, numbers)
         if filled is not None:
             yield numbers[filled], filled
-    elif choices is not None and choices.pointwise:
+    elif choices is not None and choices.pointwise and not _adds_nothing(operation):
         shape = values[operation.results[0]].shape
         whole = [o for o in operation.operands if isinstance(o, int) and values[o].shape == shape]
         found = {(str(numbers[o]), values[o].dtype): (numbers[o], o) for o in whole if o in numbers}
@@ -98,6 +101,13 @@ def _numbers_in(problem: Problem, operation: Operation, numbers: Mapping[int, An
             constants = (o.value for o in operation.operands if isinstance(o, Constant))
             found |= {(str(number), values[whole[0]].dtype): (number, whole[0]) for number in constants}
         yield from found.values()
+
+
+def _adds_nothing(operation: Operation) -> bool:
+    """Whether an operation adds the constant zero, as optimizers do to what they take roots of: XLA leaves that out."""
+    added = operation.operands if operation.primitive.name in _ADDITIONS else operation.operands[1:]
+    sums = operation.primitive.name in _ADDITIONS | {"sub"}
+    return sums and any(isinstance(o, Constant) and o.value == 0 for o in added)
 
 
 def _filled_by(problem: Problem, operation: Operation, numbers: Container[int]) -> int | None:
