@@ -139,12 +139,17 @@ class _Attempt:
         return False
 
     def _otherwise(self) -> None:
-        if not self.take_joined():
+        """Makes what a search has found fit, where none of it does: of parts of all that is known by then, which the
+        joined mesh adds to, or what is leaner."""
+        corrections = self.corrections
+        if self.joined is not None:  # which takes longer
+            relieve(corrections, corrections.until)
+        if corrections.best is None and not self.take_joined():
             self.leanest.begin()
-            self.corrections.unreached = self.leanest.bound
-            self.corrections.take_counted()
-        if self.corrections.best is None:
-            relieve(self.corrections, self.corrections.until)
+            corrections.unreached = self.leanest.bound
+            corrections.take_counted()
+        if corrections.best is None:
+            relieve(corrections, corrections.until)
 
 
 def _coarser(problem: Problem, search: Search) -> tuple[_Masks | None, Sequence[_Masks]]:

@@ -38,6 +38,36 @@ def test_what_a_first_search_finds_above_the_limit_takes_over_parts_of_leaner_sc
     assert done == [*["search", "lean", "relieve"] * (len(done) // 3), "lean"]  # the last where all has found nothing
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_is_known_takes_over_parts_before_the_joined_mesh_is_searched(monkeypatch, fits):
+    done = []
+
+    def relieved(known, until):
+        done.append("relieve")
+        if fits and known.best is None:
+            known.best = replace(known.first, peak_bytes=0.0)
+
+    def take_joined(attempt):
+        done.append("join")
+        attempt.joined = None
+        return True
+
+    monkeypatch.setattr(Corrections, "take", lambda known, own: own)
+    monkeypatch.setattr(searching, "relieve", relieved)
+    monkeypatch.setattr(searching._Attempt, "take_joined", take_joined)
+    monkeypatch.setattr(Corrections, "search_from_best", lambda known: None)
+    monkeypatch.setattr(searching, "fill", lambda known: None)
+    monkeypatch.setattr(Leanest, "look", lambda leanest: None)
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    if fits:
+        plan_within(mesh)
+        assert done == ["relieve"]
+    else:
+        with pytest.raises(InfeasibleError):
+            plan_within(mesh)
+        assert done[:3] == ["relieve", "join", "relieve"]
+
+
 @pytest.mark.parametrize(("excluded", "searches"), [(0.0, 3), (1.001, 1)])
 def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monkeypatch, excluded, searches):
     searched = []
