@@ -203,7 +203,7 @@ def test_mixing_ends_where_its_work_is_over(monkeypatch):
     assert tried
     tried.clear()
     monkeypatch.setattr("shardplan.filling._SECONDS_PER_VARIABLE", 1.0)
-    monkeypatch.setattr("shardplan.relieving._cheapest_above", lambda known: None)
+    monkeypatch.setattr("shardplan.relieving._above", lambda known: [])
     shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=0.95 * free.peak_bytes)
     assert not tried
 
