@@ -129,8 +129,6 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
         report()
         run.ask()
 
-    run.fitted = run.fitted or (known is not None and known.served)
-
     def doubt() -> None:
         if run.cost == math.inf and solver.upper == math.inf:
             _fits(run)

@@ -51,8 +51,8 @@ class Run:
         self.progress = progress
         self.serves = serves
         """Asked of a good assignment: whether it is worth proving. See `ask`."""
-        self.fitted = False
-        """Whether the lowest peak was looked for."""
+        self.fitted = network.hint is not None and network.hint.served
+        """Whether the lowest peak was looked for, or need not be."""
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices of usage."""
         self.priced_bound = -math.inf
