@@ -4,7 +4,7 @@ A search holds to the limit in the order of a schedule that was found before. Wh
 decides in which order operations run: in its own, a device may hold a little more than the limit, at other operations.
 Leaner schedules are known by then, which fit and send far more. So what is missing is taken from them, part by part
 (`shardplan.search.mixing`), in the order of the schedule itself; then in that of what came out, until that fits. Two
-schedules are relieved, the one without a limit too: its parts are the cheapest.
+schedules are relieved; the one without a limit may be one of them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _relieve(known: Corrections, base: Found, until: float) -> None:
 
 def _above(known: Corrections) -> Iterator[Found]:
     """Of all that was counted in its own order and does not fit, two that differ in cost. Where nothing fits, these are
-    the cheapest but the one without a limit, then that; where something does, those that would cost least at the limit
+    the cheapest, but the one without a limit comes last; where something does, those that would cost least at the limit
     if costs rose evenly from each of them to the best."""
     above = [(found, known.cost(found.solution.choices)) for found in _counted(known)]
     above = [(found, cost) for found, cost in above if found.peak_bytes > known.limit_bytes]
