@@ -115,7 +115,7 @@ def product_operands(
     """What products read, by the operation's index and the operand's position.
 
     ``pointwise`` are the operations, by index, that compute element by element, and leave the order of dimensions;
-    ``reshaped`` the products that lose dimensions of their batch, see `reshaped_products`.
+    ``reshaped`` the products that lose dimensions of their batch, see `loses_batch`.
     """
     makers = program.makers
     lying = lying_of(program, frozenset(pointwise)).orders
