@@ -5,7 +5,9 @@ the forward pass, and again for the backward pass). XLA would merge these gather
 tensor behind a barrier. A weight depends on nothing: behind a barrier of its own it could still be gathered at any
 time, and XLA gathers those of several layers together, long before most of them are read. So where a product reads it,
 the barrier waits for the product's other operand too: a gradient, or what is computed again. That is in memory then
-anyhow, as a library reads it.
+anyhow, as a library reads it. Of an operand in another shape it waits for what that shows: XLA's simplifier takes a
+value out of a barrier that nothing else reads, and another shape is read by the barrier alone once the product's own
+reshape has been merged into it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardplan.layout import Layout
+from shardplan.memory.fusion import is_view
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -60,7 +63,23 @@ def _others(schedule: Schedule, operation: Operation, value: int, last: int) -> 
     for other, layout in zip(operation.operands, strategy.operands, strict=True):
         if not isinstance(other, int) or layout is None or other == value or other not in makers:
             continue
-        kept = other in schedule.assignment.values and not _is_anew(schedule, other, layout)
-        if kept and makers[other].region == operation.region and makers[other].index > last:
-            return (Awaited(other, layout),)
+        shown = _shown(schedule, Awaited(other, layout))
+        maker = makers[shown.value]
+        kept = shown.value in schedule.assignment.values and not _is_anew(schedule, *shown)
+        if kept and maker.region == operation.region and maker.index > last:
+            return (shown,)
     return ()
+
+
+def _shown(schedule: Schedule, awaited: Awaited) -> Awaited:
+    """What a value shows in another shape, where nothing moves in between; a value of its own is itself."""
+    program, assignment = schedule.program, schedule.assignment
+    while True:
+        view = program.makers[awaited.value]
+        strategy = assignment.strategies.get(view.index)
+        if strategy is None or not is_view(program, view) or awaited.layout != strategy.results[0]:
+            return awaited
+        source, layout = view.operands[0], strategy.operands[0]
+        if not isinstance(source, int) or layout is None or source not in program.makers:
+            return awaited
+        awaited = Awaited(source, layout)
