@@ -12,8 +12,10 @@ reshape has been merged into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
 
 from shardplan.layout import Layout
 from shardplan.memory.fusion import is_view
@@ -34,6 +36,11 @@ class Awaited(NamedTuple):
 def awaited(schedule: Schedule, reader: Operation, value: int) -> tuple[Awaited, ...]:
     """What the collectives that bring a value to a further reader wait for besides: nothing, or one other operand."""
     return _awaited(schedule).get((reader.index, value), ())
+
+
+def is_behind_barrier(schedule: Schedule, reader: int, value: int) -> bool:
+    """Whether an operation, by its index, is a further reader of a value, of which it has a copy of its own."""
+    return (reader, value) in _awaited(schedule)
 
 
 @once
@@ -69,6 +76,22 @@ def _others(schedule: Schedule, operation: Operation, value: int, last: int) -> 
         if kept and maker.region == operation.region and maker.index > last:
             return (shown,)
     return ()
+
+
+def number_of_barriers(schedule: Schedule, waiting: Iterable[Awaited]) -> int:
+    """How many barriers a collective stands behind that waits for some values. For XLA a product's result, or that in
+    another order of dimensions, is a view in the end, one for each reader, which it takes out of a barrier that alone
+    reads it: such values pass two barriers, which read one view."""
+    makers, viewed = schedule.program.makers, {*_PRODUCTS, "transpose"}
+    return 2 if any(makers[awaited.value].primitive.name in viewed for awaited in waiting) else 1
+
+
+def wait_behind(schedule: Schedule, array: Any, waiting: Sequence[Awaited], read: Callable[[int, Layout], Any]) -> Any:
+    """An array behind barriers that take in what it waits for. ``read``: a value in a layout."""
+    others = [read(*awaited) for awaited in waiting]
+    for _ in range(number_of_barriers(schedule, waiting)):
+        array, *_ = jax.lax.optimization_barrier((array, *others))
+    return array
 
 
 def _shown(schedule: Schedule, awaited: Awaited) -> Awaited:

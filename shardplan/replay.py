@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.anew import awaited
+from shardplan.anew import awaited, wait_behind
 from shardplan.beginnings import in_parts
 from shardplan.carries import fill_late
 from shardplan.control import Link, Links
@@ -218,8 +218,8 @@ class Replay:
                 stored = self._schedule.assignment.values[operand]
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
                     # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
-                    others = [self._read(*other) for other in awaited(self._schedule, operation, operand)]
-                    anew, *_ = jax.lax.optimization_barrier((self._held[operand, stored], *others))
+                    waiting = awaited(self._schedule, operation, operand)
+                    anew = wait_behind(self._schedule, self._held[operand, stored], waiting, self._read)
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)

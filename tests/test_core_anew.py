@@ -17,8 +17,9 @@ from shardplan.audit import measure
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.bringing import computed_until
 from shardplan.memory.gathering import combined_gathers
-from shardplan.memory.hiding import hiding_order
+from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.placing import through_values
 from shardplan.memory.recomputing import kernels_in
 from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
@@ -90,6 +91,35 @@ def test_a_gather_waits_for_what_an_operand_shows_in_another_shape() -> None:
         backward = [o for o in plan.program.operations if o.primitive.name == "dot_general" and weight in o.operands][1]
         [other] = awaited(schedule, backward, weight)
         assert other.value not in backward.operands and plan.program.values[other.value].shape == (16, 4, 8, 8)
+
+
+@pytest.mark.parametrize(("twice", "barriers"), [(False, 1), (True, 2)])
+def test_a_gather_stands_behind_what_comes_out_of_barriers(twice: bool, barriers: int) -> None:
+    """A product's result passes two."""
+
+    def step(w: jax.Array, v: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ w) @ v @ w if twice else jnp.tanh(x @ w) @ w @ v
+
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    pins = {"0": PartitionSpec(None, "x"), "1": PartitionSpec(), "2": PartitionSpec("x", None)}
+    mesh = AbstractMesh((8,), ("x",))
+    plan = shardplan.plan(step, mesh, square, square, square, pins=pins, memory_limit=inf)
+    assignment, [w, *_] = plan.schedule.assignment, plan.program.inputs
+    schedule = Schedule(
+        plan.schedule.problem, replace(assignment, copies=assignment.copies | {w: assignment.values[w]})
+    )
+    graph = Graph(schedule, kernels_in(schedule), [], [])
+    [further] = [gather for gather in graph.gathers if gather.alone == 2]
+    [first] = [gather for gather in graph.gathers if gather.alone == 0]
+    assert graph.needs[graph.starts[graph.gathers[first]]] == set()
+    needs, found = graph.needs[graph.starts[graph.gathers[further]]], 0
+    while needs & graph.barriers.keys():
+        [barrier] = needs
+        assert ~graph.barriers[barrier] in through_values(graph)  # what comes out of it is taken at once
+        [read] = graph.needs[barrier]
+        needs, found = graph.needs[read], found + 1
+    assert found == barriers
+    assert needs == {1}  # what the gather waits for
 
 
 def test_what_is_gathered_for_each_product_merges_none() -> None:

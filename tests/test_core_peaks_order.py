@@ -15,11 +15,11 @@ from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.measured import product_microseconds
-from shardplan.memory.merging import side_by_side
+from shardplan.memory.merging import merge_nodes, side_by_side
 from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_in, kernels_of
 from shardplan.memory.reductions import combined_reductions, reduced_together
-from shardplan.memory.times import kernel_microseconds
+from shardplan.memory.times import BYTES_MOVED, kernel_microseconds
 
 
 def _placed(needs, takes, starts=None, merged=()):
@@ -31,10 +31,9 @@ def _placed(needs, takes, starts=None, merged=()):
         place={node: float(node) for node in needs},
         starts=starts,
         merged={*merged},
-        through_values=lambda: {node: set(found) for node, found in needs.items()},
         runs=lambda node: node < len(takes) - 2 * len(starts),
     )
-    return Placing(graph).run()
+    return Placing(graph, {node: set(found) for node, found in needs.items()}).run()
 
 
 @pytest.mark.parametrize(
@@ -124,6 +123,26 @@ def test_products_of_16_bit_numbers_into_float32_take_longer(operands, made, pre
     schedule = shardplan.plan(step, 1, *[jax.ShapeDtypeStruct((1024, 1024), operands)] * 2).schedule
     [product] = schedule.program.operations
     assert least < kernel_microseconds(schedule, product, ()) < most
+
+
+def test_a_kernel_cuts_out_each_of_merged_products_that_is_reduced():
+    def loss(weights, x):
+        return sum(jnp.sum(jnp.tanh(x @ w)) for w in weights)
+
+    x, weight = jax.ShapeDtypeStruct((4096, 256), "float32"), jax.ShapeDtypeStruct((256, 256), "float32")
+    pins = {"0/*": jax.P(), "1": jax.P("x", None)}
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    schedule = shardplan.plan(jax.grad(loss), mesh, [weight] * 2, x, pins=pins).schedule
+    graph = Graph(schedule, kernels_of(schedule.problem), [], [])
+    sent = [index for group in merged_anywhere(schedule) for index in group if index in graph.reduced]
+    assert len(sent) == 2
+    merge_nodes(graph)
+    cuts = [graph.needs[graph.starts[graph.reduced[index]]] for index in sent]
+    assert cuts[0].isdisjoint(cuts[1])
+    for needs, index in zip(cuts, sent, strict=True):
+        [cut] = needs
+        assert graph.needs[cut] == {min(sent)} and graph.values[cut] == {*schedule.program.operations[index].results}
+        assert graph.takes[cut] == pytest.approx(2 * weight.size * 4 / BYTES_MOVED)
 
 
 @pytest.mark.parametrize(("merged", "last"), [((), 0), ((4,), 2)])

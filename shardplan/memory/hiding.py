@@ -28,7 +28,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
+from shardplan.anew import is_behind_barrier
 from shardplan.memory.accumulation import waiting_for_sums
+from shardplan.memory.barriers import put_barriers
 from shardplan.memory.bringing import Sending
 from shardplan.memory.coalescing import bytes_apart, turning_reads
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
@@ -44,7 +46,7 @@ from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.nodes import Nodes
 from shardplan.memory.order import operands_first
-from shardplan.memory.placing import LATENCY, Placing
+from shardplan.memory.placing import LATENCY, Placing, through_values
 from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.reductions import Reduced, reduced_together, without_leading
@@ -91,7 +93,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     }
     order: list[int] = []
     done: set[int] = set()
-    placed = list(reversed(Placing(graph).run()))
+    placed = list(reversed(Placing(graph, through_values(graph)).run()))
     nodes = (index for node in placed if node < len(operations) for index in (node, *graph.joined.get(node, ())))
     for wanted in (*nodes, *schedule.program.regions[region].operations):
         for operation in operands_first(schedule.program, wanted, done) if wanted not in done else ():
@@ -134,6 +136,8 @@ class Graph(Nodes):
         self.merged: set[int] = set()  # ends of collectives that bring several values
         self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
         self.gathers: dict[Gather, int] = {}
+        self.guarded: dict[Gather, tuple[set[int], set[int]]] = {}  # what those behind barriers need and read
+        self.barriers: dict[int, int] = {}  # per barrier, the number that what comes out of it has as a value
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
         self.sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
         self.cut = {value: -1 for value in moved_parts(schedule, kernels.fused) if value in self.makers}  # with kernels
@@ -230,23 +234,6 @@ class Graph(Nodes):
         library = operation.primitive.name == CONVOLUTION or is_multiplied(self.program, operation)
         return library or operation.index in self._products
 
-    def through_values(self) -> dict[int, set[int]]:
-        """What each node needs, arguments and what is taken from several results included: values, by their complement,
-        each of which needs what makes it."""
-        owner = {part: node for node, parts in self.joined.items() for part in parts}
-        found = {node: {*needs} for node, needs in self.needs.items()}
-        for node, values in self.values.items():
-            for value in values:
-                maker = self.maker(value)
-                made = owner.get(maker, maker) if maker is not None else None
-                if made is None or (made in self.parts and made != node):
-                    found[node].add(~value)
-                    found.setdefault(~value, set()).update(() if made is None else (made,))
-        for node, needs in found.items():
-            if node >= 0:
-                needs.difference_update([made for need in needs if need < 0 for made in found[need]])
-        return found
-
     def elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""
         if is_sum(self.program, operation):  # a matrix, by a vector
@@ -292,6 +279,7 @@ class Graph(Nodes):
         for index, value in waiting_for_sums(self.schedule).items():
             if index in self.reads and (maker := self.maker(value)) is not None:
                 self.needs[index].add(maker)
+        put_barriers(self)
         cut_parts(self)
 
     def add(self, place: float, needs: set[int], values: set[int], takes: float) -> int:
@@ -337,14 +325,17 @@ class Graph(Nodes):
             brought += tuple(self._read_otherwise(self.program.operations[product]))
         for gather in brought:
             end = self._gather(gather, index - 1)
-            self.needs[self.starts[end]] |= self._awaited(gather, sent, index)
+            needs, values = self.needs[self.starts[end]], self.values[self.starts[end]]
+            if gather.alone is not None and is_behind_barrier(self.schedule, gather.alone, gather.value):
+                needs, values = self.guarded.setdefault(gather, (set(), set()))
+            needs |= self._awaited(gather, sent, index)
             operand = gather.value
             for value in self._sources.get(operand, frozenset((operand,))):
                 maker = self.maker(value)
                 if maker is not None:
-                    self.needs[self.starts[end]].add(sent.get(value, maker))
+                    needs.add(sent.get(value, maker))
                 if value not in sent:
-                    self.values[self.starts[end]].add(value)
+                    values.add(value)
                 found.append((value, end))
         return found
 

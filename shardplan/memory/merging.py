@@ -213,6 +213,7 @@ def merge_nodes(graph: Graph) -> None:
             made = dict[object, int]()
             for group in some:
                 _put_side_by_side(graph, group, parts, made)
+                _cut_out(graph, group)
         elif len(some) > 1:
             waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
 
@@ -232,6 +233,18 @@ def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, in
     graph.values[node] = graph.values[node] - (values - kept[1])
     graph.beside |= {(operation.index, position): beside for operation, position in others}
     graph.side_by_side |= {(operation.index, position) for operation, position in others}
+
+
+def _cut_out(graph: Graph, group: Sequence[int]) -> None:
+    """Adds the kernels to a graph that cut out of merged products what is reduced, which waits for them."""
+    left = {operation.index: (result, layout) for operation, result, layout in left_otherwise(graph.schedule)}
+    starts = {index: graph.starts[graph.reduced[index]] for index in group if index in graph.reduced}
+    for start in starts.values():
+        graph.needs[start].discard(group[0])
+    for index, start in starts.items():
+        takes = 2 * bytes_in(graph.schedule, *left[index]) / BYTES_MOVED
+        graph.needs[start].add(graph.add(index + 0.2, {group[0]}, {left[index][0]}, takes))
+        graph.values[start].discard(left[index][0])
 
 
 def _needed_for(

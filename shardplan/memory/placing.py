@@ -33,12 +33,13 @@ _Key = tuple[float, float, bool, int, float, int]
 class Placing:
     """Places the nodes of a graph one by one, from the program's end."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, needs: dict[int, set[int]]) -> None:
+        """``needs``: what each node needs, as `through_values` gives it."""
         self._graph, self._now = graph, 0.0
-        self._needs = graph.through_values()
+        self._needs = needs
         self._readers: dict[int, set[int]] = {node: set() for node in self._needs}
-        for node, needs in self._needs.items():
-            for need in needs:
+        for node, found in self._needs.items():
+            for need in found:
                 self._readers[need].add(node)
         self._depth = self._depths()
         self._ready_at: dict[int, float] = {}
@@ -173,3 +174,26 @@ class Placing:
         self._frees[reader] += 1
         if available:
             self._insert(reader)
+
+
+def through_values(graph: Graph) -> dict[int, set[int]]:
+    """What each node needs, arguments and what is taken from several results included: values, by their complement,
+    each of which needs what makes it."""
+    owner = {part: node for node, parts in graph.joined.items() for part in parts}
+    found = {node: {*needs} for node, needs in graph.needs.items()}
+    for node, values in graph.values.items():
+        for value in values:
+            maker = graph.maker(value)
+            made = owner.get(maker, maker) if maker is not None else None
+            if made is None or (made in graph.parts and made != node):
+                found[node].add(~value)
+                found.setdefault(~value, set()).update(() if made is None else (made,))
+    for needs in [*found.values()]:
+        for barrier in needs & graph.barriers.keys():
+            needs.remove(barrier)
+            needs.add(~graph.barriers[barrier])
+            found[~graph.barriers[barrier]] = {barrier}
+    for node, needs in found.items():
+        if node >= 0:
+            needs.difference_update([made for need in needs if need < 0 for made in found[need]])
+    return found
