@@ -87,7 +87,8 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     main.follow()
     if dear(_JOINED, 1.0):
         main.take_joined()
-    attempts = [*filter(None, [main.taken]), whole]  # the least peak of two axes is no sooner found than that of all
+    coarser = main.taken if main is whole else main  # the mesh with all axes joined holds no less than that with two
+    attempts = [*filter(None, [coarser]), whole]
     for attempt in attempts:
         if corrections.best is None:
             attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
