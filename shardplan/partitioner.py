@@ -310,22 +310,39 @@ def _pads_places(operation: Operation, strategy: Strategy) -> bool:
     return str(operation.equation.invars[1].aval.dtype) != "int32"  # type: ignore[attr-defined]
 
 
-def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...]) -> bool:
-    """Whether XLA, left alone, makes a reduce-scatter of partial sums over ``axes``, in their order.
+def order_of_sum(operation: Operation, strategy: Strategy, axes: tuple[int, ...], among: int) -> tuple[int, ...]:
+    """The order of axes in which XLA sums partial results over them, and scatters these: that in which the axes split
+    what is summed, and of a convolution whose blocks exchange rows, over all axes (so many), that of the mesh."""
+    return tuple(sorted(axes)) if _exchanges_rows(operation, strategy) and len(axes) == among else axes
+
+
+def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...], among: int) -> bool:
+    """Whether XLA, left alone, makes a reduce-scatter of partial sums over ``axes``, in their order, of a mesh of so
+    many axes.
 
     It does where they together split one dimension of every operand that they split; of a convolution in groups, or one
-    whose blocks need rows of their neighbours, only in the order of the mesh, and of single elements that are looked up
-    only where none is filled in.
+    whose blocks need rows of their neighbours, only in the order of the mesh, of the latter whatever they split if they
+    are all axes; and of single elements that are looked up only where none is filled in.
     """
     if fills_elements(operation):
         return False
     if len(axes) < 2:
         return True
-    ordered = operation.primitive.name == "conv_general_dilated" and (_has_groups(operation) or bool(strategy.halos))
-    if ordered and tuple(sorted(axes)) != axes:
+    exchanges, in_groups = _exchanges_rows(operation, strategy), _in_groups(operation)
+    if (exchanges or in_groups) and tuple(sorted(axes)) != axes:
         return False
+    if exchanges and not in_groups and len(axes) == among:
+        return True
     touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]
     return all(axes in layout for layout in touching)
+
+
+def _exchanges_rows(operation: Operation, strategy: Strategy) -> bool:
+    return operation.primitive.name == "conv_general_dilated" and bool(strategy.halos)
+
+
+def _in_groups(operation: Operation) -> bool:
+    return operation.primitive.name == "conv_general_dilated" and _has_groups(operation)
 
 
 def _has_groups(operation: Operation) -> bool:

@@ -21,7 +21,7 @@ from shardplan.deferred import DeferredSums
 from shardplan.joining import joined
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
 from shardplan.once import once
-from shardplan.partitioner import may_be_island, needs_island, scatters
+from shardplan.partitioner import may_be_island, needs_island, order_of_sum, scatters
 from shardplan.paths import Priced
 from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Value
@@ -362,8 +362,9 @@ class Problem:
         dtype = self.program.values[operation.results[position]].dtype
         travelling = reduction_dtype(operation, dtype, self.reduce_dtype) if island else dtype
         width = _jax.item_bytes(travelling) / _jax.item_bytes(dtype)
-        pending = strategy.pending[position]
-        scattered = scatters(operation, strategy, pending)
+        among = len(self.space.mesh.names)
+        pending = order_of_sum(operation, strategy, strategy.pending[position], among)
+        scattered = scatters(operation, strategy, pending, among)
         return Partial(strategy.results[position], pending, island, width, scattered)
 
     def _add_outputs(self, network: Network) -> None:

@@ -175,8 +175,8 @@ class Schedule:
         needed = len(reducing) > 1 or needs_island(operation, strategy)
         if reducing[0].kind == "reduce-scatter":
             # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
-            axes = reducing[0].axes
-            alone = len(axes) < 2 or (axes == strategy.pending[0] and scatters(operation, strategy, axes))
+            axes, among = reducing[0].axes, len(self.space.mesh.names)
+            alone = len(axes) < 2 or (axes == strategy.pending[0] and scatters(operation, strategy, axes, among))
             needed = needed or followed_by_slice or not alone or self.is_scattered_behind(operation)
         return travelling if needed or travelling != dtype else None
 
