@@ -26,6 +26,7 @@ from shardplan.paths import Priced
 from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
+from shardplan.spreading import spread_values
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
 from shardplan.transition import Partial, Step, Transitions, called_steps, halo_steps, over_trips
 from shardplan.twins import mirrored, twins
@@ -280,13 +281,10 @@ class Problem:
             if operation.index in self._barriers:
                 self._add_barrier(network, operation)
                 continue
-            choices = self.choices[operation.index]
-            if choices.follows_result:
-                variable = self.variables.values[operation.results[0]]
-            else:
-                variable = self.variables.operations[operation.index]
-                self._add_results(network, operation, variable)
-            self._add_operands(network, operation, variable)
+            own = self.variables.operations.get(operation.index)  # none where the result's layout decides
+            if own is not None:
+                self._add_results(network, operation, own)
+            self._add_operands(network, operation, self.variables.values[operation.results[0]] if own is None else own)
 
     def _add_links(self, network: Network, links: Links) -> None:
         for link in (*links.enter, *links.inside):
@@ -315,11 +313,13 @@ class Problem:
             if not isinstance(operand, int) or operand in self.generated or len(self.domain(operand)) == 1:
                 continue
             times, domain = self.times(operation), self.domain(operand)
-            moving = id(self.moving(operand))
-            key = (id(choices), position, domain, self.program.values[operand].total_bytes, times, moving)
+            moving, spread = id(self.moving(operand)), operand in spread_values(self.program)
+            key = (id(choices), position, domain, self.program.values[operand].total_bytes, times, moving, spread)
             if key not in self._tables:
-                targets = tuple(s.operands[position] for s in choices.strategies)
-                self._tables[key] = self._transition_table(self.program.values[operand], targets, times)  # type: ignore[arg-type]
+                targets: Any = tuple(s.operands[position] for s in choices.strategies)
+                table = self._transition_table(self.program.values[operand], targets, times)
+                sent = self.transitions.sends(domain, targets) if spread else None
+                self._tables[key] = table if sent is None else np.where(sent, np.inf, table)
             table = self._tables[key]
             if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
                 seen.add((operand, id(table)))

@@ -18,6 +18,7 @@ from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
 from shardplan.reusing import reuse_sums
 from shardplan.shifting import shift_reads
+from shardplan.spreading import spread_for_each
 
 
 def trace_program(
@@ -66,7 +67,8 @@ def trace_program(
             out_tree=out_tree,
         )
     )
-    return _prune(reuse_sums(_prune(hoist_conversions(_prune(shift_reads(program))))))
+    hoisted = hoist_conversions(_prune(shift_reads(program)))
+    return _prune(spread_for_each(_prune(reuse_sums(_prune(hoisted)))))
 
 
 class _Builder:

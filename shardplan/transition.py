@@ -76,6 +76,10 @@ class Transitions:
         table[:, missing] = np.inf  # a partial layout that the tensor cannot have
         return table
 
+    def sends(self, domain: Domain, targets: tuple[Layout, ...]) -> np.ndarray:
+        """bool [layouts of the domain, targets]: whether a transition is more than slices, one per axis at most."""
+        return self.table(domain, targets, 1) > (len(self.space.mesh.splitting) + 0.5) * self.longer
+
     def priced(self, domain: Domain) -> Priced:
         """The prices between all layouts of a domain."""
         return self._solve(domain)[0]

@@ -11,9 +11,11 @@ from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.activations import activated
 from shardplan.memory.combining import Gather
 from shardplan.memory.copying import copying_kernel
+from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.hiding import Graph
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
-from shardplan.memory.recomputing import kernels_in
+from shardplan.memory.recomputing import kernels_in, kernels_of
+from shardplan.memory.rows import row_results
 from shardplan.memory.times import UNKNOWN
 from shardplan.memory.turning import turn_operands
 from shardplan.tracing import trace_program
@@ -212,3 +214,21 @@ def test_products_that_lose_one_of_several_batch_dimensions_read_each_operand_in
     lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)), kernels)
     assert [read.order for read in lifetimes.copies].count((0, 1, 2, 4, 3)) == copies
     assert len(kernels.reshaped) == copies
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_what_is_computed_with_a_softmax_of_numbers_goes_through_no_rows(folded):
+    """XLA computes a softmax of zeros while it compiles: of what is computed with it, one kernel writes both copies."""
+
+    def step(images, numbers, keys, values):
+        weights = jax.nn.softmax(jnp.zeros_like(numbers) if folded else numbers)
+        heads = jnp.tanh(images) * weights[..., None]
+        return jnp.einsum("bqhd,bhdk->bhqk", heads, keys), jnp.einsum("bqhd,bhqe->bhde", heads, values)
+
+    shapes = (2, 64, 4, 8), (2, 64, 4), (2, 4, 8, 16), (2, 4, 64, 16)
+    problem = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)).schedule.problem
+    program, kernels = problem.program, kernels_of(problem)
+    assert bool(row_results(program, pointwise_operations(problem))) is not folded
+    copies = Lifetimes(problem, range(len(program.operations)), kernels).copies
+    begins = [copy.first for read, copy in copies.items() if program.values[read.value].shape == (2, 64, 4, 8)]
+    assert len({*begins}) == 1 if folded else len(begins) == 2

@@ -297,13 +297,38 @@ def test_of_an_associative_scan_pairs_are_stored_and_what_is_as_large_as_its_hal
 def test_what_devices_repeat_is_stored_where_it_is_dear_to_compute():
     def step(x):
         seen = jnp.sin(x)
-        return jnp.sum(seen), jnp.max(seen, axis=1)
+        return jnp.min(seen, axis=1), jnp.max(seen, axis=1)
 
     with pytest.warns(shardplan.ShardplanWarning, match="divides"):
-        plan = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), _shape(509, 1021))
+        plan = shardplan.plan(step, jax.sharding.AbstractMesh((8,), ("x",)), _shape(8191, 61))
     makers = {result: o.primitive.name for o in plan.program.operations for result in o.results}
     kernels = kernels_of(plan.schedule.problem), kernels_in(plan.schedule)
     assert [[makers[value] for value in found.stored] for found in kernels] == [[], ["sin"]]
+
+
+@pytest.mark.parametrize(("rows", "stored"), [(1, True), (4096, False)])
+def test_sums_along_few_rows_read_and_compute_slowly(rows, stored):
+    problem = shardplan.plan(lambda x: jnp.sum(jnp.sin(x), axis=1), 1, _shape(rows, 4096)).schedule.problem
+    assert len(kernels_of(problem).stored) == stored
+
+
+def test_a_loss_is_stored_row_by_row_with_what_its_gradient_reads_of_each_row():
+    """What picks the logits of labels puts their places together; zeros that fill in are read once for each number."""
+
+    def loss(table, hidden, labels):
+        scores = hidden @ table
+        picked = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(scores, axis=-1) - picked)
+
+    shapes = _shape(512, 8192), _shape(2, 1024, 512), jax.ShapeDtypeStruct((2, 1024), "int32")
+    problem = shardplan.plan(jax.grad(loss, (0, 1)), 1, *shapes).schedule.problem
+    whole = shardplan.plan(jax.value_and_grad(loss, (0, 1)), 1, *shapes).schedule.problem
+    found = []
+    for one in (problem, whole):
+        program = one.program
+        rows = [value for value in kernels_of(one).stored if program.values[value].shape == (2, 1024)]
+        found.append({program.makers[value].primitive.name for value in rows})
+    assert found[1] - found[0] == {"sub"} and "add_any" in found[0]
 
 
 @pytest.mark.parametrize("layers", [3, 9])

@@ -139,5 +139,5 @@ def test_a_kernel_that_goes_on_with_a_part_computes_that_part_alone():
 
     x, places = jax.ShapeDtypeStruct((1024, 512), jnp.float32), jax.ShapeDtypeStruct((1024,), jnp.int32)
     plan = shardplan.plan(step, MESH, x, places, pins={"0": jax.P(), "1": jax.P()})
-    whole = 4 * 1024 * 512
-    assert plan.peak_bytes == pytest.approx(whole * (1 + 1 / 8), rel=0.05)  # compiled: 2.43 MB
+    whole, stored = 4 * 1024 * 512, 4 * 256 * 512 / 8  # what is summed up to one number, in one block, is stored
+    assert plan.peak_bytes == pytest.approx(whole * (1 + 1 / 8) + stored, rel=0.05)  # compiled: 2.43 MB

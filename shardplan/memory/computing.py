@@ -15,7 +15,7 @@ from shardplan.memory.rows import cuts_tiles, row_results
 from shardplan.memory.sums import adds_few, adds_many, columns_of
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Operation, Program
+from shardplan.program import Constant, Operation, Program
 from shardplan.strategy import operand_type
 
 PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
@@ -35,8 +35,9 @@ class Computing(NamedTuple):
     """What an operation does, whatever its size: the values that it reads, but for what it makes of nothing or of what
     else it reads; cycles for an element, branches, whether it gives back what it reads (``renames``), adds up many
     numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: how
-    many numbers it leaves innermost of those that it sums up, or 0, and how many of these become one then; ``views``:
-    how often it reads a view of its operand, or 0; ``copied``: what a kernel copies for a library."""
+    many numbers threads that sum up together leave innermost, 0 where they sum up rows, and how many of these become
+    one then; ``views``: how often it reads a view of its operand, or 0; ``numbers``: how many operands are one number;
+    ``copied``: what a kernel copies for a library."""
 
     read: tuple[int, ...]
     cycles: int
@@ -46,8 +47,9 @@ class Computing(NamedTuple):
     library: bool
     rows: float
     tiles: bool
-    columns: tuple[int, int]
+    columns: tuple[int, int] | None
     views: int
+    numbers: int
     copied: tuple[int, ...]
 
 
@@ -61,6 +63,7 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
     copies = {place for place, read in operands.items() if read.copied}
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
     viewed, lying = _viewed(program, pointwise), lying_of(program, pointwise).orders
+    spread = {o.results[0] for o in program.operations if _spreads_number(o)}
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
     for operation in program.operations:
         name = operation.primitive.name
@@ -77,13 +80,19 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
         tiles = cuts_tiles(operation) and operation.index not in padded
         sums = adds_many(program, operation)
         lies = lying.get(read[0]) if read and name in REDUCTIONS else None
-        columns = columns_of(program, operation, lies) if sums else (0, 1)
+        columns = columns_of(program, operation, lies) if sums and not adds_few(program, operation) else None
         copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
         views = _VIEWED.get(name, 0) if read and read[0] in viewed else 0
+        numbers = sum([isinstance(o, Constant) or o in spread for o in operation.operands])
         found[operation.index] = Computing(
-            *(read, cycles, branches, renames, sums, library, row, tiles, columns, views, copied)
+            *(read, cycles, branches, renames, sums, library, row, tiles, columns, views, numbers, copied)
         )
     return found
+
+
+def _spreads_number(operation: Operation) -> bool:
+    """Whether an operation spreads one number of the program, which each element that is computed with it reads."""
+    return operation.primitive.name == "broadcast_in_dim" and isinstance(operation.operands[0], Constant)
 
 
 @once

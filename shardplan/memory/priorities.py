@@ -36,10 +36,10 @@ from shardplan.memory.fusion import merged_scatters, pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT
-from shardplan.memory.sums import LAUNCH, waiting_for_blocks
+from shardplan.memory.sums import LAUNCH, waiting_for_blocks, waiting_for_rows
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation
+from shardplan.program import Operation
 
 _CACHES = ((270e3, 20.0), (50e6, 2.5))
 """What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
@@ -216,21 +216,29 @@ class _Fusion:
                 reads[value][value] += 1.0 if computing.library else self._times(operation, position, computed, value)
         if name == "concatenate" and any(times.get(value, 1.0) % 1.0 for value, times in reads.items()):
             cycles = _APART
+        if name == "gather" and (batch := operation.params["dimension_numbers"].operand_batching_dims):
+            # XLA puts places in the batch, and indices, together
+            cycles, elements = _APART * (len(batch) + 1), self._elements[result]
         cycles += REDUCING_CYCLES if computing.rows else 0
         kernel = _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
         kernel.rows, kernel.tiles = computing.rows, computing.tiles
         kernel.by_element = pointwise and name != "transpose"
         kernel.turned = self._bytes[result] * (result in self._moving)
-        if pointwise:
-            kernel.scalars = self._bytes[result] * sum([isinstance(o, Constant) for o in operation.operands])
+        kernel.scalars = self._bytes[result] * computing.numbers * pointwise
         kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
-        columns, reduced_then = computing.columns
-        if columns:
-            width = min([_jax.item_bytes(self._problem.program.values[value].dtype) for value in read], default=4)
-            waiting = waiting_for_blocks(columns, elements, reduced_then * self._elements[result], width)
+        if computing.columns is not None:
+            waiting = self._waiting(read, computing.columns, elements, self._elements[result])
             kernel.again, kernel.slower = min(waiting, 1.0), max(waiting, 1.0)
             kernel.cycles *= kernel.slower
         return kernel
+
+    def _waiting(self, values: Sequence[int], columns: tuple[int, int], read: float, made: float) -> float:
+        """By how much a kernel that sums up ``read`` numbers of some values reads slower than one that keeps the whole
+        device busy."""
+        if not columns[0]:
+            return waiting_for_rows(read, made)
+        width = min([_jax.item_bytes(self._problem.program.values[value].dtype) for value in values], default=4)
+        return waiting_for_blocks(columns[0], read, columns[1] * made, width)
 
     def _of_element(self, value: int, result: int) -> dict[int, float]:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""

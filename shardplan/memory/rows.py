@@ -6,7 +6,8 @@ of: nothing that pads, gathers or puts together. So where a softmax's results ar
 is left of the scores is stored, in the type in which it was computed.
 
 The reduction must have no other reader, so that of a softmax the largest score is one, and the sum, which the backward
-pass reads again, is not.
+pass reads again, is not. What is computed from numbers of the program alone, a softmax of zeros, is none: XLA computes
+it while it compiles.
 
 A product of a matrix and a vector that XLA multiplies and adds up is such a reduction too. Where its result alone, or
 what is computed from it element by element, weights the rows of the same matrix in another product, which adds these
@@ -100,6 +101,7 @@ class _Rows:
         self._program, self._pointwise = program, pointwise
         self._same = repeated_in(program, ())
         self._makers = program.makers
+        self._folded = _folded(program)
         self._users = Counter(o for region in program.regions for o in region.outputs if isinstance(o, int))
         for operation in program.operations:
             if self._same.keys().isdisjoint(operation.results):
@@ -117,7 +119,7 @@ class _Rows:
             return False
         values, shape = self._program.values, self._program.values[operation.results[0]].shape
         rows, read = self._known(rows), self._reduced(self._known(reduced), len(shape) - 1)
-        if read is None or values[read].shape != shape or not 1 < shape[-1] <= _LONGEST:
+        if rows in self._folded or read is None or values[read].shape != shape or not 1 < shape[-1] <= _LONGEST:
             return False
         lying = lying_of(self._program, self._pointwise).orders.get(operation.results[0])
         if lying is not None and next(d for d in reversed(lying) if shape[d] > 1) != len(shape) - 1:
@@ -187,6 +189,16 @@ class _Rows:
             return False
         dimensions, last = operation.params["broadcast_dimensions"], len(operation.params["shape"]) - 1
         return last not in dimensions or operand_type(self._program, operation.operands[0]).shape[-1] == 1
+
+
+def _folded(program: Program) -> frozenset[int]:
+    """The values that are computed from numbers of the program alone (a softmax of zeros), which XLA computes while it
+    compiles."""
+    found = set[int]()
+    for operation in program.operations:
+        if not operation.bodies and all(o in found for o in operation.operands if isinstance(o, int)):
+            found.update(operation.results)
+    return frozenset(found)
 
 
 def _matrix(program: Program, product: Operation) -> int:

@@ -40,6 +40,9 @@ first. Those down columns are made by one block of threads for each 32 columns, 
 an even number; where a kernel reads numbers of 16 bits or less, for each 128, if four divides them. With fewer blocks
 than the last, by XLA's count, an H100 reads slower: one reads 63 GB/s, whether from memory or from the caches."""
 
+_OF_THREAD, _THREADS, _MOST_THREADS = 16, 256, 1024
+"""Numbers of a row that a thread adds up, and threads of a block, of one row at most."""
+
 LAUNCH = 3.35e6
 """Bytes that an H100 reads in the microsecond in which a kernel starts."""
 
@@ -135,6 +138,19 @@ def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -
     sizes = (4, 2) if width < 4 else (2,)
     of_block = next((size for size in sizes if own >= size * _WARP and columns % size == 0), 1) * _WARP
     return _BUSY * own / (-(-own // of_block) * made)
+
+
+def waiting_for_rows(read: float, made: float) -> float:
+    """Likewise, of a sum along rows: a thread adds up 16 numbers, a block has 256 threads, or more for one long row.
+
+    >>> [round(waiting_for_rows(2048 * rows, rows), 3) for rows in (1, 53, 4096)]
+    [53.0, 1.963, 0.026]
+    """
+    length = read / max(made, 1.0)
+    if length > WHOLE_ROW:
+        return 0.0
+    threads = min(-(-length // (_OF_THREAD * _WARP)) * _WARP, _MOST_THREADS)
+    return _BUSY / -(-made // max(_THREADS // threads, 1.0))
 
 
 @once
