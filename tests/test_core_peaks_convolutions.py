@@ -339,3 +339,17 @@ def test_filters_that_stay_as_they_are_while_a_loop_runs_are_transposed_for_all_
     [loop] = [o for o in program.operations if o.bodies]
     assert [one.size for one in held] == ([] if carried else [4 * 9 * 256 * 256])
     assert all(one.lifetime.end >= lifetimes.place[loop.index] for one in held)
+
+
+@pytest.mark.parametrize(("stored", "turned"), [(("x", None), True), ((None, "x"), False)])
+def test_a_filter_gathered_along_another_dimension_than_lies_outermost_is_turned(stored, turned):
+    def step(w, x):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    w, x = jax.ShapeDtypeStruct((1, 1, 512, 1024), "float32"), jax.ShapeDtypeStruct((64, 8, 8, 512), "float32")
+    pins = {"0": jax.P(None, None, *stored), "1": jax.P("x")}
+    schedule = shardplan.plan(step, MESH, w, x, pins=pins).schedule
+    [operation] = schedule.program.operations
+    assert [step.kind for step in schedule.route(operation.operands[1], ((), (), (), ())).steps] == ["all-gather"]
+    lifetimes = Lifetimes(schedule.problem, [0])
+    assert [held.size for held in convolution_copies(lifetimes, schedule)] == [4.0 * w.size] * turned

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from shardplan.layout import Layout
 from shardplan.memory.combining import reducing
-from shardplan.memory.convolutions import POOLING_GRADIENT, neighbour_bytes
+from shardplan.memory.convolutions import POOLING_GRADIENT, convolutions_of, neighbour_bytes
 from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.gathering import last_gathered
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sharing import read_by_element, read_by_several
@@ -52,10 +54,29 @@ def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Hel
         if read is not None and read.operands[position] == layout:
             size = bytes_in(schedule, value, layout)
             yield Held(value, layout, size, Lifetime(lifetimes.place[reader.index], lifetimes.reads[value][1]))
+    yield from _turned_gathers(lifetimes, schedule)
     for gradient, first, last in lifetimes.zeros():
         image, layout = gradient.operands[1], schedule.assignment.strategies[gradient.index].operands[1]
         if isinstance(image, int) and layout is not None:
             yield Held(None, layout, bytes_in(schedule, image, layout), Lifetime(first, last))
+
+
+def _turned_gathers(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What was gathered along another dimension than a convolution reads outermost: a gather leaves that one outermost,
+    so that a kernel turns it for the first convolution, beside which it lies while this runs."""
+    done = set[tuple[int, Layout]]()
+    for operation in convolutions_of(schedule.program):
+        strategy, numbers = schedule.assignment.strategies[operation.index], operation.params["dimension_numbers"]
+        for position, (outer, *_) in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+            value, layout = operation.operands[position], strategy.operands[position]
+            if not isinstance(value, int) or layout is None or (value, layout) in done:
+                continue
+            done.add((value, layout))
+            shape = schedule.program.values[value].shape
+            gathered = last_gathered(schedule, value, layout) if value in schedule.assignment.values else None
+            if gathered is not None and shape[outer] > 1 and gathered[1] != sum(size > 1 for size in shape[:outer]):
+                place = lifetimes.place[operation.index]
+                yield Held(None, layout, bytes_in(schedule, value, layout), Lifetime(place, place))
 
 
 def multiplied_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
