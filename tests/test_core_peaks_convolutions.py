@@ -339,3 +339,17 @@ def test_filters_that_stay_as_they_are_while_a_loop_runs_are_transposed_for_all_
     [loop] = [o for o in program.operations if o.bodies]
     assert [one.size for one in held] == ([] if carried else [4 * 9 * 256 * 256])
     assert all(one.lifetime.end >= lifetimes.place[loop.index] for one in held)
+
+
+@pytest.mark.parametrize(("strides", "times"), [(2, [67 / 64]), (1, [])])
+def test_filters_in_reverse_are_read_with_strides_by_a_forward_convolution(strides, times):
+    """The gradient of a transposed convolution's image: cuDNN pads both ends alike, so that XLA writes the zeros."""
+    numbers = ("NWC", "WIO", "NWC")
+
+    def step(image, filters):
+        reverse = jax.lax.rev(filters, (0,))
+        return jax.lax.conv_general_dilated(image, reverse, (strides,), [(1, 2)], dimension_numbers=numbers)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 64, 4), (5, 4, 4))]
+    program = trace_program(step, shapes, {})
+    assert [*spread_operands(program, program.operations).values()] == times
