@@ -353,3 +353,17 @@ def test_a_filter_gathered_along_another_dimension_than_lies_outermost_is_turned
     assert [step.kind for step in schedule.route(operation.operands[1], ((), (), (), ())).steps] == ["all-gather"]
     lifetimes = Lifetimes(schedule.problem, [0])
     assert [held.size for held in convolution_copies(lifetimes, schedule)] == [4.0 * w.size] * turned
+
+
+@pytest.mark.parametrize(("strides", "times"), [(2, [67 / 64]), (1, [])])
+def test_filters_in_reverse_are_read_with_strides_by_a_forward_convolution(strides, times):
+    """The gradient of a transposed convolution's image: cuDNN pads both ends alike, so that XLA writes the zeros."""
+    numbers = ("NWC", "WIO", "NWC")
+
+    def step(image, filters):
+        reverse = jax.lax.rev(filters, (0,))
+        return jax.lax.conv_general_dilated(image, reverse, (strides,), [(1, 2)], dimension_numbers=numbers)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 64, 4), (5, 4, 4))]
+    program = trace_program(step, shapes, {})
+    assert [*spread_operands(program, program.operations).values()] == times

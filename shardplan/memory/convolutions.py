@@ -181,7 +181,7 @@ def spread_operands(
     for operation in operations if convolutions_of(program) else ():
         if operation.primitive.name == CONVOLUTION:
             turned = _turned(operation, lying)
-            reverses = operation.operands[1] in _reversed(program) and _reverses(_windows(program, operation))
+            reverses = operation.operands[1] in _reversed(program) and _reverses(program, operation)
             if (operation.index, 0) in copied:
                 times = float(prod(operation.params["lhs_dilation"]))
                 found |= {(operation.index, 0): times} if times > 1 and not reverses else {}
@@ -231,7 +231,7 @@ def forward_convolutions(program: Program) -> frozenset[int]:
     for operation in convolutions_of(program):
         params, image = operation.params, operand_type(program, operation.operands[0])
         windows = _windows(program, operation)
-        if operation.operands[1] in _reversed(program) and _reverses(windows):
+        if operation.operands[1] in _reversed(program) and _reverses(program, operation):
             continue
         if prod(w.filters for w in windows) > prod(w.image for w in windows):
             windows = [window.changed_places() for window in windows]
@@ -282,9 +282,12 @@ def _is_scaled(program: Program, makers: Mapping[int, Operation], value: object)
     return False
 
 
-def _reverses(windows: Sequence[_Window]) -> bool:
+def _reverses(program: Program, operation: Operation) -> bool:
     """Whether a convolution with filters in reverse is the gradient of an image to cuDNN: not where these are of one
-    element, and where their elements lie apart."""
+    element, where their elements lie apart, and where it takes strides (the gradient of a transposed convolution)."""
+    windows = _windows(program, operation)
+    if any(stride > 1 for stride in operation.params["window_strides"]):
+        return False
     single = all(w.filters == w.spread == 1 for w in windows)
     return not single and all(w.dilation == 1 for w in windows)
 
