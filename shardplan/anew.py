@@ -12,7 +12,7 @@ reshape has been merged into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,10 @@ from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+BARRIERS = 2
+"""What a collective waits for passes so many barriers. For XLA most values are views in the end (a library's result, or
+what lies in another order), one for each reader, and it takes a view out of a barrier that alone reads it."""
 
 
 class Awaited(NamedTuple):
@@ -78,18 +82,10 @@ def _others(schedule: Schedule, operation: Operation, value: int, last: int) -> 
     return ()
 
 
-def number_of_barriers(schedule: Schedule, waiting: Iterable[Awaited]) -> int:
-    """How many barriers a collective stands behind that waits for some values. For XLA a product's result, or that in
-    another order of dimensions, is a view in the end, one for each reader, which it takes out of a barrier that alone
-    reads it: such values pass two barriers, which read one view."""
-    makers, viewed = schedule.program.makers, {*_PRODUCTS, "transpose"}
-    return 2 if any(makers[awaited.value].primitive.name in viewed for awaited in waiting) else 1
-
-
-def wait_behind(schedule: Schedule, array: Any, waiting: Sequence[Awaited], read: Callable[[int, Layout], Any]) -> Any:
+def wait_behind(array: Any, waiting: Sequence[Awaited], read: Callable[[int, Layout], Any]) -> Any:
     """An array behind barriers that take in what it waits for. ``read``: a value in a layout."""
     others = [read(*awaited) for awaited in waiting]
-    for _ in range(number_of_barriers(schedule, waiting)):
+    for _ in range(BARRIERS if others else 1):
         array, *_ = jax.lax.optimization_barrier((array, *others))
     return array
 

@@ -219,7 +219,7 @@ class Replay:
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
                     # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
                     waiting = awaited(self._schedule, operation, operand)
-                    anew = wait_behind(self._schedule, self._held[operand, stored], waiting, self._read)
+                    anew = wait_behind(self._held[operand, stored], waiting, self._read)
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardplan.anew import number_of_barriers
+from shardplan.anew import BARRIERS
 from shardplan.memory.gathering import waits_for
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def put_barriers(graph: Graph) -> None:
     first = len(graph.program.values) + len(graph.program.operations)  # behind values, and zeros for scatters
     for gather, (needs, values) in graph.guarded.items():
         start, waiting = graph.starts[graph.gathers[gather]], waits_for(graph.schedule, gather)
-        for _ in range(number_of_barriers(graph.schedule, waiting) if waiting else 0):
+        for _ in range(BARRIERS if waiting else 0):
             read = graph.add(graph.place[start] - 0.2, needs, values, 0.0)
             barrier = graph.add(graph.place[start] - 0.1, {read}, set(), 0.0)
             graph.barriers[barrier] = first + barrier
