@@ -186,6 +186,51 @@ def test_odd_numbers_of_heads_that_share_their_keys_are_copied_for_the_backward_
     assert shardplan.audit(plan).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
+def _masked_attention(together, layers):
+    """The plan of gradients of attention with a mask, whose heads share their keys: probabilities, in 16 bits, that
+    both products which read them copy in other orders. Batches are split over 8 devices."""
+    heads, length, width = 16, 1024, 64
+
+    def attended(weights, x):
+        queries, keys, values = (jnp.einsum("btd,dhk->bthk", x, w) for w in weights[:3])
+        queries = queries.reshape(*x.shape[:2], -1, together, width)
+        scores = jnp.einsum("btkgd,bskd->bkgts", queries, keys, preferred_element_type="float32") / 8
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e30)
+        shares = jax.nn.softmax(scores).astype(x.dtype)
+        mixed = jnp.einsum("bkgts,bskd->btkgd", shares, values).reshape(*x.shape[:2], heads, width)
+        return jnp.einsum("bthk,hkd->btd", mixed, weights[3])
+
+    def loss(layers, x):
+        for weights in layers:
+            x = x + attended(weights, x)
+        return jnp.sum(jnp.square(x.astype("float32")))
+
+    of = [(heads * width, n, width) for n in (heads, heads // together, heads // together)]
+    weights = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (*of, (heads, width, heads * width))]
+    x = jax.ShapeDtypeStruct((64, length, heads * width), "bfloat16")
+    mesh, pins = jax.sharding.AbstractMesh((8,), ("x",)), {"0/*": jax.P(), "1": jax.P("x")}
+    return shardplan.plan(jax.grad(loss), mesh, [weights] * layers, x, pins=pins)
+
+
+@pytest.mark.parametrize(("together", "stored"), [(2, ["exp"]), (1, ["convert_element_type"])])
+def test_probabilities_are_computed_anew_where_all_products_copy_them_in_other_orders(together, stored):
+    """Reading the mask is what exponentials cost that each kernel would compute, until the mask is computed there."""
+    schedule = _masked_attention(together, 1).schedule
+    kernels, program = kernels_in(schedule), schedule.program
+    scores = 64 * 16 * 1024 * 1024
+    values = [v for v in kernels.stored | kernels.read if program.values[v].elements == scores and v in program.makers]
+    first = min(o.index for o in program.operations if o.primitive.name == "reduce_sum")
+    made = [program.makers[v] for v in values if program.makers[v].index < first + 20]
+    assert [operation.primitive.name for operation in made] == stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [2, 4])
+def test_the_peak_of_masked_heads_that_share_their_keys_is_what_is_compiled(together):
+    plan = _masked_attention(together, 3)
+    assert shardplan.audit(plan).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=1e-3)
+
+
 @pytest.mark.parametrize("read_besides", [False, True])
 def test_what_merged_products_alone_read_is_computed_where_it_is_put_side_by_side(read_besides):
     def step(x, first, second):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from shardplan import _jax
+from shardplan.memory.coalescing import is_scattered
 from shardplan.memory.convolutions import spread_again
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
 from shardplan.memory.lying import lying_of
-from shardplan.memory.products import copied_again, is_multiplied, product_operands
+from shardplan.memory.products import ProductOperand, copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
 from shardplan.memory.sums import adds_few, adds_many, columns_of
 from shardplan.once import once
@@ -37,7 +38,9 @@ class Computing(NamedTuple):
     numbers to one (``sums``), or is left to a library; ``rows`` and ``tiles`` as a kernel has them; ``columns``: how
     many numbers threads that sum up together leave innermost, 0 where they sum up rows, and how many of these become
     one then; ``views``: how often it reads a view of its operand, or 0; ``numbers``: how many operands are one number;
-    ``copied``: what a kernel copies for a library."""
+    ``generated``: the bytes of each element, and of all, of what else it reads that depends on nothing (a mask, say),
+    and cycles for an element of that;
+    ``copied``: what a kernel copies for a library, ``apart``: reading each element of it by itself."""
 
     read: tuple[int, ...]
     cycles: int
@@ -50,7 +53,9 @@ class Computing(NamedTuple):
     columns: tuple[int, int] | None
     views: int
     numbers: int
+    generated: tuple[tuple[int, int, int], ...]
     copied: tuple[int, ...]
+    apart: tuple[int, ...]
 
 
 @once
@@ -60,10 +65,10 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
     rows, operands = row_results(program, pointwise), product_operands(program, pointwise, reshaped)
     padded = {index for (index, _), read in operands.items() if read.padding > 1}
     again = copied_again(operands) | spread_again(program)
-    copies = {place for place, read in operands.items() if read.copied}
+    lying = lying_of(program, pointwise).orders
+    copies = {place: _is_read_apart(program, lying, read) for place, read in operands.items() if read.copied}
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
-    viewed, lying = _viewed(program, pointwise), lying_of(program, pointwise).orders
-    spread = {o.results[0] for o in program.operations if _spreads_number(o)}
+    viewed = _viewed(program, pointwise)
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
     for operation in program.operations:
         name = operation.primitive.name
@@ -82,17 +87,53 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
         lies = lying.get(read[0]) if read and name in REDUCTIONS else None
         columns = columns_of(program, operation, lies) if sums and not adds_few(program, operation) else None
         copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
+        apart = tuple([o for o in copied if copies[operation.index, operation.operands.index(o)]])
         views = _VIEWED.get(name, 0) if read and read[0] in viewed else 0
-        numbers = sum([isinstance(o, Constant) or o in spread for o in operation.operands])
         found[operation.index] = Computing(
-            *(read, cycles, branches, renames, sums, library, row, tiles, columns, views, numbers, copied)
+            *(read, cycles, branches, renames, sums, library, row, tiles, columns, views),
+            *(*_of_nothing(problem, operation), copied, apart),
         )
     return found
 
 
-def _spreads_number(operation: Operation) -> bool:
-    """Whether an operation spreads one number of the program, which each element that is computed with it reads."""
-    return operation.primitive.name == "broadcast_in_dim" and isinstance(operation.operands[0], Constant)
+def _is_read_apart(program: Program, lying: Mapping[int, Sequence[int]], read: ProductOperand) -> bool:
+    """Whether a kernel that copies for a product reads each element by itself."""
+    value = program.values[read.value]
+    order = lying.get(read.value, range(len(value.shape)))
+    return is_scattered(value.shape, order, read.order, _jax.item_bytes(value.dtype))
+
+
+def _of_nothing(problem: Problem, operation: Operation) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """The operands that depend on nothing: how many are one number, and of others what `Computing` has."""
+    program, spread = problem.program, [_generated(problem, operand) for operand in operation.operands]
+    masks = [o for o in spread if isinstance(o, int) and program.values[o].elements > 1]
+    numbers = sum([o is not None for o in spread]) - len(masks)
+    return numbers, tuple([_reading_generated(program, mask) for mask in masks])
+
+
+def _generated(problem: Problem, operand: int | Constant) -> int | Constant | None:
+    """What an operand that depends on nothing is spread from, a value or a number; None for other operands."""
+    makers = problem.program.makers
+    while isinstance(operand, int) and operand in problem.generated:
+        maker = makers[operand]
+        if maker.primitive.name != "broadcast_in_dim":
+            return operand
+        operand = maker.operands[0]
+    return None if isinstance(operand, int) else operand
+
+
+@once
+def _reading_generated(program: Program, value: int) -> tuple[int, int, int]:
+    """Bytes of each element of a value that depends on nothing, and of all, and cycles for an element."""
+    tensor, makers = program.values[value], program.makers
+    made, stack, cycles = {value}, [value], 0
+    while stack:
+        maker = makers[stack.pop()]
+        cycles += 0 if maker.primitive.name in _MOVING else cycles_of(program, maker)
+        found = {o for o in maker.operands if isinstance(o, int) and program.values[o].elements > 1} - made
+        made |= found
+        stack += found
+    return _jax.item_bytes(tensor.dtype), tensor.total_bytes, cycles
 
 
 @once

@@ -23,7 +23,6 @@ from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sums import adds_few, reduced_in
-from shardplan.program import Operation
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -62,6 +61,7 @@ class _Joining:
         self._graph, program = graph, graph.program
         self.into: dict[int, int] = {}
         """Per node that is part of another one, that one, or another one on the way there."""
+        self._known_reading: dict[tuple[int, int], set[int]] = {}
         self._sums: dict[int, object] = {}  # per kernel that reduces, what it does
         self.computing: dict[int, float] = {}
         """Per kernel, how long it computes: for each of its results, all that this is computed from."""
@@ -180,29 +180,42 @@ class _Joining:
 
     def _read_apart(self, node: int, other: int, value: int) -> bool:
         """Whether each of two kernels reads one part of a value, and these do not overlap."""
-        tensor = self._graph.program.values[value]
-        if tensor.total_bytes < _WHOLE_BYTES:
+        if self._graph.program.values[value].total_bytes < _WHOLE_BYTES:
             return False
-        one, two = self._part_read(node, value), self._part_read(other, value)
+        one = self._part_read(node, value)
+        two = self._part_read(other, value) if one is not None else None
         return one is not None and two is not None and not all(map(_overlap, one, two))
 
     def _part_read(self, node: int, value: int) -> list[tuple[int, int]] | None:
         """Where the part of a value begins and ends along each dimension that alone a kernel reads, if it does."""
-        graph, stack, seen, found = self._graph, [*self._parts[node]], set[int](), list[Operation]()
-        while stack:
-            operation = graph.program.operations[stack.pop()]
-            if operation.index in seen:
-                continue
-            seen.add(operation.index)
-            for operand in (operand for operand in operation.operands if isinstance(operand, int)):
-                if operand == value:
-                    found.append(operation)
-                elif operand in graph.makers and graph.sources(operand) != {operand}:
-                    stack.append(graph.makers[operand].index)
-        if len(found) != 1 or found[0].primitive.name != "slice":
+        operations, found = self._graph.program.operations, set[int]()
+        for part in self._parts[node]:
+            found |= self._reading_in(part, value)
+            if len(found) > 1 or any(operations[one].primitive.name != "slice" for one in found):
+                return None
+        if not found:
             return None
-        params = found[0].params
+        params = operations[found.pop()].params
         return [*zip(params["start_indices"], params["limit_indices"], strict=True)]
+
+    def _reading_in(self, part: int, value: int) -> set[int]:
+        """The operations that read a value, of those that a kernel's result is computed by."""
+        known, graph = self._known_reading, self._graph
+        if (part, value) not in known:
+            stack, seen, found = [part], {part}, known.setdefault((part, value), set())
+            while stack:
+                index = stack.pop()
+                for operand in graph.program.operations[index].operands:
+                    if not isinstance(operand, int):
+                        continue
+                    if operand == value:
+                        found.add(index)
+                    elif operand in graph.makers and graph.sources(operand) != {operand}:
+                        maker = graph.makers[operand].index
+                        if maker not in seen:
+                            seen.add(maker)
+                            stack.append(maker)
+        return known[part, value]
 
     def last(self, node: int) -> int:
         """The node of which another one is part by now."""
@@ -217,13 +230,15 @@ class _Joining:
     def _behind(self, first: int, last: int, directly: bool = False) -> set[int] | None:
         """What needs a node and stands before another one; None where that is much, or where the other one needs it,
         if not but ``directly``."""
-        seen, stack, until = {first}, [first], self._place[last]
+        place, into, readers = self._place, self.into, self._readers
+        seen, stack, until = {first}, [first], place[last]
         while stack:
             node = stack.pop()
-            for reader in self._near(self._readers, node):
+            for other in readers[node]:
+                reader = self.last(other) if other in into else other
                 if reader == last and not (directly and node == first):
                     return None
-                if self._place[reader] < until and reader not in seen:
+                if place[reader] < until and reader not in seen:
                     seen.add(reader)
                     stack.append(reader)
             if len(seen) > _MOST_BETWEEN:
@@ -232,16 +247,19 @@ class _Joining:
 
     def _join(self, gone: int, kept: int, behind: set[int]) -> None:
         """Makes a node part of another one, both where the later one of them stands but for what is ``behind``."""
-        first, last = sorted((gone, kept), key=self._place.__getitem__)
-        before, stack = {last}, [last]
+        place, into, needs = self._place, self.into, self._needs
+        first, last = sorted((gone, kept), key=place.__getitem__)
+        before, stack, since = {last}, [last], place[first]
         while stack:
-            more = {n for n in self._near(self._needs, stack.pop()) if self._place[n] > self._place[first]} - before
-            before |= more
-            stack += more
+            for other in needs[stack.pop()]:
+                need = self.last(other) if other in into else other
+                if place[need] > since and need not in before:
+                    before.add(need)
+                    stack.append(need)
         before.discard(last)
-        order = [*sorted(before, key=self._place.__getitem__), kept, *sorted(behind, key=self._place.__getitem__)]
-        places = sorted(self._place[node] for node in {*before, *behind, gone, kept})
-        self._place.update(zip(order, places, strict=False))
+        order = [*sorted(before, key=place.__getitem__), kept, *sorted(behind, key=place.__getitem__)]
+        places = sorted(place[node] for node in {*before, *behind, gone, kept})
+        place.update(zip(order, places, strict=False))
         self.into[gone] = kept
         for near in (self._needs, self._readers):
             near[kept] = {*self._near(near, gone), *self._near(near, kept)} - {kept}

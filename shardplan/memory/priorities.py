@@ -25,31 +25,22 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf, prod
 
 from shardplan import _jax
 from shardplan.memory.alike import first_alike
+from shardplan.memory.coalescing import READ_AT_ONCE
 from shardplan.memory.computing import PARTS, Computing, computing_of
 from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
 from shardplan.memory.fusion import merged_scatters, pointwise_operations
-from shardplan.memory.lying import lying_of
+from shardplan.memory.growing import BY_ITSELF, ONE_NUMBER, OWN, Kernel, quicker, time_of
+from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.parts import Part, parts_of
 from shardplan.memory.products import PRODUCT
 from shardplan.memory.sums import LAUNCH, waiting_for_blocks, waiting_for_rows
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
-
-_CACHES = ((270e3, 20.0), (50e6, 2.5))
-"""What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
-ones, one in each of its processors, XLA takes 2 KiB to be free."""
-
-_ONE_NUMBER = 1 / _CACHES[0][1]
-"""What it takes to read one number for every element, of the time in which these elements are read from memory."""
-
-_BY_ITSELF = 15
-"""How many times as many bytes more are read with an element of 4 bytes by itself, rather than in tiles."""
 
 _WARP = 32
 _APART = 400
@@ -61,41 +52,6 @@ _SPREADING = frozenset({"broadcast_in_dim", PRODUCT})
 _MOST_READ, _MOST_BRANCHES, _MOST_CODE = 96, 10, 10_000
 """What XLA lets one kernel read, how often it lets it branch, and how many operations it lets it have on all ways. A
 padding does not count: kernels with 63 of them were compiled."""
-
-_OWN = -1
-
-
-@dataclass(slots=True)
-class _Kernel:
-    """A kernel as it grows, by the value that it makes.
-
-    ``reads`` has the values that it reads, and how often it goes through each of them: once for its own elements
-    (`_OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at
-    other places, as a slice, a broadcast or a sum does; ``times`` has the sums of these. ``sums``: whether it adds up
-    many numbers to one. ``rows``: where it goes through rows that it has reduced, how much it computes for each
-    element, else 0. ``tiles``: whether tiles can be cut of all that it computes. ``slower``: how much longer it takes
-    to read and to compute than one that keeps the whole device busy; ``again``: the least time of reading from caches,
-    as a share of that from memory. ``writes``: the bytes of what it makes; ``scalars``: of elements that it computes
-    with one number each. ``turned``: the bytes of what it moves from where a product wrote it
-    (`shardplan.memory.transposed`), ``by_element``: whether it does so in tiles. ``time`` is how long it takes.
-    """
-
-    reads: dict[int, dict[int, float]]
-    cycles: float
-    branches: int
-    operations: int = 1
-    moved: float = 0.0
-    sums: bool = False
-    rows: float = 0.0
-    tiles: bool = True
-    slower: float = 1.0
-    writes: float = 0.0
-    again: float = 0.0
-    scalars: float = 0.0
-    by_element: bool = False
-    turned: float = 0.0
-    times: dict[int, float] = field(default_factory=dict)
-    time: float = 0.0
 
 
 def stored_values(
@@ -132,7 +88,8 @@ def _parts(
     moving = lying_of(problem.program, pointwise_operations(problem)).moved
     moved = {operation.index: moving.isdisjoint(operation.results) for operation in without_bodies if moving}
     reading = {
-        index: ((done.read, done.copied), (*done[1:-1], moved.get(index, True))) for index, done in computing.items()
+        index: ((done.read, done.copied, done.apart), (*done[1:-2], moved.get(index, True)))
+        for index, done in computing.items()
     }
     return list(zip(parts, first_alike(problem, parts, reading), strict=True))
 
@@ -165,11 +122,8 @@ class _Fusion:
         self._bytes = {value: values[value].total_bytes / degree for value, (degree, _) in split.items()}
         self._elements = {value: values[value].elements / degree for value, (degree, _) in split.items()}
         self._around = {value: max(buffer, self._bytes[value]) for value, (_, buffer) in split.items()}
-        self._quicker = {
-            value: next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
-            for value, size in self._around.items()
-        }
-        self._kernels: dict[int, _Kernel] = {}
+        self._quicker = {value: quicker(size) for value, size in self._around.items()}
+        self._kernels: dict[int, Kernel] = {}
         self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
         self._sources: dict[int, dict[tuple[float, float], float]] = {}  # per value, what computing it so often reads
         self._gains: dict[int, float] = {}
@@ -177,13 +131,14 @@ class _Fusion:
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
         computing, makers = computing_of(problem, reshaped), problem.program.makers
-        self._moving = lying_of(problem.program, pointwise_operations(problem)).moved
+        lying = lying_of(problem.program, pointwise_operations(problem))
+        self._moving, self._lying = lying.moved, lying.orders
         for result in makes:
             operation = makers[result]
             kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
             kernel.times = {value: sum(times.values()) for value, times in kernel.reads.items()}
             kernel.moved = self._moved(result)
-            kernel.time = _time(kernel.cycles, kernel.moved, kernel.rows)
+            kernel.time = kernel.duration()
             for value in kernel.reads:
                 self._saved.setdefault(value, {})[result] = 0.0
 
@@ -192,12 +147,26 @@ class _Fusion:
         self.apart = dict.fromkeys(values)
         for value in self.apart:
             self._weigh(value)
-        while self._queue:
+        masked = any(kernel.masks for kernel in self._kernels.values())
+        while self._queue or masked:
+            if masked and (not self._queue or -self._queue[0][0] < LAUNCH):
+                self._compute_masks()
+                masked = False
+                continue
             gain, number = heapq.heappop(self._queue)
             if -number in self.apart and self._gains[-number] == -gain and self._fits(-number):
                 self._fuse(-number)
 
-    def _kernel(self, operation: Operation, result: int, computing: Computing) -> _Kernel:
+    def _compute_masks(self) -> None:
+        """Lets kernels compute what depends on nothing, where that is soon done: what is made of no memory saves hardly
+        more than the launch of its own kernel, so all that saves more is fused before."""
+        for kernel in self._kernels.values():
+            if kernel.masks:
+                kernel.compute_masks()
+        for value in self.apart:
+            self._weigh(value)
+
+    def _kernel(self, operation: Operation, result: int, computing: Computing) -> Kernel:
         """The kernel of one operation."""
         name, choices = operation.primitive.name, self._problem.choices.get(operation.index)
         read, cycles = computing.read, computing.cycles
@@ -207,7 +176,7 @@ class _Fusion:
         pointwise = choices is not None and choices.pointwise and name != "dynamic_update_slice"
         if computing.views:
             reads = {value: {value: float(computing.views)} for value in read}
-        elif pointwise:
+        elif pointwise or self._shows(operation, result):
             reads = {value: self._of_element(value, result) for value in read}
         else:
             reads = {value: {value: 0.0} for value in read}
@@ -220,17 +189,27 @@ class _Fusion:
             # XLA puts places in the batch, and indices, together
             cycles, elements = _APART * (len(batch) + 1), self._elements[result]
         cycles += REDUCING_CYCLES if computing.rows else 0
-        kernel = _Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
-        kernel.rows, kernel.tiles = computing.rows, computing.tiles
+        kernel = Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
+        kernel.rows, kernel.tiles, kernel.apart = computing.rows, computing.tiles, frozenset(computing.apart)
         kernel.by_element = pointwise and name != "transpose"
         kernel.turned = self._bytes[result] * (result in self._moving)
         kernel.scalars = self._bytes[result] * computing.numbers * pointwise
+        for item, size, computed in computing.generated if pointwise else ():
+            reading = item / quicker(size)
+            kernel.generated += self._elements[result] * reading
+            soon = computed * (1 - BESIDE) < reading * CYCLES_PER_BYTE
+            kernel.masks += self._elements[result] * reading * soon
         kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
         if computing.columns is not None:
             waiting = self._waiting(read, computing.columns, elements, self._elements[result])
             kernel.again, kernel.slower = min(waiting, 1.0), max(waiting, 1.0)
             kernel.cycles *= kernel.slower
         return kernel
+
+    def _shows(self, operation: Operation, result: int) -> bool:
+        """Whether a transposition moves nothing."""
+        program = self._problem.program
+        return operation.primitive.name == "transpose" and lies_in(program, self._lying, result) != result
 
     def _waiting(self, values: Sequence[int], columns: tuple[int, int], read: float, made: float) -> float:
         """By how much a kernel that sums up ``read`` numbers of some values reads slower than one that keeps the whole
@@ -244,7 +223,7 @@ class _Fusion:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""
         values = self._problem.program.values
         if values[value].elements == values[result].elements:
-            return {_OWN: 1.0}
+            return {OWN: 1.0}
         return {value: self._elements[result] / max(self._elements[value], 1e-9)}
 
     def _times(self, operation: Operation, position: int, computed: float, value: int) -> float:
@@ -262,8 +241,11 @@ class _Fusion:
         """The bytes that a kernel reads and writes."""
         kernel = self._kernels[value]
         read = sum([self._reading(v, times, kernel.again) for v, times in kernel.times.items()])
-        read += 0.0 if kernel.by_element else _BY_ITSELF * kernel.turned
-        return kernel.slower * (kernel.writes + read + kernel.scalars * max(kernel.again, _ONE_NUMBER))
+        read += 0.0 if kernel.by_element else BY_ITSELF * kernel.turned
+        for place in kernel.apart:
+            read += sum([self._apart(v) for v, places in kernel.reads.items() if place in places])
+        read += kernel.generated + kernel.scalars * max(kernel.again, ONE_NUMBER)
+        return kernel.slower * (kernel.writes + read)
 
     def _reading(self, value: int, times: float, again: float) -> float:
         """The bytes that could be read in the time in which a kernel goes through a value so often."""
@@ -271,6 +253,10 @@ class _Fusion:
         if size <= (first := self._around[value]):  # of a part of a buffer, XLA takes as many bytes to be new
             return size
         return first + (size - first) * max(again, 1.0 / self._quicker[value])
+
+    def _apart(self, value: int) -> float:
+        """The bytes that are read besides where each element of a value is read by itself."""
+        return self._elements[value] * READ_AT_ONCE - self._bytes[value]
 
     def _fits(self, value: int) -> bool:
         """Whether XLA can generate the code of all kernels that read a value where they compute it."""
@@ -307,16 +293,20 @@ class _Fusion:
         """The time that a kernel takes less where it computes a value instead of reading it."""
         own, kernel = self._kernels[value], self._kernels[reader]
         times, again = kernel.times[value], kernel.again
-        moved = times * own.scalars * max(again, _ONE_NUMBER) - self._reading(value, times, again)
+        moved = times * (own.generated + own.scalars * max(again, ONE_NUMBER)) - self._reading(value, times, again)
         apart = own.times.keys().isdisjoint(kernel.times)  # as most are, which spares going through all that it reads
         moved += (
             self._reading_apart(value, times, again) if apart else self._reading_more(own, kernel, kernel.reads[value])
         )
         if not kernel.by_element:  # reads each element that is moved by itself
-            moved += _BY_ITSELF * times * own.turned
+            moved += BY_ITSELF * times * own.turned
+        for place in kernel.apart & kernel.reads[value].keys():
+            sources = [v for v, places in own.reads.items() if OWN in places]
+            moved -= self._apart(value)
+            moved += sum([self._apart(v) for v in sources if place not in kernel.reads.get(v, ())])
         rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
         moved = kernel.moved + kernel.slower * moved
-        return kernel.time - _time(cycles, moved, rows)
+        return kernel.time - time_of(cycles, moved, rows)
 
     def _reading_apart(self, value: int, times: float, again: float) -> float:
         """The bytes that a kernel which computes a value so often reads for it, if it reads none of them anyway."""
@@ -326,7 +316,7 @@ class _Fusion:
             known[times, again] = sum([self._reading(source, times * share, again) for source, share in shares])
         return known[times, again]
 
-    def _reading_more(self, own: _Kernel, kernel: _Kernel, places: Mapping[int, float]) -> float:
+    def _reading_more(self, own: Kernel, kernel: Kernel, places: Mapping[int, float]) -> float:
         """Likewise, of a kernel that reads some of them anyway; ``places``: how often it goes through the value."""
         moved, times, again = 0.0, sum(places.values()), kernel.again
         for source, share in own.times.items():
@@ -336,7 +326,7 @@ class _Fusion:
                 continue
             before = kernel.times[source]
             now = before + times * share
-            if _OWN in own.reads[source]:  # what it reads for these elements already is not read again
+            if OWN in own.reads[source]:  # what it reads for these elements already is not read again
                 now -= sum([share for place, share in known.items() if place in places])
             moved += self._reading(source, now, again) - self._reading(source, before, again)
         return moved
@@ -372,7 +362,7 @@ class _Fusion:
         for source, shares in own.reads.items():
             merged = kernel.reads.setdefault(source, {})
             for place, share in shares.items():
-                if place == _OWN:
+                if place == OWN:
                     merged |= places
                 else:
                     merged[place] = merged.get(place, 0.0) + share * times
@@ -380,6 +370,8 @@ class _Fusion:
             self._saved[source].setdefault(reader, 0.0)
         kernel.cycles += kernel.slower * times * own.cycles
         kernel.scalars += times * own.scalars
+        kernel.generated += times * own.generated
+        kernel.masks += times * own.masks
         kernel.turned += times * own.turned
         kernel.operations += len(places) * own.operations
         kernel.branches += len(places) * own.branches
@@ -387,11 +379,5 @@ class _Fusion:
         kernel.rows = max(kernel.rows, own.rows)
         kernel.tiles &= own.tiles
         kernel.moved = self._moved(reader)
-        kernel.time = _time(kernel.cycles, kernel.moved, kernel.rows)
+        kernel.time = kernel.duration()
         self._sources.pop(reader, None)
-
-
-def _time(cycles: float, moved: float, rows: float = 0.0) -> float:
-    """How long a kernel takes, in the time in which one byte is read."""
-    computing = cycles * max(rows, 1.0) / CYCLES_PER_BYTE
-    return computing + moved - BESIDE * min(computing, moved)

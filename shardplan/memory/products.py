@@ -343,12 +343,22 @@ def _made_between(program: Program, value: int, among: Collection[int], most: in
 @once
 def _made_since(program: Program, value: int, first: int, most: int, apart: Apart) -> frozenset[int] | None:
     """Operations from a first one on that a value is computed from, None if these are more than ``most``."""
-    found, stack, makers, same = set[int](), [value], program.makers, repeated_in(program, apart)
+    makers, made_from = program.makers, _made_from(program, apart)
+    stack = [makers[value].index] if value in makers and makers[value].index >= first else []
+    found = {*stack}
     while stack:
-        maker = makers.get(stack.pop())
-        if maker is not None and maker.index >= first and maker.index not in found:
-            found.add(maker.index)
-            stack += (same.get(operand, operand) for operand in maker.operands if isinstance(operand, int))
+        for maker in made_from[stack.pop()]:
+            if maker >= first and maker not in found:
+                found.add(maker)
+                stack.append(maker)
         if len(found) > most:
             return None
     return frozenset(found)
+
+
+@once
+def _made_from(program: Program, apart: Apart) -> list[list[int]]:
+    """Per operation, those that make its operands."""
+    same, makers = repeated_in(program, apart), program.makers
+    read = ([same.get(o, o) for o in operation.operands if isinstance(o, int)] for operation in program.operations)
+    return [[makers[value].index for value in values if value in makers] for values in read]
