@@ -78,7 +78,7 @@ def test_timesteps_of_a_group_are_cut_alike() -> None:
 
 def test_memory_limit_binds_and_is_kept() -> None:
     net = memory_bound_gpt(0.6)
-    solution = solve(net, time_limit=5, gap=0.05)
+    solution = solve(net, time_limit=60, gap=0.05)
     assert np.isfinite(solution.cost)
     assert net.usage_limit is not None and solution.peak_usage <= net.usage_limit
     assert net.cost(solution.choices) == solution.cost

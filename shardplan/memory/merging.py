@@ -19,7 +19,7 @@ from shardplan.memory.accumulation import (
 from shardplan.memory.combining import Gather, gather_for, reducing
 from shardplan.memory.products import leaving_products
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.sizes import bytes_in, left_otherwise
+from shardplan.memory.sizes import bytes_in, layout_left, left_otherwise
 from shardplan.memory.times import BYTES_MOVED, merged_microseconds
 from shardplan.memory.unshared import read_behind_sum
 from shardplan.memory.workspaces import WORKSPACE_BYTES
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose"})
 
+_SHORT = 4.0
+"""Microseconds: what takes a part out of merged products in less runs with what takes out the others, before all that
+reads them, and what takes longer just before what reads the part (compiled: all of 2.5, the first two of 5)."""
+
 
 def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
     """The results of products that XLA merges, and what these read as long as it is put side by side alone."""
@@ -42,7 +46,11 @@ def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Life
     for group in _groups(schedule, lifetimes):
         results = [schedule.program.operations[index].results[0] for index in group]
         spans = [_span(lifetimes, result) for result in results]
-        last = lifetimes.end if leaving.intersection(results) else max(_until_taken_out(lifetimes, results).values())
+        last = (
+            lifetimes.end
+            if leaving.intersection(results)
+            else max(_until_taken_out(lifetimes, schedule, results).values())
+        )
         whole = spans[0]._replace(start=min(span.start for span in spans), end=last)
         first, until = _run(lifetimes, group)
         if until > first:
@@ -62,7 +70,7 @@ def taken_out(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float,
     added_to = {found.onto for found in lifetimes.adding.values()}
     for group in _groups(schedule, lifetimes):
         results = [schedule.program.operations[index].results[0] for index in group]
-        until = _until_taken_out(lifetimes, results)
+        until = _until_taken_out(lifetimes, schedule, results)
         last = max(until.values())
         for result in results:
             first = until[result]
@@ -70,10 +78,10 @@ def taken_out(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float,
                 yield bytes_in(schedule, result, schedule.assignment.values[result]), first, last
 
 
-def _until_taken_out(lifetimes: Lifetimes, results: Iterable[int]) -> dict[int, int]:
+def _until_taken_out(lifetimes: Lifetimes, schedule: Schedule, results: Iterable[int]) -> dict[int, int]:
     """The last place where something reads each of these results from the merged product's: of one that only products
     read, as it is, a kernel makes a copy for the first of them, from which all read. Those that products add themselves
-    to are taken out by one kernel, for the first of these."""
+    to are taken out together, for the first of these, where that is short: it fills waits, of which there are many."""
     found, together = dict[int, int](), set[int]()
     added_to = {one.onto: addition for addition, one in lifetimes.adding.items()}
     for result in results:
@@ -90,7 +98,9 @@ def _until_taken_out(lifetimes: Lifetimes, results: Iterable[int]) -> dict[int, 
                 reading.append(place if library and not apart else -1)
         copied = min(reading, default=-1) >= 0
         found[result] = min(reading) if copied else _span(lifetimes, result).end
-        together |= {result} if copied and result in added_to else set()
+        size = bytes_in(schedule, result, schedule.assignment.values[result])
+        short = 2 * size / BYTES_MOVED < _SHORT
+        together |= {result} if copied and short and result in added_to else set()
     return found | dict.fromkeys(together, min((found[result] for result in together), default=0))
 
 
@@ -237,14 +247,16 @@ def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, in
 
 def _cut_out(graph: Graph, group: Sequence[int]) -> None:
     """Adds the kernels to a graph that cut out of merged products what is reduced, which waits for them."""
-    left = {operation.index: (result, layout) for operation, result, layout in left_otherwise(graph.schedule)}
     starts = {index: graph.starts[graph.reduced[index]] for index in group if index in graph.reduced}
     for start in starts.values():
         graph.needs[start].discard(group[0])
     for index, start in starts.items():
-        takes = 2 * bytes_in(graph.schedule, *left[index]) / BYTES_MOVED
-        graph.needs[start].add(graph.add(index + 0.2, {group[0]}, {left[index][0]}, takes))
-        graph.values[start].discard(left[index][0])
+        operation, strategy = graph.program.operations[index], graph.schedule.assignment.strategies[index]
+        [result] = operation.results
+        left = layout_left(graph.schedule.problem, operation, strategy, 0)
+        takes = 2 * bytes_in(graph.schedule, result, left) / BYTES_MOVED
+        graph.needs[start].add(graph.add(index + 0.2, {group[0]}, {result}, takes))
+        graph.values[start].discard(result)
 
 
 def _needed_for(
