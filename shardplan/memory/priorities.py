@@ -160,11 +160,12 @@ class _Fusion:
     def _compute_masks(self) -> None:
         """Lets kernels compute what depends on nothing, where that is soon done: what is made of no memory saves hardly
         more than the launch of its own kernel, so all that saves more is fused before."""
-        for kernel in self._kernels.values():
-            if kernel.masks:
-                kernel.compute_masks()
+        computing = {value for value, kernel in self._kernels.items() if kernel.masks}
+        for value in computing:
+            self._kernels[value].compute_masks()
         for value in self.apart:
-            self._weigh(value)
+            if value in computing or not computing.isdisjoint(self._saved[value]):
+                self._weigh(value)
 
     def _kernel(self, operation: Operation, result: int, computing: Computing) -> Kernel:
         """The kernel of one operation."""
