@@ -357,28 +357,41 @@ def test_what_makes_an_operand_of_a_product_may_read_what_is_made_from_nothing()
     assert len(graph.further) == 1 and schedule.assignment.generated
 
 
-@pytest.mark.parametrize(("n", "together"), [(512, True), (2048, False)])
-def test_parts_of_a_merged_product_that_products_add_themselves_to_are_taken_out_together_where_they_are_small(
-    n, together
-):
-    def step(x, y, z, w, v):  # two products of one weight, to each of which another product is added, one after another
-        first = x @ w + z @ v
-        return first, jnp.tanh(first) @ v + y @ w
-
-    schedule = shardplan.plan(step, 1, *[_square(n)] * 5).schedule
+def _taken_out_of_merged(step, *shapes):
+    """Lifetimes of a step in its own order, where some of one merged product's parts end, and where products are added
+    to these."""
+    schedule = shardplan.plan(step, 1, *shapes).schedule
     kernels = adding_products(schedule, kernels_of(schedule.problem))
     order, sending = hiding_order(schedule, kernels)
     lifetimes = Lifetimes(schedule.problem, order, kernels, sending)
     [group] = merged_anywhere(schedule)
-    assert {found.onto for found in kernels.adding.values()} == {
-        schedule.program.operations[index].results[0] for index in group
-    }
-    adding = sorted(lifetimes.place[index] for index in kernels.adding)
+    results = [schedule.program.operations[index].results[0] for index in group]
+    assert {found.onto for found in kernels.adding.values()} == {*results}
     spans = merged_lifetimes(lifetimes, schedule)
-    ends = [spans[schedule.program.operations[index].results[0]].end for index in group]
-    if together:  # both are there until the second part, whose sum is in its copy's place then, is taken out
-        [(size, first, last)] = taken_out(lifetimes, schedule)
-        assert size == 4 * n * n and first == last == adding[0]
-        assert sorted(end == first for end in ends) == [False, True]
-    else:
-        assert min(ends) == adding[1]
+    adding = sorted(lifetimes.place[index] for index in kernels.adding)
+    return [*taken_out(lifetimes, schedule)], [spans[result].end for result in results], adding
+
+
+@pytest.mark.parametrize("n", [512, 2048])
+def test_rows_of_a_merged_product_that_products_add_themselves_to_are_taken_out_together(n):
+    def step(x, y, z, w, v):  # two products of one weight, to each of which another product is added, one after another
+        first = x @ w + z @ v
+        return first, jnp.tanh(first) @ v + y @ w
+
+    parts, ends, adding = _taken_out_of_merged(step, *[_square(n)] * 5)
+    # while the second part is taken out with the first, whose sum is in its copy's place by then, both are there
+    [(size, first, last)] = parts
+    assert size == 4 * n * n and first == last == adding[0]
+    assert sorted(end == first for end in ends) == [False, True]
+
+
+@pytest.mark.parametrize(("rows", "together"), [(4096, True), (8192, False)])
+def test_columns_of_a_merged_product_are_taken_out_where_they_are_read_if_that_takes_long(rows, together):
+    def step(x, weights, square, y):
+        for w in weights:
+            y = jnp.tanh(y @ square + x @ w)
+        return y
+
+    x, weight, y = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((rows, 80), (80, 256), (rows, 256)))
+    _, ends, adding = _taken_out_of_merged(step, x, [weight] * 4, _square(256), y)
+    assert len(adding) == 4 and min(ends) == (adding[0] if together else adding[-1])

@@ -21,6 +21,7 @@ from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
+from shardplan.program import Program
 from shardplan.schedule import Schedule
 
 READ_AT_ONCE = 64
@@ -97,6 +98,13 @@ def moves_apart(schedule: Schedule, value: int, lying: Sequence[int] | None, ord
     tensor = schedule.program.values[value]
     own = range(len(tensor.shape)) if lying is None else lying
     return is_scattered(_shape_left(schedule, value), own, order, _jax.item_bytes(tensor.dtype))
+
+
+def moves_in_tiles(program: Program, value: int, order: Sequence[int]) -> bool:
+    """Whether a kernel that moves a value from the order in which its dimensions are written to another one does so in
+    tiles, where no device has but a part of the innermost dimensions."""
+    tensor = program.values[value]
+    return not is_scattered(tensor.shape, range(len(tensor.shape)), order, _jax.item_bytes(tensor.dtype))
 
 
 def _shape_left(schedule: Schedule, value: int) -> list[int]:

@@ -45,15 +45,15 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardplan import _jax
-from shardplan.memory.coalescing import is_scattered
+from shardplan.memory.coalescing import is_scattered, moves_in_tiles
 from shardplan.memory.combining import Gather
-from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.fusion import pointwise_operations, readers_in
 from shardplan.memory.lying import PRODUCT, lying_of
 from shardplan.memory.products import ProductOperand
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.rows import made_by_rows
 from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.program import Operation, Program
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -117,7 +117,8 @@ class _Copying:
     def __init__(self, problem: Problem, order: Sequence[Operation], kernels: Kernels) -> None:
         self._program, self._kernels = problem.program, kernels
         self._pointwise = pointwise_operations(problem)
-        self._lying = lying_of(problem.program, self._pointwise).orders
+        lying = lying_of(problem.program, self._pointwise)
+        self._lying, self._tiled = lying.orders, _turned_in_tiles(problem.program, lying.turned, kernels)
         self._makers = problem.program.makers
         in_memory = kernels.read | kernels.stored
         self._by_rows = made_by_rows(problem.program, self._pointwise, kernels.fused, in_memory)
@@ -141,7 +142,8 @@ class _Copying:
             if turned and not stored and self._is_scattered(copy, self._lying[value]):
                 self._began.setdefault(value, place)
                 return self._began[value] or place
-            return made if turned and stored and self._beside.setdefault(value, copy) == copy else place
+            alone = not turned or not stored or value in self._tiled or self._beside.setdefault(value, copy) != copy
+            return place if alone else made
         if value not in self._began:
             written = range(len(self._program.values[value].shape))
             apart = not stored and self._turns(copy, written) and self._is_moved(value)
@@ -189,6 +191,19 @@ class _Copying:
                 return False
             [value] = whole
         return maker is None or maker.primitive.name in _MOVING or maker.primitive.name == PRODUCT
+
+
+def _turned_in_tiles(program: Program, turned: Mapping[int, Sequence[int]], kernels: Kernels) -> set[int]:
+    """What kernels make that turn something in tiles on the way: they turn nothing else."""
+    readers, in_memory = readers_in(program), kernels.read | kernels.stored
+    stack = [value for value, order in turned.items() if moves_in_tiles(program, value, order)]
+    found = {*stack}
+    while stack:
+        for reader in readers.get(stack.pop(), ()):
+            if reader.index in kernels.fused:
+                stack += [result for result in reader.results if result not in found and result not in in_memory]
+                found.update(reader.results)
+    return found
 
 
 def _moves_in_tiles(shape: Sequence[int], order: Sequence[int]) -> bool:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose"})
 
 _SHORT = 4.0
-"""Microseconds: what takes a part out of merged products in less runs with what takes out the others, before all that
+"""Microseconds: what takes columns out of merged products in less runs with what takes out the others, before all that
 reads them, and what takes longer just before what reads the part (compiled: all of 2.5, the first two of 5)."""
 
 
@@ -78,11 +78,14 @@ def taken_out(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float,
                 yield bytes_in(schedule, result, schedule.assignment.values[result]), first, last
 
 
-def _until_taken_out(lifetimes: Lifetimes, schedule: Schedule, results: Iterable[int]) -> dict[int, int]:
+def _until_taken_out(lifetimes: Lifetimes, schedule: Schedule, results: Sequence[int]) -> dict[int, int]:
     """The last place where something reads each of these results from the merged product's: of one that only products
     read, as it is, a kernel makes a copy for the first of them, from which all read. Those that products add themselves
-    to are taken out together, for the first of these, where that is short: it fills waits, of which there are many."""
+    to are taken out together, for the first of these, where they are rows of the merged one, or that is short: then it
+    fills waits, of which there are many."""
     found, together = dict[int, int](), set[int]()
+    makers = [schedule.program.makers[result] for result in results]
+    rows = own_position(schedule, makers) == 0
     added_to = {one.onto: addition for addition, one in lifetimes.adding.items()}
     for result in results:
         reading, stack = list[int](), [result]
@@ -99,8 +102,8 @@ def _until_taken_out(lifetimes: Lifetimes, schedule: Schedule, results: Iterable
         copied = min(reading, default=-1) >= 0
         found[result] = min(reading) if copied else _span(lifetimes, result).end
         size = bytes_in(schedule, result, schedule.assignment.values[result])
-        short = 2 * size / BYTES_MOVED < _SHORT
-        together |= {result} if copied and short and result in added_to else set()
+        soon = rows or 2 * size / BYTES_MOVED < _SHORT
+        together |= {result} if copied and soon and result in added_to else set()
     return found | dict.fromkeys(together, min((found[result] for result in together), default=0))
 
 

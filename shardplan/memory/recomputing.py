@@ -18,11 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from shardplan.groups import MATRICES, RAGGED, turns_matrices
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere, own_position
+from shardplan.memory.coalescing import moves_in_tiles
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
-from shardplan.memory.fusion import fused_operations, fuses_operands, is_view, pointwise_operations, readers_in
+from shardplan.memory.fusion import (
+    REDUCTIONS,
+    fused_operations,
+    fuses_operands,
+    is_view,
+    pointwise_operations,
+    readers_in,
+)
 from shardplan.memory.leaving import transposed_results
 from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.priorities import stored_values
@@ -266,28 +275,37 @@ def _read_from_memory(
 
 def _turned(problem: Problem, fused: Collection[int], read: frozenset[int]) -> frozenset[int]:
     """Values that are moved to lie as others do (`shardplan.memory.lying`), and that several kernels read then: after
-    what is computed from them alone, element by element, on the way."""
+    what is computed from them alone, element by element, on the way. What is moved in tiles each kernel moves itself,
+    but none that adds up: what it is multiplied by first is stored for that."""
     program, pointwise = problem.program, pointwise_operations(problem)
     readers, found = readers_in(program), set[int]()
-    for value in lying_of(program, pointwise).turned:
-        shape = program.values[value].shape
+    for value, order in lying_of(program, pointwise).turned.items():
+        shape, tiled = program.values[value].shape, moves_in_tiles(program, value, order)
         while len(readers[value]) == 1 and readers[value][0].index in pointwise:
             [reader] = readers[value]
             whole = [o for o in reader.operands if isinstance(o, int) and program.values[o].shape == shape]
             if len(whole) > 1 or reader.results[0] in read or not readers.get(reader.results[0]):
                 break
             value = reader.results[0]
-        if len(_kernels_reading(value, readers, fused, read)) > 1:
+        if len(_kernels_reading(value, readers, fused, read)) > 1 and not tiled:
             found.add(value)
+        for reader in readers[value] if tiled else ():
+            behind = set().union(*(_kernels_reading(result, readers, fused, read, inf) for result in reader.results))
+            if reader.index in fused and any(program.operations[i].primitive.name in REDUCTIONS for i in behind):
+                found.update(reader.results)
     return frozenset(found)
 
 
 def _kernels_reading(
-    value: int, readers: Mapping[int, Sequence[Operation]], fused: Collection[int], read: frozenset[int]
+    value: int,
+    readers: Mapping[int, Sequence[Operation]],
+    fused: Collection[int],
+    read: frozenset[int],
+    most: float = 2,
 ) -> set[int]:
-    """Operations, by index, that end kernels which read a value: those of two, if there are more."""
+    """Operations, by index, that end kernels which read a value: so many of them, if there are more."""
     found, seen, stack = set[int](), {value}, [value]
-    while stack and len(found) < 2:
+    while stack and len(found) < most:
         for reader in readers.get(stack.pop(), ()):
             if reader.index not in fused or not read.isdisjoint(reader.results):
                 found.add(reader.index)
