@@ -100,11 +100,12 @@ def moves_apart(schedule: Schedule, value: int, lying: Sequence[int] | None, ord
     return is_scattered(_shape_left(schedule, value), own, order, _jax.item_bytes(tensor.dtype))
 
 
-def moves_in_tiles(program: Program, value: int, order: Sequence[int]) -> bool:
-    """Whether a kernel that moves a value from the order in which its dimensions are written to another one does so in
-    tiles, where no device has but a part of the innermost dimensions."""
+def is_read_apart(program: Program, value: int, order: Sequence[int], lying: Sequence[int] | None = None) -> bool:
+    """Whether a kernel that moves a value to another order of its dimensions from that in which it lies, by default
+    that in which they are written, reads each element by itself, where devices split none of those that are moved."""
     tensor = program.values[value]
-    return not is_scattered(tensor.shape, range(len(tensor.shape)), order, _jax.item_bytes(tensor.dtype))
+    own = range(len(tensor.shape)) if lying is None else lying
+    return is_scattered(tensor.shape, own, order, _jax.item_bytes(tensor.dtype))
 
 
 def _shape_left(schedule: Schedule, value: int) -> list[int]:

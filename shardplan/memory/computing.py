@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 from shardplan import _jax
-from shardplan.memory.coalescing import is_scattered
+from shardplan.memory.coalescing import is_read_apart
 from shardplan.memory.convolutions import spread_again
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
 from shardplan.memory.lying import lying_of
-from shardplan.memory.products import ProductOperand, copied_again, is_multiplied, product_operands
+from shardplan.memory.products import copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
 from shardplan.memory.sums import adds_few, adds_many, columns_of
 from shardplan.once import once
@@ -66,7 +66,11 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
     padded = {index for (index, _), read in operands.items() if read.padding > 1}
     again = copied_again(operands) | spread_again(program)
     lying = lying_of(program, pointwise).orders
-    copies = {place: _is_read_apart(program, lying, read) for place, read in operands.items() if read.copied}
+    copies = {
+        place: is_read_apart(program, read.value, read.order, lying.get(read.value))
+        for place, read in operands.items()
+        if read.copied
+    }
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
     viewed = _viewed(program, pointwise)
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
@@ -94,13 +98,6 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
             *(*_of_nothing(problem, operation), copied, apart),
         )
     return found
-
-
-def _is_read_apart(program: Program, lying: Mapping[int, Sequence[int]], read: ProductOperand) -> bool:
-    """Whether a kernel that copies for a product reads each element by itself."""
-    value = program.values[read.value]
-    order = lying.get(read.value, range(len(value.shape)))
-    return is_scattered(value.shape, order, read.order, _jax.item_bytes(value.dtype))
 
 
 def _of_nothing(problem: Problem, operation: Operation) -> tuple[int, tuple[tuple[int, int, int], ...]]:

@@ -14,8 +14,9 @@ product's own matrix, which XLA sees do not overlap: of products that it has mer
 Where a sequence is between, the matrix is seen in another shape first.
 
 What is computed from a product's result that lies otherwise than it is written (the probabilities of heads that share
-their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored; all else
-kernels of their own compute or copy, for the first product that reads it. Where few such heads lie innermost, no kernel
+their keys) is copied by one kernel in one order alone, where another dimension is innermost, if it is stored, and
+nothing is turned in tiles there already; all else kernels of their own compute or copy, for the first product that
+reads it. Where few such heads lie innermost, no kernel
 turns them in tiles (`shardplan.memory.coalescing`; odd numbers of 16 bits neither, which are not packed), and those
 that do not are one: the copy for the gradient of the values is made in the forward pass, with the one that is
 multiplied by these. A kernel that goes through rows which it has reduced (`shardplan.memory.rows`) writes one result:
@@ -44,8 +45,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from shardplan import _jax
-from shardplan.memory.coalescing import is_scattered, moves_in_tiles
+from shardplan.memory.coalescing import is_read_apart
 from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import pointwise_operations, readers_in
 from shardplan.memory.lying import PRODUCT, lying_of
@@ -139,7 +139,7 @@ class _Copying:
         made = self.places[maker.index] if stored else place
         if value in self._lying:
             turned = self._turns(copy, self._lying[value])
-            if turned and not stored and self._is_scattered(copy, self._lying[value]):
+            if turned and not stored and is_read_apart(self._program, value, copy.order, self._lying[value]):
                 self._began.setdefault(value, place)
                 return self._began[value] or place
             alone = not turned or not stored or value in self._tiled or self._beside.setdefault(value, copy) != copy
@@ -174,11 +174,6 @@ class _Copying:
         innermost = [dim for dim in lying if self._program.values[copy.value].shape[dim] > 1][-1:]
         return [*copy.order[-1:]] != innermost
 
-    def _is_scattered(self, copy: ProductOperand, lying: Sequence[int]) -> bool:
-        """Whether kernels that make a copy of what lies in another order read each element by itself, not in tiles."""
-        tensor = self._program.values[copy.value]
-        return is_scattered(tensor.shape, lying, copy.order, _jax.item_bytes(tensor.dtype))
-
     def _is_moved(self, value: int) -> bool:
         """Whether a value is computed element by element from one that a product made, is moved, or is an argument, and
         from nothing else but what is repeated along dimensions."""
@@ -196,7 +191,7 @@ class _Copying:
 def _turned_in_tiles(program: Program, turned: Mapping[int, Sequence[int]], kernels: Kernels) -> set[int]:
     """What kernels make that turn something in tiles on the way: they turn nothing else."""
     readers, in_memory = readers_in(program), kernels.read | kernels.stored
-    stack = [value for value, order in turned.items() if moves_in_tiles(program, value, order)]
+    stack = [value for value, order in turned.items() if not is_read_apart(program, value, order)]
     found = {*stack}
     while stack:
         for reader in readers.get(stack.pop(), ()):

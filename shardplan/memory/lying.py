@@ -3,10 +3,11 @@
 A transposition of a product's result moves nothing where the product goes over batch dimensions, and what is computed
 from it element by element lies as it does. Where what comes from two such products meets and lies in two orders, that
 of the earlier product goes for all that is computed element by element, also before they meet, and what comes from the
-other one is moved: into memory of its own, where several kernels read it. So the gradients of the scores of heads that
-share their keys are. The result of a product without batch dimensions (a bias for attention's scores, made from
-features of their pairs) is asked for in no order, and lies as what it meets does: its transposition moves it. Where no
-product says how values lie, transposed arguments and Fourier transforms may (`shardplan.memory.transposed`).
+other one is moved: into memory of its own, where several kernels read it, unless each of these can turn it in tiles
+(`shardplan.memory.coalescing`). So the gradients of the scores of heads that share their keys are. The result of a
+product without batch dimensions (a bias for attention's scores, made from features of their pairs) is asked for in no
+order, and lies as what it meets does: its transposition moves it. Where no product says how values lie, transposed
+arguments and Fourier transforms may (`shardplan.memory.transposed`).
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(x, w):

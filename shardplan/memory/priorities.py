@@ -301,10 +301,11 @@ class _Fusion:
         )
         if not kernel.by_element:  # reads each element that is moved by itself
             moved += BY_ITSELF * times * own.turned
-        for place in kernel.apart & kernel.reads[value].keys():
-            sources = [v for v, places in own.reads.items() if OWN in places]
-            moved -= self._apart(value)
-            moved += sum([self._apart(v) for v in sources if place not in kernel.reads.get(v, ())])
+        for place in kernel.apart:
+            if place in kernel.reads[value]:
+                sources = [v for v, places in own.reads.items() if OWN in places]
+                moved -= self._apart(value)
+                moved += sum([self._apart(v) for v in sources if place not in kernel.reads.get(v, ())])
         rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
         moved = kernel.moved + kernel.slower * moved
         return kernel.time - time_of(cycles, moved, rows)

@@ -22,7 +22,7 @@ from math import inf
 
 from shardplan.groups import MATRICES, RAGGED, turns_matrices
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere, own_position
-from shardplan.memory.coalescing import moves_in_tiles
+from shardplan.memory.coalescing import is_read_apart
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
 from shardplan.memory.fusion import (
     REDUCTIONS,
@@ -280,7 +280,7 @@ def _turned(problem: Problem, fused: Collection[int], read: frozenset[int]) -> f
     program, pointwise = problem.program, pointwise_operations(problem)
     readers, found = readers_in(program), set[int]()
     for value, order in lying_of(program, pointwise).turned.items():
-        shape, tiled = program.values[value].shape, moves_in_tiles(program, value, order)
+        shape, tiled = program.values[value].shape, not is_read_apart(program, value, order)
         while len(readers[value]) == 1 and readers[value][0].index in pointwise:
             [reader] = readers[value]
             whole = [o for o in reader.operands if isinstance(o, int) and program.values[o].shape == shape]
