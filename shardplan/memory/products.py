@@ -201,12 +201,14 @@ def _product_operand(
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if read == 2 and size > 1)
     middle = [(*free, *batch, *contracted), (*contracted, *batch, *free)]
     orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
-    if reshaped or (batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted))):
-        orders, middle = [orders[position]] * 2, []  # joined in this order, behind which no transposition is seen
+    joined = batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted))
+    if reshaped or (joined and 1 not in value.shape):
+        orders, middle = [orders[position]] * 2, []  # behind which no transposition is seen, unless dimensions are gone
     if read == 1:  # cuBLAS reads numbers of 8 bits along what it sums over
         orders, middle = orders[:1] * 2, middle[:1]
-    as_it_is = tuple(d for d in lying.get(operand, range(len(dimensions))) if value.shape[d] > 1)
-    order = as_it_is if as_it_is in (*orders, *middle) else orders[position]
+    written = [lying.get(operand, range(len(dimensions))), *([dimensions] if joined else [])]
+    as_it_is, *ways = (tuple(d for d in order if value.shape[d] > 1) for order in written)
+    order = next((way for way in (as_it_is, *ways) if way in (*orders, *middle)), orders[position])
     copied = padding > 1 or read != own or order != as_it_is
     return ProductOperand(operand, order, padding * read / own, copied)
 
