@@ -12,7 +12,7 @@ reshape has been merged into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from shardplan.memory.fusion import is_view
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
+from shardplan.widened import Widened
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -82,12 +83,16 @@ def _others(schedule: Schedule, operation: Operation, value: int, last: int) -> 
     return ()
 
 
-def wait_behind(array: Any, waiting: Sequence[Awaited], read: Callable[[int, Layout], Any]) -> Any:
-    """An array behind barriers that take in what it waits for. ``read``: a value in a layout."""
-    others = [read(*awaited) for awaited in waiting]
+def wait_behind(array: Any, others: Sequence[Any], widened: Widened | None) -> Any:
+    """An array behind barriers that take in the arrays that it waits for.
+
+    What was converted to a wider type passes them as it was before: XLA moves conversions behind collectives, but sees
+    none through a barrier.
+    """
+    behind = array if widened is None or not widened.same else array.astype(widened.dtype)
     for _ in range(BARRIERS if others else 1):
-        array, *_ = jax.lax.optimization_barrier((array, *others))
-    return array
+        behind, *_ = jax.lax.optimization_barrier((behind, *others))
+    return behind.astype(array.dtype)
 
 
 def _shown(schedule: Schedule, awaited: Awaited) -> Awaited:

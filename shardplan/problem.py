@@ -31,6 +31,7 @@ from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strateg
 from shardplan.transition import Partial, Step, Transitions, called_steps, halo_steps, over_trips
 from shardplan.twins import mirrored, twins
 from shardplan.variables import Numbering, generated_values
+from shardplan.widened import sent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,7 @@ class Problem:
         self.unknown: dict[str, list[Operation]] = {}
         self.timing: Timing | None = None
         self.traffic: Mapping[int, int] = {}  # where it counts
-        self.reduce_dtype = reduce_dtype
-        self.islands = islands
+        self.reduce_dtype, self.islands = reduce_dtype, islands
         self._fixed = fixed
         self._barriers: set[int] = set()
         self._maker = StrategyMaker(space)
@@ -83,9 +83,9 @@ class Problem:
         whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self._pass_on_deferred()
-        around = self.links.values()
-        self.stacks = {link.target for links in around for link in links.inside if link.stacked == "target"}
-        same = {value: carry for links in around for value, carry in links.same.items()}
+        self.sent_bytes = sent_bytes(program, self.deferred.values)
+        self.stacks = {link.target for one in self.links.values() for link in one.inside if link.stacked == "target"}
+        same = {value: carry for one in self.links.values() for value, carry in one.same.items()}
         self._leaving = program.leaving | {same[value] for value in program.leaving & same.keys()}
         self._ending = {same[value] for value in program.leaving & same.keys() - program.read}
         self._even = self._find_even()
@@ -161,9 +161,8 @@ class Problem:
 
     def _find_even(self) -> frozenset[int]:
         """Values that split evenly alone: a jit's arguments and results, what goes into loops and out of them."""
-        found = {*self._leaving, *(value for region in self.program.regions for value in region.inputs)}
-        found.update(result for o in self.program.operations if o.bodies for result in o.results)
-        return frozenset(found)
+        into = (value for region in self.program.regions for value in region.inputs)
+        return self._leaving | {*into, *(result for o in self.program.operations if o.bodies for result in o.results)}
 
     def _lies_evenly(self, value: int) -> bool:
         """Whether a value is split evenly though copies of it may be padded: an update then reads the value itself."""
@@ -181,7 +180,8 @@ class Problem:
     def _work(self, operation: Operation) -> np.ndarray:
         """The price of an operation's work and of its halos, per strategy."""
         choices, times = self.choices[operation.index], self.times(operation)
-        moving = tuple(id(self.moving(o)) for o in (*operation.operands, *operation.results) if isinstance(o, int))
+        read = (o for o in (*operation.operands, *operation.results) if isinstance(o, int))
+        moving = tuple((id(self.moving(value)), self.sent_bytes[value]) for value in read)
         key = (id(choices), "work", times, self.traffic.get(operation.index, 0), moving)
         if key not in self._tables:
             work = choices.flops, self.traffic.get(operation.index, 0), choices.dtype
@@ -195,7 +195,7 @@ class Problem:
         price = shared[strategy.degree]
         for step, value in self.exchanges(operation, strategy):
             per_byte, per_collective = self.moving(value.index).price(step)
-            price += per_byte * value.total_bytes + per_collective
+            price += per_byte * self.sent_bytes[value.index] + per_collective
         return price
 
     def moving(self, value: int) -> Transitions:
@@ -248,14 +248,14 @@ class Problem:
 
     def whole_prices(self, value: int) -> np.ndarray:
         """float [layouts of the value, those in which it is whole]: the price of bringing it to each."""
-        domain, size = self.domain(value), self.program.values[value].total_bytes
+        domain, size = self.domain(value), self.sent_bytes[value]
         return self.moving(value).table(domain, (domain.whole or domain).layouts, size)
 
     def _add_copies(self, network: Network) -> None:
         for index, shared in self.variables.copies.items():
             layouts = self.domain(index).layouts
             network.add_variable(np.zeros(len(layouts)), name=self.variables.names[shared])
-            table = self._transition_table(self.program.values[index], layouts, self._value_times[index])
+            table = self._transition_table(index, layouts, self._value_times[index])
             network.add_edge(self.variables.values[index], shared, table)
 
     def _add_work(self, network: Network) -> None:
@@ -264,11 +264,11 @@ class Problem:
 
     # ---- tables
 
-    def _transition_table(self, value: Value, targets: tuple[Layout, ...], times: int) -> np.ndarray:
-        domain, moving = self.domain(value.index), self.moving(value.index)
-        key = (domain, targets, value.total_bytes, times, id(moving))
+    def _transition_table(self, value: int, targets: tuple[Layout, ...], times: int) -> np.ndarray:
+        domain, moving, size = self.domain(value), self.moving(value), self.sent_bytes[value]
+        key = (domain, targets, size, times, id(moving))
         if key not in self._tables:
-            self._tables[key] = over_trips(times, moving.table(domain, targets, value.total_bytes))
+            self._tables[key] = over_trips(times, moving.table(domain, targets, size))
         return self._tables[key]
 
     def _add_operations(self, network: Network) -> None:
@@ -290,21 +290,21 @@ class Problem:
         for link in (*links.enter, *links.inside):
             if not isinstance(link.source, int) or link.source in self.generated:
                 continue
-            source, target = self.program.values[link.source], self.program.values[link.target]
+            target = self.program.values[link.target]
             # a stack whose leading dimension is split is excluded by its own costs
             targets = layouts_read(link, self.domain(link.target).layouts, len(target.shape))
-            table = self._transition_table(source, targets, link.times)
+            table = self._transition_table(link.source, targets, link.times)
             if link.begins and self.domain(link.target).whole is not None:
                 made = self.moving(link.source), self.domain(link.source)
-                table = np.minimum(table, over_trips(link.times, beginning_prices(*made, targets, source.total_bytes)))
+                begun = over_trips(link.times, beginning_prices(*made, targets, self.sent_bytes[link.source]))
+                table = np.minimum(table, begun)
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
     def _add_barrier(self, network: Network, operation: Operation) -> None:
         """Each result has the layout of its own operand, whatever the others have."""
         for operand, result in zip(operation.operands, operation.results, strict=True):
             if isinstance(operand, int) and operand not in self.generated:
-                value = self.program.values[operand]
-                table = self._transition_table(value, self.domain(result).layouts, self.times(operation))
+                table = self._transition_table(operand, self.domain(result).layouts, self.times(operation))
                 network.add_edge(self.variables.read(operand), self.variables.values[result], table)
 
     def _add_operands(self, network: Network, operation: Operation, variable: int) -> None:
@@ -314,10 +314,10 @@ class Problem:
                 continue
             times, domain = self.times(operation), self.domain(operand)
             moving, spread = id(self.moving(operand)), operand in spread_values(self.program)
-            key = (id(choices), position, domain, self.program.values[operand].total_bytes, times, moving, spread)
+            key = (id(choices), position, domain, self.sent_bytes[operand], times, moving, spread)
             if key not in self._tables:
                 targets: Any = tuple(s.operands[position] for s in choices.strategies)
-                table = self._transition_table(self.program.values[operand], targets, times)
+                table = self._transition_table(operand, targets, times)
                 sent = self.transitions.sends(domain, targets) if spread else None
                 self._tables[key] = table if sent is None else np.where(sent, np.inf, table)
             table = self._tables[key]
@@ -333,13 +333,13 @@ class Problem:
     def _add_results(self, network: Network, operation: Operation, variable: int) -> None:
         choices = self.choices[operation.index]
         for position, result in enumerate(operation.results):
-            value, domain, times = self.program.values[result], self.domain(result), self.times(operation)
+            size, domain, times = self.sent_bytes[result], self.domain(result), self.times(operation)
             moving, rounded = id(self.moving(result)), result in self.deferred.rounded
-            key = (id(choices), "result", position, domain, value.total_bytes, times, moving, rounded)
+            key = (id(choices), "result", position, domain, size, times, moving, rounded)
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
                 priced = Priced(*np.array([(row.per_byte, row.fixed) for row in rows]).swapaxes(0, 1))
-                self._tables[key] = over_trips(times, priced.of(value.total_bytes))
+                self._tables[key] = over_trips(times, priced.of(size))
             network.add_edge(variable, self.variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
@@ -373,7 +373,7 @@ class Problem:
             if not isinstance(output, int) or output in self.generated or output == target:
                 continue
             if len(self.domain(output)) > 1:
-                table = self._transition_table(self.program.values[output], self.domain(target).layouts, 1)
+                table = self._transition_table(output, self.domain(target).layouts, 1)
                 network.add_edge(self.variables.read(output), self.variables.values[target], table)
 
     def variables_of(self, value: int) -> tuple[int | None, int | None]:

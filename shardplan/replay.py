@@ -37,6 +37,7 @@ from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
 from shardplan.waiting import behind_sum
+from shardplan.widened import widened_from
 
 
 class Replay:
@@ -191,8 +192,7 @@ class Replay:
         elif apart := axes_apart(operation, strategy, self._schedule.space.mesh.splitting):
             results = self._run_over_axes(operation, strategy, operands, apart)
         elif filling:
-            params = unfilled_params(operation)
-            results = _jax.bind_again(operation.equation, operation.primitive, params, operands)
+            results = _jax.bind_again(operation.equation, operation.primitive, unfilled_params(operation), operands)
         else:
             results = self._bind(operation, operands)
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
@@ -218,8 +218,8 @@ class Replay:
                 stored = self._schedule.assignment.values[operand]
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
                     # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
-                    waiting = awaited(self._schedule, operation, operand)
-                    anew = wait_behind(self._held[operand, stored], waiting, self._read)
+                    waiting = [self._read(*read) for read in awaited(self._schedule, operation, operand)]
+                    anew = wait_behind(self._held[operand, stored], waiting, widened_from(self._program).get(operand))
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)

@@ -84,7 +84,7 @@ class Schedule:
         domain, stored, copy = self.problem.domain(value), self.assignment.values[value], self.copy(value)
         if not domain.padded or stored == copy:
             return copy
-        prices = self.problem.moving(value).table(domain, (target,), self.program.values[value].total_bytes)
+        prices = self.problem.moving(value).table(domain, (target,), self.problem.sent_bytes[value])
         return min(copy, stored, key=lambda layout: float(prices[domain.position[layout], 0]))
 
     def gathered_anew(self, value: int, target: Layout) -> bool:
@@ -121,11 +121,11 @@ class Schedule:
         found = beginnings(self.space.domain(self.program.values[link.source].shape), target)
         if link.source in self.assignment.generated:
             return target if self.problem.deferred.is_zero(link.source) else found[0]
-        held, value = self.copy(link.source), self.program.values[link.source]
+        held, size = self.copy(link.source), self.problem.sent_bytes[link.source]
         if held == target or not found:
             return target
         domain = self.problem.domain(link.source)
-        prices = self.problem.moving(link.source).table(domain, found, value.total_bytes)
+        prices = self.problem.moving(link.source).table(domain, found, size)
         return found[int(prices[domain.position[held]].argmin())]
 
     def generating(self, operation: Operation, layout: Layout) -> Strategy:
@@ -220,7 +220,7 @@ class Schedule:
                 if step.fraction > 0 and (value, step.layout, by) not in done:
                     tensor = self.program.values[value]
                     width = self.problem.domain(value).width if step.kind in REDUCTIONS else 1.0
-                    size = step.fraction * tensor.total_bytes * width
+                    size = step.fraction * self.problem.sent_bytes[value] * width
                     found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value), region))
                 done.add((value, step.layout, by))
 
@@ -248,7 +248,7 @@ class Schedule:
         """The collectives of an operation itself: exchanges with neighbours, those of a region, and of its results."""
         times, region = self.problem.times(operation), operation.region
         for step, tensor in self.problem.exchanges(operation, strategy):
-            yield Sent(step, tensor, operation, step.fraction * tensor.total_bytes, times, region)
+            yield Sent(step, tensor, operation, step.fraction * self.problem.sent_bytes[tensor.index], times, region)
         for position, result in enumerate(operation.results):
             tensor = self.program.values[result]
             waits = self.is_partial(result, strategy.results[position])
@@ -257,7 +257,7 @@ class Schedule:
             ).width
             for step in self.result_steps(operation, position):
                 if step.fraction > 0:
-                    size = step.fraction * tensor.total_bytes * (width if step.kind in REDUCTIONS else 1.0)
+                    size = step.fraction * self.problem.sent_bytes[result] * (width if step.kind in REDUCTIONS else 1.0)
                     yield Sent(step, tensor, operation, size, times, region)
 
     def _links_with_regions(self, operation: Operation) -> Iterator[tuple[Link, int]]:

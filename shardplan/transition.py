@@ -66,6 +66,7 @@ class Transitions:
         self.longer = _LONGER_PATH * prices.per_byte(space.mesh.splitting) if space.mesh.splitting else 0.0
         self.reductions = Reductions(self)
         self._solved: dict[Domain, tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]] = {}
+        self._gathered: dict[Domain, np.ndarray] = {}
 
     def table(self, domain: Domain, targets: tuple[Layout, ...], total_bytes: int) -> np.ndarray:
         """float [layouts of the domain, targets]: the price of each transition of a tensor of so many bytes."""
@@ -111,6 +112,20 @@ class Transitions:
         for node in np.unique(first[first != start]).tolist():
             sliced[node] = steps[start, node].kind == "slice"
         return sliced[first]
+
+    def gathered_last(self, domain: Domain) -> np.ndarray:
+        """int [layouts of the domain, layouts]: the dimension over which the cheapest transition gathers at last, -1
+        where it ends otherwise, or begins with a sum."""
+        if domain not in self._gathered:
+            self._gathered[domain] = found = np.full((len(domain), len(domain)), -1)
+            whole = domain.whole or domain
+            _, previous, steps = self._solve(whole)
+            for (before, target), step in steps.items():
+                if step.kind == "all-gather":
+                    [dim] = [n for n, axes in enumerate(whole.layouts[before]) if axes != step.layout[n]]
+                    found[: len(whole), target][previous[:, target] == before] = dim
+            np.fill_diagonal(found, -1)
+        return self._gathered[domain]
 
     def _solve(self, domain: Domain) -> tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]:
         if domain in self._solved:

@@ -131,6 +131,20 @@ def check_transitions(case: Case, rank: int, count: int | None, at_once: int) ->
     assert not wrong
 
 
+def test_the_dimension_that_is_gathered_last_is_told_of_all_transitions_at_once() -> None:
+    """A gather leaves the dimension first that it goes over: what was split over several, the one that goes last."""
+    axes = MeshAxes(NAMES[:2], (2, 4))
+    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    domain = transitions.space.domain((64, 64, 64))
+    dims = transitions.gathered_last(domain)
+    assert dims[domain.position[(1,), (), (0,)], domain.position[(), (), ()]] == 0
+    for source, target in pairs_of(domain, 200):
+        steps = transitions.path(domain, source, target)
+        before = [source, *(step.layout for step in steps)][-2]
+        [changed] = [n for n in range(3) if before[n] != target[n]] if steps[-1].kind == "all-gather" else [-1]
+        assert dims[domain.position[source], domain.position[target]] == changed
+
+
 def test_what_begins_with_a_slice_is_told_of_all_targets_at_once() -> None:
     axes = MeshAxes(NAMES, (2, 2, 2))
     transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))

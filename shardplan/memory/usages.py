@@ -174,8 +174,7 @@ class Usages:
         largest: where what is split of them is not the first dimension."""
         yield from held_whole(self.problem, self._lifetimes, self.lifetimes.end)
         for output, state in sorted(self._last):
-            leaving, sizes = self._layouts(state), self._sizes(state)
-            gathered = [[_splits_behind(own, layout) for layout in leaving] for own in self._layouts(output)]
+            gathered, sizes = self._gathered_behind(output, self._layouts(state)), self._sizes(state)
             ends = self.problem.variables.values[output], self.problem.variables.values[state]
             yield PairUsage(*ends, np.where(gathered, sizes[None, :], 0.0), self.lifetimes.end, self.lifetimes.end + 1)
 
@@ -324,10 +323,18 @@ class Usages:
 
     def _left_by_a_gather(self, brought: Brought, during: Lifetime) -> PairUsage:
         """What a gather leaves beside its copy: where it goes over another dimension than the first."""
-        wanted = [layout or () for layout in brought.wanted]
-        behind = [[_splits_behind(own, layout) for layout in wanted] for own in brought.there]
+        behind = self._gathered_behind(brought.value, brought.wanted)
         amounts = np.where(behind, brought.amounts(self.problem), 0.0)
         return PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
+
+    def _gathered_behind(self, value: int, wanted: Sequence[Layout | None]) -> NDArray[np.bool_]:
+        """bool [layouts of the value, those that are wanted]: whether a gather over another dimension than the first
+        brings it there at last."""
+        domain, shape = self.problem.domain(value), self.program.values[value].shape
+        dims = self.problem.moving(value).gathered_last(domain)
+        first = next((dim for dim, size in enumerate(shape) if size > 1), 0)
+        places = [domain.position.get(layout, -1) if layout is not None else -1 for layout in wanted]
+        return (dims[:, places] > first) & (np.array(places) >= 0)
 
     def _working(self, moments: Sequence[int]) -> Iterator[Usage]:
         """What operations need while they run, beside operands and results, at these moments."""
@@ -382,12 +389,6 @@ class Usages:
 
     def _layouts(self, value: int) -> tuple[Layout, ...]:
         return self.problem.domain(value).layouts
-
-
-def _splits_behind(own: Layout, layout: Layout) -> bool:
-    """Whether a layout splits another dimension than the first over more axes than the other one does."""
-    alike = len(own) == len(layout)  # partial sums have a dimension besides, and are reduced
-    return alike and any(len(old) > len(new) for old, new in zip(own[1:], layout[1:], strict=True))
 
 
 def _any_within(moments: Sequence[int], first: int, last: int) -> bool:

@@ -1,0 +1,94 @@
+"""What has been converted to a wider type is sent in the narrower one, also where it is gathered for each reader."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardplan
+from shardplan.audit import measure
+from shardplan.schedule import Schedule
+from shardplan.target import gpu_mesh
+from shardplan.tracing import trace_program
+from shardplan.widened import widened_from
+from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
+
+compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+
+Widen = Callable[[jax.Array], jax.Array]
+
+WAYS: list[tuple[Widen, int]] = [
+    (lambda w: w.astype("float32"), 2),
+    (lambda w: w.astype("float32").T.reshape(64, 64), 2),
+    (lambda w: w.astype("float32") * 3, 2),
+    (lambda w: jnp.float32(3) * w.astype("float32"), 2),
+    (lambda w: w.astype("float32") / 3, 2),
+    (lambda w: jnp.concatenate([w.astype("float32")[:32], w.astype("float32")[:32]]), 2),
+    (lambda w: (w > 0).astype("float32"), 1),
+    (lambda w: w.astype("float32") + 1, 4),
+    (lambda w: 3 / w.astype("float32"), 4),
+    (lambda w: w.astype("float32") * w[0], 4),
+]
+
+
+@pytest.mark.parametrize(("widen", "width"), WAYS)
+def test_what_passes_on_from_which_type_numbers_come(widen: Widen, width: int) -> None:
+    program = trace_program(widen, (jax.ShapeDtypeStruct((64, 64), "bfloat16"),), {})
+    [output] = program.outputs
+    widened = widened_from(program).get(output) if isinstance(output, int) else None
+    assert (4 if widened is None else jnp.dtype(widened.dtype).itemsize) == width
+
+
+def _planned(mesh: Mesh | AbstractMesh, widen: Widen) -> tuple[Callable[..., Any], shardplan.Plan]:
+    """A step that gathers weights behind their conversion, and its plan."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            wide = jax.lax.with_sharding_constraint(widen(w), NamedSharding(mesh, P(None, "x")))
+            return jnp.sum(jnp.tanh(x @ wide) @ wide)
+
+        return jax.grad(loss)(w).astype("float32")
+
+    shapes = jax.ShapeDtypeStruct((64, 64), "bfloat16"), jax.ShapeDtypeStruct((4096, 64), "float32")
+    return step, shardplan.plan(step, mesh, *shapes, pins={"0": P(None, "x"), "1": P("x")}, memory_limit=float("inf"))
+
+
+def _for_each_reader(plan: shardplan.Plan) -> shardplan.Plan:
+    """The plan with everything that is gathered gathered for each reader."""
+    assignment = plan.schedule.assignment
+    stored = {value: assignment.values[value] for value in assignment.copies}
+    return with_schedule(plan, Schedule(plan.schedule.problem, replace(assignment, copies=stored)))
+
+
+@compiles_for_gpus
+@pytest.mark.parametrize(("widen", "width"), [WAYS[0], WAYS[2], WAYS[5], WAYS[7]])
+def test_compiled_gathers_send_what_it_was_before(widen: Widen, width: int) -> None:
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    _, plan = _planned(mesh, widen)
+    gathered = [sent.bytes for sent in plan.collectives if sent.kind == "all-gather"]
+    assert gathered == [64 * 64 * width * 7 / 8]
+    assert measure(plan.lower(mesh)).communication_bytes == plan.communication_bytes
+
+
+@compiles_for_gpus
+def test_compiled_gathers_for_each_reader_send_what_it_was_before() -> None:
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    plan = _for_each_reader(_planned(mesh, WAYS[0][0])[1])
+    gathered = [sent.bytes for sent in plan.collectives if sent.kind == "all-gather"]
+    assert len(gathered) > 1 and {*gathered} == {64 * 64 * 2 * 7 / 8}
+    assert measure(plan.lower(mesh)).communication_bytes == plan.communication_bytes
+
+
+@pytest.mark.parametrize("widen", [WAYS[0][0], WAYS[2][0]])
+def test_gathers_for_each_reader_change_nothing_that_is_computed(widen: Widen) -> None:
+    mesh = mesh_of((8,))
+    step, plan = _planned(mesh, widen)
+    w, x = (jax.random.normal(jax.random.key(n), (64 * 64**n, 64)) / 8 for n in range(2))
+    arguments = w.astype("bfloat16"), x
+    assert_equal_trees(run(_for_each_reader(plan), mesh, *arguments), step(*arguments), 1e-2)
