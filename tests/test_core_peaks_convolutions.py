@@ -20,6 +20,7 @@ from shardplan.memory.greedy_order import greedy_order, weights_gradients
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.order import order_of
+from shardplan.memory.poolings import zeros_of_poolings
 from shardplan.memory.recomputing import kernels_of
 from shardplan.memory.turning import turn_operands
 from shardplan.tracing import trace_program
@@ -96,7 +97,7 @@ def test_the_zeros_that_a_pooling_gradient_scatters_into_are_copied_where_others
     assert order.index(sending.filling[gradient]) <= order.index(gradient)
     for filling, copies in (({}, 1), ({gradient: order[0]}, 2)):
         lifetimes = Lifetimes(schedule.problem, order, kernels, Sending(filling=filling))
-        assert len(list(lifetimes.zeros())) == copies
+        assert len(list(zeros_of_poolings(lifetimes, schedule.program))) == copies
 
 
 def _convolved(images, filters):

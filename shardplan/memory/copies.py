@@ -12,6 +12,7 @@ from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.held import Held, Lifetime
+from shardplan.memory.poolings import IMAGE, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sharing import read_by_element, read_by_several
 from shardplan.memory.sizes import bytes_in, layout_left
@@ -39,7 +40,8 @@ def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Hel
     for index, strategy in schedule.assignment.strategies.items():
         operation, place = schedule.program.operations[index], lifetimes.place[index]
         if operation.primitive.name == POOLING_GRADIENT:
-            yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(place, place))
+            first = lifetimes.put_beside.get((index, IMAGE), place)
+            yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(first, place))
         if strategy.halos:
             size = neighbour_bytes(schedule.problem, operation, strategy)
             yield Held(None, (), size, Lifetime(place, place))
@@ -55,7 +57,7 @@ def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Hel
             size = bytes_in(schedule, value, layout)
             yield Held(value, layout, size, Lifetime(lifetimes.place[reader.index], lifetimes.reads[value][1]))
     yield from _turned_gathers(lifetimes, schedule)
-    for gradient, first, last in lifetimes.zeros():
+    for gradient, first, last in zeros_of_poolings(lifetimes, schedule.program):
         image, layout = gradient.operands[1], schedule.assignment.strategies[gradient.index].operands[1]
         if isinstance(image, int) and layout is not None:
             yield Held(None, layout, bytes_in(schedule, image, layout), Lifetime(first, last))

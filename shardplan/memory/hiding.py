@@ -47,6 +47,7 @@ from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.nodes import Nodes
 from shardplan.memory.order import operands_first
 from shardplan.memory.placing import LATENCY, Placing, through_values
+from shardplan.memory.poolings import take_poolings_apart
 from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.reductions import Reduced, reduced_together, without_leading
@@ -81,6 +82,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     turn_operands(graph, kernels)
     fill_apart(graph, kernels.fused)
     copy_for_poolings(graph)
+    take_poolings_apart(graph)
     join_kernels(graph, kernels)
     merge_nodes(graph)
     wait_for_slices(graph, kernels)

@@ -21,7 +21,6 @@ from shardplan.memory.bringing import Sending, brought_spans, computed_in_parts,
 from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import (
     reading_copies,
-    rectifiers_of_poolings,
     reordered_in,
     spread_copies,
     spread_until,
@@ -277,15 +276,6 @@ class Lifetimes:
             for link in links.enter:
                 if isinstance(source := link.source, int) and link.target in self.reads and link.target not in carried:
                     yield link, source
-
-    def zeros(self) -> Iterator[tuple[Operation, int, int]]:
-        """Pooling gradients, and from which to which place the zeros are in memory that they scatter into."""
-        for gradient, (rectifier, *others) in rectifiers_of_poolings(self._problem.program).items():
-            place = self.place[gradient]
-            until = max((self.place[other.index] for other in others), default=place - 1)
-            yield self.order[place], self.place[rectifier.index], until
-            if self.filled.get(gradient, place) < place:  # a copy of these, which a kernel makes some time before
-                yield self.order[place], self.filled[gradient], place - 1
 
     def _starts(self, operation: Operation) -> list[int]:
         """When each result of an operation takes memory: parts of what is in memory are cut out by kernels for

@@ -33,7 +33,9 @@ from typing import TYPE_CHECKING
 
 from shardplan.layout import Layout
 from shardplan.memory.combining import Gather
+from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import last_gathered
+from shardplan.memory.relaid import lies_turned
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
@@ -118,7 +120,9 @@ def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[i
 def _stacked_otherwise(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[int, int]]:
     """For each loop the largest of the stacks that it reads in another order of dimensions in memory than that in which
     another loop stacks them: one gathers over another dimension than the first what it stacks, or what it computes of
-    each element of that, and both are in the order in which a gather leaves them."""
+    each element of that, and both are in the order in which a gather leaves them; or its products read what it computes
+    of them in another order (`shardplan.memory.relaid`)."""
+    pointwise = pointwise_operations(schedule.problem)
     links, found = schedule.problem.links, dict[Gather, tuple[int, int]]()
     loops = [operation for operation in lifetimes.order if operation.bodies]
     sources = {link.target: link.source for loop in loops for link in links[loop.index].inside if link.stacked}
@@ -126,7 +130,8 @@ def _stacked_otherwise(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather,
         place, largest = max(lifetimes.start(loop) - 1, 0), (0.0, -1)
         for link, value in lifetimes.kept_around(loop):
             source = sources.get(value) if link.stacked else None
-            if isinstance(source, int) and _is_gathered(lifetimes, schedule, source):
+            turned = isinstance(source, int) and lies_turned(schedule.program, pointwise, link.target)
+            if isinstance(source, int) and (turned or _is_gathered(lifetimes, schedule, source)):
                 largest = max(largest, (bytes_in(schedule, value, schedule.assignment.values[value]), value))
         if largest[0]:
             found[Gather(largest[1], schedule.assignment.values[largest[1]])] = place, place

@@ -48,6 +48,7 @@ from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
+from shardplan.memory.poolings import IMAGE, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
@@ -341,10 +342,11 @@ class Usages:
         running = {*moments}
         for place, operation in enumerate(self.lifetimes.order):
             variable, runs = self._own(operation), place in running
-            if variable is not None and runs and operation.primitive.name == POOLING_GRADIENT:
+            if variable is not None and operation.primitive.name == POOLING_GRADIENT:
                 strategies = self.problem.choices[operation.index].strategies
                 amounts = [window_bytes(operation, self.problem, strategy) for strategy in strategies]
-                yield Usage(variable, np.array(amounts), place, place + 1)
+                first = self.lifetimes.put_beside.get((operation.index, IMAGE), place)
+                yield Usage(variable, np.array(amounts), first, place + 1)
             elif variable is not None and operation.primitive.name == RAGGED:
                 strategies = self.problem.choices[operation.index].strategies
                 for position in masked_positions(operation):
@@ -361,7 +363,7 @@ class Usages:
             yield from self._operand_copy(self.program.operations[index], position, 1.0, (place, place))
         for reader, position, times, first, last in self.lifetimes.spread:
             yield from self._operand_copy(reader, position, times, (first, last))
-        for gradient, first, last in self.lifetimes.zeros():
+        for gradient, first, last in zeros_of_poolings(self.lifetimes, self.program):
             yield from self._operand_copy(gradient, 1, 1.0, (first, last))
         for operation, times in exponentials_in_parts(self.lifetimes, self.problem):
             place = self.lifetimes.place[operation.index]
