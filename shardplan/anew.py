@@ -22,7 +22,6 @@ from shardplan.memory.fusion import is_view
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
-from shardplan.widened import Widened
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -83,13 +82,13 @@ def _others(schedule: Schedule, operation: Operation, value: int, last: int) -> 
     return ()
 
 
-def wait_behind(array: Any, others: Sequence[Any], widened: Widened | None) -> Any:
+def wait_behind(array: Any, others: Sequence[Any], dtype: Any) -> Any:
     """An array behind barriers that take in the arrays that it waits for.
 
-    What was converted to a wider type passes them as it was before: XLA moves conversions behind collectives, but sees
-    none through a barrier.
+    What was converted from a narrower type passes them in this ``dtype``, without loss: XLA moves conversions behind
+    collectives, but sees none through a barrier.
     """
-    behind = array if widened is None or not widened.same else array.astype(widened.dtype)
+    behind = array if dtype is None else array.astype(dtype)
     for _ in range(BARRIERS if others else 1):
         behind, *_ = jax.lax.optimization_barrier((behind, *others))
     return behind.astype(array.dtype)

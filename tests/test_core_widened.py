@@ -26,13 +26,10 @@ Widen = Callable[[jax.Array], jax.Array]
 WAYS: list[tuple[Widen, int]] = [
     (lambda w: w.astype("float32"), 2),
     (lambda w: w.astype("float32").T.reshape(64, 64), 2),
-    (lambda w: w.astype("float32") * 3, 2),
-    (lambda w: jnp.float32(3) * w.astype("float32"), 2),
-    (lambda w: w.astype("float32") / 3, 2),
     (lambda w: jnp.concatenate([w.astype("float32")[:32], w.astype("float32")[:32]]), 2),
     (lambda w: (w > 0).astype("float32"), 1),
     (lambda w: w.astype("float32") + 1, 4),
-    (lambda w: 3 / w.astype("float32"), 4),
+    (lambda w: 3 * w.astype("float32"), 4),
     (lambda w: w.astype("float32") * w[0], 4),
 ]
 
@@ -41,8 +38,8 @@ WAYS: list[tuple[Widen, int]] = [
 def test_what_passes_on_from_which_type_numbers_come(widen: Widen, width: int) -> None:
     program = trace_program(widen, (jax.ShapeDtypeStruct((64, 64), "bfloat16"),), {})
     [output] = program.outputs
-    widened = widened_from(program).get(output) if isinstance(output, int) else None
-    assert (4 if widened is None else jnp.dtype(widened.dtype).itemsize) == width
+    dtype = widened_from(program).get(output) if isinstance(output, int) else None
+    assert (4 if dtype is None else jnp.dtype(dtype).itemsize) == width
 
 
 def _planned(mesh: Mesh | AbstractMesh, widen: Widen) -> tuple[Callable[..., Any], shardplan.Plan]:
@@ -67,7 +64,7 @@ def _for_each_reader(plan: shardplan.Plan) -> shardplan.Plan:
 
 
 @compiles_for_gpus
-@pytest.mark.parametrize(("widen", "width"), [WAYS[0], WAYS[2], WAYS[5], WAYS[7]])
+@pytest.mark.parametrize(("widen", "width"), [WAYS[0], WAYS[2], WAYS[4]])
 def test_compiled_gathers_send_what_it_was_before(widen: Widen, width: int) -> None:
     mesh = gpu_mesh("h100", (8,), ("x",))
     _, plan = _planned(mesh, widen)
@@ -85,7 +82,7 @@ def test_compiled_gathers_for_each_reader_send_what_it_was_before() -> None:
     assert measure(plan.lower(mesh)).communication_bytes == plan.communication_bytes
 
 
-@pytest.mark.parametrize("widen", [WAYS[0][0], WAYS[2][0]])
+@pytest.mark.parametrize("widen", [WAYS[0][0], WAYS[4][0]])
 def test_gathers_for_each_reader_change_nothing_that_is_computed(widen: Widen) -> None:
     mesh = mesh_of((8,))
     step, plan = _planned(mesh, widen)

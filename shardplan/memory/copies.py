@@ -12,6 +12,7 @@ from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.held import Held, Lifetime
+from shardplan.memory.indices import stored_beside
 from shardplan.memory.poolings import IMAGE, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sharing import read_by_element, read_by_several
@@ -32,6 +33,7 @@ def beside_kernels(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
     yield from multiplied_copies(lifetimes, schedule)
     yield from convolution_copies(lifetimes, schedule)
     yield from exponential_parts(lifetimes, schedule)
+    yield from places_and_keys(lifetimes, schedule)
 
 
 def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
@@ -79,6 +81,15 @@ def _turned_gathers(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
             if gathered is not None and shape[outer] > 1 and gathered[1] != sum(size > 1 for size in shape[:outer]):
                 place = lifetimes.place[operation.index]
                 yield Held(None, layout, bytes_in(schedule, value, layout), Lifetime(place, place))
+
+
+def places_and_keys(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What is stored for operations that data tell where to read or write, see `shardplan.memory.indices`."""
+    for operation, position, times, span in stored_beside(lifetimes, schedule.program):
+        operand, strategy = operation.operands[position], schedule.assignment.strategies.get(operation.index)
+        layout = strategy.operands[position] if strategy is not None else None
+        if isinstance(operand, int) and layout is not None:
+            yield Held(None, layout, times * bytes_in(schedule, operand, layout), Lifetime(*span))
 
 
 def multiplied_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

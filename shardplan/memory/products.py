@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +83,7 @@ def _adds_up(program: Program, operation: Operation) -> bool:
         shape = operand_type(program, operand).shape
         free.append(prod(size for dim, size in enumerate(shape) if dim not in (*contraction, *batch)))
         contracted, batches = prod(shape[dim] for dim in contraction), prod(shape[dim] for dim in batch)
-    split = max(program.devices / max(batches, 1), 1.0)
+    split = program.devices / gcd(program.devices, batches)  # what the batch leaves to split the rows over
     return max(free) == 1 or (min(free) == 1 and contracted * sum(free) < _SUMMED * split)
 
 

@@ -44,6 +44,7 @@ from shardplan.memory.copies import exponentials_in_parts
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import gathered_at_the_end, held_whole
 from shardplan.memory.held import Lifetime
+from shardplan.memory.indices import stored_beside
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
@@ -334,24 +335,23 @@ class Usages:
         domain, shape = self.problem.domain(value), self.program.values[value].shape
         dims = self.problem.moving(value).gathered_last(domain)
         first = next((dim for dim, size in enumerate(shape) if size > 1), 0)
-        places = [domain.position.get(layout, -1) if layout is not None else -1 for layout in wanted]
-        return (dims[:, places] > first) & (np.array(places) >= 0)
+        places = np.array([-1 if layout is None else domain.position.get(layout, -1) for layout in wanted])
+        return (dims[:, places] > first) & (places >= 0)
 
     def _working(self, moments: Sequence[int]) -> Iterator[Usage]:
         """What operations need while they run, beside operands and results, at these moments."""
-        running = {*moments}
+        running, beside = {*moments}, self.lifetimes.put_beside
         for place, operation in enumerate(self.lifetimes.order):
             variable, runs = self._own(operation), place in running
             if variable is not None and operation.primitive.name == POOLING_GRADIENT:
                 strategies = self.problem.choices[operation.index].strategies
                 amounts = [window_bytes(operation, self.problem, strategy) for strategy in strategies]
-                first = self.lifetimes.put_beside.get((operation.index, IMAGE), place)
-                yield Usage(variable, np.array(amounts), first, place + 1)
+                yield Usage(variable, np.array(amounts), beside.get((operation.index, IMAGE), place), place + 1)
             elif variable is not None and operation.primitive.name == RAGGED:
                 strategies = self.problem.choices[operation.index].strategies
                 for position in masked_positions(operation):
                     amounts = [masked_bytes(operation, self.problem, strategy, position) for strategy in strategies]
-                    first = self.lifetimes.put_beside.get((operation.index, position), place)
+                    first = beside.get((operation.index, position), place)
                     yield Usage(variable, np.array(amounts), first, place + 1)
             elif variable is not None and runs and operation.primitive.name == CONVOLUTION:
                 strategies = self.problem.choices[operation.index].strategies
@@ -365,6 +365,8 @@ class Usages:
             yield from self._operand_copy(reader, position, times, (first, last))
         for gradient, first, last in zeros_of_poolings(self.lifetimes, self.program):
             yield from self._operand_copy(gradient, 1, 1.0, (first, last))
+        for stored in stored_beside(self.lifetimes, self.program):
+            yield from self._operand_copy(*stored)
         for operation, times in exponentials_in_parts(self.lifetimes, self.problem):
             place = self.lifetimes.place[operation.index]
             yield from self._operand_copy(operation, 0, times, (place, place))

@@ -1,0 +1,50 @@
+"""Predicted peaks of gathers and scatters over batch dimensions, and of sorts, against what is compiled."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardplan
+from shardplan.audit import measure
+from shardplan.target import gpu_mesh
+
+pytestmark = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+
+ROWS, TABLE, PLACES = (64, 32768), (64, 8, 64, 128), (64, 8, 64, 256)
+FIXED = np.random.default_rng(0).integers(0, 128, PLACES[2:]).astype(np.int32)
+
+
+def _taken(x: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, jnp.broadcast_to(FIXED, PLACES), -1)
+
+
+def _largest(k: int) -> Callable[[jax.Array], Any]:
+    return lambda x: jax.lax.top_k(x, k)
+
+
+@pytest.mark.parametrize(
+    ("step", "shapes"),
+    [
+        (lambda x, places: jnp.take_along_axis(x, places, -1) * 2, (TABLE, PLACES)),
+        (lambda x, y: _taken(x) + _taken(y), (TABLE, TABLE)),
+        (jax.grad(lambda x, places: jnp.sum(jnp.tanh(jnp.take_along_axis(x, places, -1)))), (TABLE, PLACES)),
+        (jax.grad(lambda x, places: jnp.sum(jnp.tanh(jnp.take_along_axis(x, places, -1)))), ((65536, 128), (65536, 256))),
+        (_largest(8), (ROWS,)),
+        (_largest(64), (ROWS,)),
+        (_largest(8), ((8192, 500),)),
+        (lambda x: _largest(64)(jnp.tanh(x))[0], (ROWS,)),
+        (jnp.sort, (ROWS,)),
+        (jnp.argsort, (ROWS,)),
+    ],
+)
+def test_places_and_sorts_need_what_is_predicted(step: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> None:
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    dtypes = [jnp.int32 if n and shapes[1] != TABLE else jnp.float32 for n in range(len(shapes))]
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    plan = shardplan.plan(step, mesh, *arguments, pins={str(n): jax.P("x") for n in range(len(shapes))})
+    assert measure(plan.lower(mesh)).memory.peak == pytest.approx(plan.peak_bytes, rel=0.01)
