@@ -4,9 +4,9 @@ A gather or a scatter over batch dimensions reads one number per place and says 
 it one without them: its places have one number more for each, int32, and are stored for scatters, and where several
 operations read them (`jnp.take_along_axis` and its gradient), from the first to the last of these.
 
-A sort works in a copy of its keys. For the largest of a row (`jax.lax.top_k`) XLA sorts all of it, with the places,
-unless they are few of many (16 at most, of 1024 at least), which a kernel of its own finds. The keys then lie in the
-memory of what is sorted, if nothing reads that later.
+A sort works in a copy of its keys, unless nothing reads what is sorted later: then it works in that. For the largest of
+a row (`jax.lax.top_k`) XLA sorts all of it, with the places, unless they are few of many (16 at most, of 1024 at
+least), which a kernel of its own finds.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ def stored_beside(lifetimes: Lifetimes, program: Program) -> Iterator[tuple[Oper
         places = sorted(lifetimes.place[operation.index] for operation in operations)
         yield lifetimes.order[places[0]], PLACES, times, (places[0], places[-1])
     for operation in program.operations:
-        name, place = operation.primitive.name, lifetimes.place[operation.index]
-        operand = operation.operands[0] if operation.operands else None
-        if name == "sort" and operation.params["num_keys"] == 1:
-            yield operation, 0, 1.0, (place, place)
-        elif name == "top_k" and isinstance(operand, int) and _is_sorted(program, operation, operand):
-            lifetime = lifetimes.held.get(operand)
-            kept = lifetime is None or lifetime.end > place or operand not in program.makers
-            width = _jax.item_bytes(program.values[operand].dtype)
-            yield operation, 0, (_INDEX_BYTES + kept * width) / width, (place, place)
+        operand, place = operation.operands[0] if operation.operands else None, lifetimes.place[operation.index]
+        if not isinstance(operand, int) or not _sorts(program, operation, operand):
+            continue
+        lifetime, width = lifetimes.held.get(operand), _jax.item_bytes(program.values[operand].dtype)
+        kept = lifetime is None or lifetime.end > place or operand in program.leaving or operand not in program.makers
+        found = kept * width + _INDEX_BYTES * (operation.primitive.name == "top_k")
+        if found:
+            yield operation, 0, found / width, (place, place)
 
 
-def _is_sorted(program: Program, operation: Operation, operand: int) -> bool:
-    """Whether XLA sorts to find the largest of a row."""
-    return operation.params["k"] > _MOST_SELECTED or program.values[operand].shape[-1] < _FEWEST_SEARCHED
+def _sorts(program: Program, operation: Operation, operand: int) -> bool:
+    """Whether XLA sorts the first operand by itself, also to find the largest of a row."""
+    if operation.primitive.name == "sort":
+        return operation.params["num_keys"] == 1
+    few = operation.params.get("k", 0) <= _MOST_SELECTED and program.values[operand].shape[-1:] >= (_FEWEST_SEARCHED,)
+    return operation.primitive.name == "top_k" and not few
 
 
 @once
