@@ -37,15 +37,20 @@ def stored_beside(lifetimes: Lifetimes, program: Program) -> Iterator[tuple[Oper
     for operations, times in _places_in_full(program):
         places = sorted(lifetimes.place[operation.index] for operation in operations)
         yield lifetimes.order[places[0]], PLACES, times, (places[0], places[-1])
-    for operation in program.operations:
-        operand, place = operation.operands[0] if operation.operands else None, lifetimes.place[operation.index]
-        if not isinstance(operand, int) or not _sorts(program, operation, operand):
-            continue
-        lifetime, width = lifetimes.held.get(operand), _jax.item_bytes(program.values[operand].dtype)
+    for operation, operand in _sorting(program):
+        place, lifetime = lifetimes.place[operation.index], lifetimes.held.get(operand)
+        width = _jax.item_bytes(program.values[operand].dtype)
         kept = lifetime is None or lifetime.end > place or operand in program.leaving or operand not in program.makers
         found = kept * width + _INDEX_BYTES * (operation.primitive.name == "top_k")
         if found:
             yield operation, 0, found / width, (place, place)
+
+
+@once
+def _sorting(program: Program) -> list[tuple[Operation, int]]:
+    """The operations for which XLA sorts their first operand, with this."""
+    operands = ((o, o.operands[0]) for o in program.operations if o.operands)
+    return [(o, operand) for o, operand in operands if isinstance(operand, int) and _sorts(program, o, operand)]
 
 
 def _sorts(program: Program, operation: Operation, operand: int) -> bool:
