@@ -99,3 +99,22 @@ def test_a_stack_that_a_loop_reads_in_another_order_is_copied_before_it(keys_fir
     assert [lies_turned(program, pointwise, value) for value in read] == [True] * len(read) and read
     copied = held_twice(_lifetimes(plan), plan.schedule)
     assert [program.values[gather.value].shape[0] for gather in copied] == [6]
+
+
+@pytest.mark.parametrize("form", ["NCHW", "NHWC"])
+def test_images_with_their_channels_in_front_are_copied_for_a_loop_that_convolves_them(form: str) -> None:
+    def step(filters: jax.Array, image: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+            numbers = (form, "OIHW", form)
+            return jnp.tanh(jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)), None
+
+        return jax.grad(lambda filters: jnp.sum(jax.lax.scan(layer, image, filters)[0]))(filters)
+
+    image = (64, 16, 32, 32) if form == "NCHW" else (64, 32, 32, 16)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 16, 16, 3, 3), image)]
+    plan = shardplan.plan(step, MESH, *shapes, pins={"0": jax.P(), "1": jax.P("x")})
+    program, pointwise = plan.program, pointwise_operations(plan.schedule.problem)
+    convolved = {o.operands[0] for o in program.operations if o.primitive.name == "conv_general_dilated"}
+    inputs = [value for region in program.regions for value in region.inputs if value in convolved]
+    read = [value for value in inputs if program.values[value].shape == image]
+    assert read and {lies_turned(program, pointwise, value) for value in read} == {form == "NCHW"}

@@ -30,7 +30,7 @@ ReadingCopies = Mapping[tuple[int, float], Sequence[tuple[int, int]]]
 """Per spread operand and how many times larger its copy is, the places of the convolutions that read it, with the
 position there."""
 
-_PLANE = 2
+PLANE = 2
 """Images with more dimensions than this are read with their channels outermost."""
 
 
@@ -106,7 +106,7 @@ def reordered_inputs(
             if isinstance(operand, int) and operand not in read:
                 read.add(operand)
                 shape = program.values[operand].shape
-                dims = (outer, inner, *space) if len(space) > _PLANE else (outer, *space, inner)
+                dims = (outer, inner, *space) if len(space) > PLANE else (outer, *space, inner)
                 wanted = [dim for dim in dims if shape[dim] > 1]
                 if wanted != sorted(wanted) and (operation.index, position) not in copied:
                     found[operand] = operation, position
