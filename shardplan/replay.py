@@ -37,7 +37,7 @@ from shardplan.strategy import Strategy
 from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
 from shardplan.waiting import behind_sum
-from shardplan.widened import widened_from
+from shardplan.widened import sent_dtype
 
 
 class Replay:
@@ -219,7 +219,7 @@ class Replay:
                 if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
                     # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
                     waiting = [self._read(*read) for read in awaited(self._schedule, operation, operand)]
-                    anew = wait_behind(self._held[operand, stored], waiting, widened_from(self._program).get(operand))
+                    anew = wait_behind(self._held[operand, stored], waiting, sent_dtype(self._schedule, operand))
                     self._held[operand, stored] = self._constrain(anew, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)

@@ -17,12 +17,15 @@ wider type.
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardplan import _jax
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
+
+if TYPE_CHECKING:
+    from shardplan.schedule import Schedule
 
 _PASSED = frozenset(
     {"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose", "slice"}
@@ -37,6 +40,11 @@ def sent_bytes(program: Program, sums: Container[int]) -> list[int]:
         narrow = program.values[value].elements * _jax.item_bytes(dtype)
         found[value] = found[value] if value in sums else narrow
     return found
+
+
+def sent_dtype(schedule: Schedule, value: int) -> Any:
+    """The type that a value had before it was converted to a wider one, and still fits: not that of sums. Else None."""
+    return None if value in schedule.problem.deferred.values else widened_from(schedule.program).get(value)
 
 
 @once

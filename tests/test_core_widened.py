@@ -16,7 +16,7 @@ from shardplan.audit import measure
 from shardplan.schedule import Schedule
 from shardplan.target import gpu_mesh
 from shardplan.tracing import trace_program
-from shardplan.widened import widened_from
+from shardplan.widened import sent_dtype, widened_from
 from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
@@ -89,3 +89,17 @@ def test_gathers_for_each_reader_change_nothing_that_is_computed(widen: Widen) -
     w, x = (jax.random.normal(jax.random.key(n), (64 * 64**n, 64)) / 8 for n in range(2))
     arguments = w.astype("bfloat16"), x
     assert_equal_trees(run(_for_each_reader(plan), mesh, *arguments), step(*arguments), 1e-2)
+
+
+def test_what_is_summed_after_its_conversion_is_not_sent_as_it_was_before() -> None:
+    """The sum of parts that were converted does not fit the type that they had."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (x @ w).astype("float32") + (2 * x @ w).astype("float32")
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), "bfloat16")] * 2
+    pins = {"0": P(None, "x"), "1": P("x", None)}
+    schedule = shardplan.plan(step, AbstractMesh((8,), ("x",)), *shapes, pins=pins, memory_limit=float("inf")).schedule
+    sums = schedule.problem.deferred.values & widened_from(schedule.program).keys()
+    assert sums and all(sent_dtype(schedule, value) is None for value in sums)
+    assert all(schedule.problem.sent_bytes[value] == 64 * 64 * 4 for value in sums)
