@@ -9,6 +9,7 @@ from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.liveness import WORKSPACE_BYTES
 from shardplan.memory.products import is_sum
 from shardplan.memory.rows import weighted_rows
+from shardplan.memory.sums import waiting_for_blocks, waiting_for_rows
 from shardplan.tracing import trace_program
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",))
@@ -101,3 +102,9 @@ def test_an_exponential_of_complex_numbers_for_several_kernels_is_made_of_real_a
     plan = shardplan.plan(step, 1, *shapes)
     rest = (4096 + 1024) * 8 * (1 + several)
     assert plan.peak_bytes == ((2 if several else 3) + beside) * 4096 * 1024 * 8 + rest
+
+
+@pytest.mark.parametrize("made", [0.0, 64.0])
+def test_sums_of_nothing_wait_for_nothing(made):
+    """Slices that are empty at the first of several steps (an associative scan of two) are summed up, too."""
+    assert waiting_for_rows(0.0, made) == waiting_for_blocks(64, 0.0, made, 4) == 0.0

@@ -132,7 +132,7 @@ def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -
     >>> [waiting_for_blocks(1024, 4096 * 1024, 1024, width) for width in (4, 2)]
     [3.3125, 6.625]
     """
-    if read > WHOLE * made:
+    if not read or read > WHOLE * made:  # of nothing, or of what keeps the device busy
         return 0.0
     own = max(1.0, min(columns, made))
     sizes = (4, 2) if width < 4 else (2,)
@@ -147,7 +147,7 @@ def waiting_for_rows(read: float, made: float) -> float:
     [53.0, 1.963, 0.026]
     """
     length = read / max(made, 1.0)
-    if length > WHOLE_ROW:
+    if not read or length > WHOLE_ROW:
         return 0.0
     threads = min(-(-length // (_OF_THREAD * _WARP)) * _WARP, _MOST_THREADS)
     return _BUSY / -(-made // max(_THREADS // threads, 1.0))
