@@ -91,7 +91,7 @@ def wait_behind(array: Any, others: Sequence[Any], dtype: Any) -> Any:
     behind = array if dtype is None else array.astype(dtype)
     for _ in range(BARRIERS if others else 1):
         behind, *_ = jax.lax.optimization_barrier((behind, *others))
-    return behind.astype(array.dtype)
+    return behind if dtype is None else behind.astype(array.dtype)
 
 
 def _shown(schedule: Schedule, awaited: Awaited) -> Awaited:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 from shardplan import _jax
 from shardplan.once import once
 from shardplan.program import Operation, Program
@@ -63,6 +65,7 @@ def _dtypes(program: Program, operation: Operation, found: Mapping[int, Any]) ->
     name, operands = operation.primitive.name, operation.operands
     if name == "convert_element_type":
         narrow, wide = operand_type(program, operands[0]).dtype, program.values[operation.results[0]].dtype
-        yield narrow if _jax.item_bytes(narrow) < _jax.item_bytes(wide) else None
+        real = not jnp.issubdtype(wide, jnp.complexfloating)
+        yield narrow if real and _jax.item_bytes(narrow) < _jax.item_bytes(wide) else None
     elif name in _PASSED or name == "concatenate":
         yield from (found.get(operand) if isinstance(operand, int) else None for operand in operands)

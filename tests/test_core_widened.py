@@ -29,6 +29,7 @@ WAYS: list[tuple[Widen, int]] = [
     (lambda w: jnp.concatenate([w.astype("float32")[:32], w.astype("float32")[:32]]), 2),
     (lambda w: (w > 0).astype("float32"), 1),
     (lambda w: w.astype("float32") + 1, 4),
+    (lambda w: w.astype("complex64"), 4),
     (lambda w: 3 * w.astype("float32"), 4),
     (lambda w: w.astype("float32") * w[0], 4),
 ]

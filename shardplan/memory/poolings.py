@@ -49,7 +49,7 @@ def take_poolings_apart(graph: Graph) -> None:
             graph.values[index] -= gone
             graph.beside[index, IMAGE] = places
             readers = (reader.index for reader in readers_in(graph.program).get(image, ()) if reader.index < index)
-            graph.place[places] = max(readers, default=index) + 0.5
+            graph.place[places] = max(readers, default=index - 1) + 0.5
 
 
 def zeros_of_poolings(lifetimes: Lifetimes, program: Program) -> Iterator[tuple[Operation, int, int]]:

@@ -10,7 +10,7 @@ A search adds usages up over variables, and over pairs of them (`shardplan.searc
 | an operand that an operation has brought to another layout, a result before it is | the two variables of that table |
 | what a library works in, the places that a pooling's gradient looks for | the operation |
 | a result, once it is made, and a donated argument until it is read last | the variable of either |
-| the transposed copies of operands that products read, images spread with zeros | the first operation that reads them |
+| copies of operands that products read, images spread with zeros, places, sorted keys | the first that reads them |
 | the copies of images with rows of neighbours | the convolution |
 | what is gathered at the end and then copied | the output and the input that it replaces |
 
