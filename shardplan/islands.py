@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from shardplan import _jax
 from shardplan.layout import Layout, MeshAxes, to_spec
-from shardplan.transition import Step
+from shardplan.steps import Step
 
 
 def run_on_blocks(

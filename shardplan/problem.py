@@ -27,8 +27,9 @@ from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.spreading import spread_values
+from shardplan.steps import Step, called_steps, halo_steps
 from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, reduction_dtype, waiting
-from shardplan.transition import Partial, Step, Transitions, called_steps, halo_steps, over_trips
+from shardplan.transition import Partial, Transitions, over_trips
 from shardplan.twins import mirrored, twins
 from shardplan.variables import Numbering, generated_values
 from shardplan.widened import sent_bytes
@@ -207,8 +208,7 @@ class Problem:
         results = [self.program.values[result] for result in operation.results]
         found = called_steps(self.space.mesh, strategy, results)
         for position, layout in enumerate(strategy.operands if strategy.halos else ()):
-            operand = operation.operands[position]
-            halos = [halo for halo in strategy.halos if halo.operand == position]
+            operand, halos = operation.operands[position], [halo for halo in strategy.halos if halo.operand == position]
             if halos and isinstance(operand, int) and operand not in self.generated and layout is not None:
                 value, domain = self.program.values[operand], self.domain(operand)
                 found += [(step, value) for step in halo_steps(self.space.mesh, domain, layout, halos, value)]

@@ -33,8 +33,8 @@ from shardplan.running import behind_barriers, lying_until_scattered
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
+from shardplan.steps import Step, ends_of
 from shardplan.strategy import Strategy
-from shardplan.transition import Step, ends_of
 from shardplan.updates import splits_places, update_block
 from shardplan.waiting import behind_sum
 from shardplan.widened import sent_dtype

@@ -25,7 +25,7 @@ from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant
 from shardplan.schedule import Schedule
-from shardplan.transition import Step
+from shardplan.steps import Step
 
 _FEWEST = 4
 """Products that are added up, for more than one to wait: of three (of queries, keys and values) one does."""

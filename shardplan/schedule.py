@@ -16,8 +16,8 @@ from shardplan.layout import Layout, replicated
 from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
+from shardplan.steps import Step
 from shardplan.strategy import Strategy, reduction_dtype
-from shardplan.transition import Step
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 """The kinds of steps that turn partial results into whole ones."""

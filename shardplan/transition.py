@@ -18,7 +18,7 @@ found over all layouts of the tensor, so that no recipe is fixed. Costs are ring
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
@@ -26,11 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes
+from shardplan.layout import Domain, Layout, LayoutSpace
 from shardplan.paths import Priced, cheapest_paths
 from shardplan.prices import Prices
-from shardplan.program import Value
-from shardplan.strategy import Halo, Strategy
+from shardplan.steps import Step
 
 # Among paths of equal price the shorter one: a step costs a little more, as a part of the price of what is sent.
 _LONGER_PATH = 1e-12
@@ -42,19 +41,6 @@ def over_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
     if times == 1:
         return table
     return times * table if times else np.where(np.isinf(table), table, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a transition: a collective (or a free slice) that ends in ``layout``.
-
-    ``fraction`` is what one device sends, as a fraction of the bytes of the whole tensor.
-    """
-
-    kind: str
-    axes: tuple[int, ...]
-    layout: Layout
-    fraction: float
 
 
 class Transitions:
@@ -126,6 +112,25 @@ class Transitions:
                     found[: len(whole), target][previous[:, target] == before] = dim
             np.fill_diagonal(found, -1)
         return self._gathered[domain]
+
+    def exchanged(self, domain: Domain, behind: Callable[[Layout, Layout], bool]) -> np.ndarray:
+        """float [layouts of the domain, layouts]: the share of the whole tensor that a device has before an all-to-all
+        between two layouts of which ``behind`` is true, on the cheapest transition: the largest, 0 where there is none,
+        or where a sum comes first."""
+        whole, found = domain.whole or domain, np.zeros((len(domain), len(domain)))
+        _, previous, steps = self._solve(whole)
+        shares, sent = np.zeros((2, len(whole), len(whole)))
+        for (before, target), step in steps.items():
+            if step.kind == "all-to-all" and behind(whole.layouts[before], step.layout):
+                shares[before, target] = 1.0 / whole.degrees[before]
+        nodes = np.arange(len(whole))
+        sources, passed = np.broadcast_arrays(nodes[:, None], nodes)
+        while shares.any() and (passed != sources).any():  # back along all paths at once
+            before = previous[sources, passed]
+            sent = np.maximum(sent, shares[before, passed])
+            passed = before
+        found[: len(whole), : len(whole)] = sent
+        return found
 
     def _solve(self, domain: Domain) -> tuple[Priced, np.ndarray, dict[tuple[int, int], Step]]:
         if domain in self._solved:
@@ -229,15 +234,6 @@ class Transitions:
         return (-(-size // more) * more) / (-(-size // fewer) * fewer)
 
 
-def ends_of(steps: Sequence[Step]) -> list[Step]:
-    """The steps at whose end a constraint stands: each collective, and the last of free slices in a row."""
-    return [
-        step
-        for step, after in zip(steps, (*steps[1:], None), strict=False)
-        if step.fraction > 0 or after is None or after.fraction > 0
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Partial:
     """A partial result: split as ``layout`` and pending over mesh axes, in the order in which these split what is
@@ -257,33 +253,6 @@ class Partial:
     def kept(self) -> Layout:
         """The layout in which the tensor keeps this state: as many parts in front as the pending axes have devices."""
         return (tuple(sorted(self.pending)), *self.layout)
-
-
-def called_steps(mesh: MeshAxes, strategy: Strategy, results: Sequence[Value]) -> list[tuple[Step, Value]]:
-    """The collectives that an operation calls by name, as fractions of its largest result."""
-    if not strategy.calls or not results:
-        return []
-    layout, value = max(zip(strategy.results, results, strict=True), key=lambda pair: pair[1].total_bytes)
-    share = 1 / max(value.total_bytes, 1)
-    return [
-        (Step(call.kind, tuple(map(mesh.names.index, call.axes)), layout, share * call.bytes), value)
-        for call in strategy.calls
-    ]
-
-
-def halo_steps(mesh: MeshAxes, domain: Domain, layout: Layout, halos: Sequence[Halo], value: Value) -> Iterator[Step]:
-    """The exchanges of the halos of one tensor in ``layout``, dimension by dimension.
-
-    Blocks carry the rows that they got along earlier dimensions on to their neighbours along later ones: the corners.
-    """
-    local = 1.0 / float(domain.degrees[domain.position[layout]])
-    carried, rows_got, dim = 1.0, 0.0, -1
-    for halo in sorted(halos, key=lambda halo: halo.dim):
-        block = -(-value.shape[halo.dim] // mesh.degree(halo.axes))
-        if halo.dim != dim:
-            carried, rows_got, dim = carried * (1 + rows_got), 0.0, halo.dim
-        rows_got += halo.rows / block
-        yield Step("collective-permute", halo.axes, layout, local * carried * halo.rows / block)
 
 
 class Reductions:

@@ -24,9 +24,10 @@ from shardplan.paths import cheapest_paths
 from shardplan.prices import Prices
 from shardplan.program import Value
 from shardplan.schedule import Schedule
+from shardplan.steps import Step, halo_steps
 from shardplan.strategy import Halo
 from shardplan.target import compile_for, gpu_mesh
-from shardplan.transition import Partial, Reductions, Step, Transitions, halo_steps
+from shardplan.transition import Partial, Reductions, Transitions
 from tests.core_programs import with_schedule
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

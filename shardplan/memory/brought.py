@@ -33,11 +33,15 @@ class Brought:
     result: bool = False
     fused: bool = False
 
+    def places(self, problem: Problem) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """The positions of the layouts that are there, and wanted, among the value's: -1 where none is."""
+        position = problem.domain(self.value).position
+        wanted = [-1 if layout is None else position[layout] for layout in self.wanted]
+        return np.array([position[layout] for layout in self.there]), np.array(wanted)
+
     def amounts(self, problem: Problem) -> Array:
         """float [choices of the source, choices of the target]: bytes on one device."""
-        domain = problem.domain(self.value)
-        there = np.array([domain.position[layout] for layout in self.there])
-        wanted = np.array([-1 if layout is None else domain.position[layout] for layout in self.wanted])
+        domain, (there, wanted) = problem.domain(self.value), self.places(problem)
         sizes = problem.program.values[self.value].total_bytes / domain.degrees
         held = sizes[there][:, None] if self.result else sizes[wanted][None, :]
         if self.fused:
@@ -47,9 +51,7 @@ class Brought:
     def remaining(self, problem: Problem) -> Array:
         """float [choices of the source, choices of the target]: bytes on one device of what is there, but where it is
         gathered: of what a loop reads otherwise, it is kept, or the result of an all-to-all is beside its copy."""
-        domain = problem.domain(self.value)
-        there = np.array([domain.position[layout] for layout in self.there])
-        wanted = np.array([-1 if layout is None else domain.position[layout] for layout in self.wanted])
+        domain, (there, wanted) = problem.domain(self.value), self.places(problem)
         sizes = problem.program.values[self.value].total_bytes / domain.degrees[there]
         gathered = sliced_among(domain.layouts)[np.ix_(wanted, there)].T & (wanted >= 0)
         return np.where(gathered, 0.0, sizes[:, None])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shardplan.memory.sizes import bytes_in, layout_left, left_otherwise
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.schedule import Schedule
-from shardplan.transition import Step
+from shardplan.steps import Step
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph

@@ -59,7 +59,7 @@ from shardplan.memory.turning import turn_operands
 from shardplan.memory.zeros import copy_for_poolings, fill_apart
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
-from shardplan.transition import Step
+from shardplan.steps import Step
 
 _MOST_SOURCES = 64
 """Values that one kernel reads, about: what is computed from more counts as stored."""

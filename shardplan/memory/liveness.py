@@ -27,6 +27,7 @@ from shardplan.memory.convolutions import (
 )
 from shardplan.memory.copies import beside_kernels
 from shardplan.memory.copying import product_copies
+from shardplan.memory.exchanging import sent_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import held_at_the_end
 from shardplan.memory.held import Held, Lifetime
@@ -84,7 +85,8 @@ class Lifetimes:
         same = repeated_results(program, self.order, kernels.apart)
         last_copy = self._hold_made(kernels, frozenset(outputs) | kernels.stored, same, last_read)
         self._hold_slices(same, last_read)
-        for index in (*program.inputs, *program.captured):
+        self.arguments = frozenset((*program.inputs, *program.captured))
+        for index in self.arguments:
             self.held[index] = Lifetime(0, self.end)
         spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
         for value, place in overwritten_values(problem, self.order, kernels, spans):
@@ -356,17 +358,20 @@ def memory_held(
             layout, first = schedule.assignment.values[output], lifetimes.held[output].start
             yield hold(output, layout, first, lifetimes.beside[output])
     yield from held_at_the_end(lifetimes, schedule)
-    together = gathered_from(lifetimes, schedule, sending)
+    together, exchanged = gathered_from(lifetimes, schedule, sending), list[tuple[Gather, int, int]]()
     for value in schedule.assignment.copies:
         copy = schedule.copy(value)
         if copy != schedule.assignment.values[value]:
             first, last = lifetimes.copied[value]
-            first = min(first, together.get(Gather(value, copy), first))
+            reader, first = first, min(first, together.get(Gather(value, copy), first))
+            exchanged.append((Gather(value, copy), first, reader))
             yield hold(value, copy, first, max(last, until.get(value, last)))
     for gather, (first, last) in held_twice(lifetimes, schedule).items():
         yield hold(gather.value, gather.layout, min(first, together.get(gather, first)), last)
-    for gather, (_, first, last) in brought_spans(lifetimes, schedule, together).items():
+    for gather, (index, first, last) in brought_spans(lifetimes, schedule, together).items():
+        exchanged.append((gather, first, lifetimes.place[index]))
         yield hold(gather.value, gather.layout, first, last)
+    yield from sent_copies(lifetimes, schedule, exchanged)
     yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
     yield from _left(lifetimes, schedule, sliced, sending)
     for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):

@@ -37,7 +37,7 @@ from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
-from shardplan.transition import Step
+from shardplan.steps import Step
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 

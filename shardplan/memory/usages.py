@@ -41,6 +41,7 @@ from shardplan.memory.bringing import Sending, brought_spans, computed_until, ga
 from shardplan.memory.brought import Brought, brought_by, own_variable
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.copies import exponentials_in_parts
+from shardplan.memory.exchanging import sent_beside
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import gathered_at_the_end, held_whole
 from shardplan.memory.held import Lifetime
@@ -176,7 +177,7 @@ class Usages:
         largest: where what is split of them is not the first dimension."""
         yield from held_whole(self.problem, self._lifetimes, self.lifetimes.end)
         for output, state in sorted(self._last):
-            gathered, sizes = self._gathered_behind(output, self._layouts(state)), self._sizes(state)
+            gathered, sizes = self._gathered_behind(output, self.problem.domain(state).layouts), self._sizes(state)
             ends = self.problem.variables.values[output], self.problem.variables.values[state]
             yield PairUsage(*ends, np.where(gathered, sizes[None, :], 0.0), self.lifetimes.end, self.lifetimes.end + 1)
 
@@ -233,11 +234,14 @@ class Usages:
             sizes = self._sizes(value)
             equal = np.eye(len(sizes), dtype=bool)
             first, last = self.lifetimes.copied[value]
-            first = min(first, self._begun.get(value, first))
+            reader, first = self.lifetimes.order[first], min(first, self._begun.get(value, first))
+            layouts = self.problem.domain(value).layouts
+            brought = Brought(value, variable, copy, layouts, layouts)
             if value in self._twice:
                 span = Lifetime(min(first, self._twice[value][0]), self._twice[value][1])
-                layouts = self._layouts(value)
-                yield self._left_by_a_gather(Brought(value, variable, copy, layouts, layouts), span)
+                yield self._left_by_a_gather(brought, span)
+            if value in self._inputs and _any_within(moments, first, last):
+                yield from sent_beside(self.lifetimes, self.problem, brought, reader, first)
             if _any_within(moments, first, last):
                 yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             lifetime = self._held(value)
@@ -252,9 +256,8 @@ class Usages:
         for value, (reader, position) in lifetimes.reordered.items():
             source, own = problem.variables.values.get(value), self._own(reader)
             if source is not None and own is not None:
-                places = problem.domain(value).position
-                layouts = [strategy.operands[position] for strategy in problem.choices[reader.index].strategies]
-                wanted = np.array([-1 if layout is None else places[layout] for layout in layouts])
+                layouts = tuple([strategy.operands[position] for strategy in problem.choices[reader.index].strategies])
+                _, wanted = Brought(value, source, own, (), layouts).places(problem)
                 sizes = self._sizes(value)
                 equal = np.arange(len(sizes))[:, None] == wanted[None, :]
                 last = lifetimes.reads[value][1]
@@ -283,10 +286,11 @@ class Usages:
                     target = problem.domain(link.target)
                     wanted = layouts_read(link, target.layouts, len(self.program.values[link.target].shape))
                     start = lifetimes.start(operation)
-                    during = Lifetime(min(start, self._begun.get(value, start)), place)
+                    first = min(start, self._begun.get(value, start))
                     ends = variables.read(value), variables.values[link.target]
-                    brought = Brought(value, *ends, self._layouts(value), wanted)
-                    yield self._pair(brought, during)
+                    brought = Brought(value, *ends, problem.domain(value).layouts, wanted)
+                    amounts = brought.amounts(problem)
+                    yield PairUsage(*ends, amounts, first, place + 1)
                     stored = self._held(value)
                     if value in lifetimes.handed and stored is not None:
                         amounts, behind = brought.remaining(problem), max(start, stored.start + 1)
@@ -307,6 +311,8 @@ class Usages:
                 else:  # it is there
                     continue
                 yield PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
+                if not brought.result:
+                    yield from sent_beside(lifetimes, problem, brought, lifetimes.order[place], during.start)
 
     @cached_property
     def _moving(self) -> list[tuple[int, int, int, bool, bool]]:
@@ -319,9 +325,6 @@ class Usages:
                 until = computed_until(lifetimes, operation)
                 found.append((place, index, until, index in lifetimes.updating, index in lifetimes.fused))
         return found
-
-    def _pair(self, brought: Brought, during: Lifetime) -> PairUsage:
-        return PairUsage(brought.source, brought.target, brought.amounts(self.problem), during.start, during.end + 1)
 
     def _left_by_a_gather(self, brought: Brought, during: Lifetime) -> PairUsage:
         """What a gather leaves beside its copy: where it goes over another dimension than the first."""
@@ -390,9 +393,6 @@ class Usages:
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""
         return self.program.values[value].total_bytes / self.problem.domain(value).degrees
-
-    def _layouts(self, value: int) -> tuple[Layout, ...]:
-        return self.problem.domain(value).layouts
 
 
 def _any_within(moments: Sequence[int], first: int, last: int) -> bool:

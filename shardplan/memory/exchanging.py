@@ -1,0 +1,153 @@
+"""What all-to-alls send: a device puts the parts for the others one behind the other first, in a copy.
+
+Where the dimension that is split lies behind others, its parts do not lie so in memory. A kernel copies them, which is
+the one that computes them where one does element by element: it writes both the value and the copy, if others read
+that. What nobody reads but the collective, and nobody keeps, is gone once it is copied.
+
+>>> exchanged_behind(((0,), (), ()), ((), (), (0,)), (8, 16, 16)), exchanged_behind(((), (0,)), ((0,), ()), (16, 16))
+(True, False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.layout import Domain, Layout
+from shardplan.memory.bringing import computed_until
+from shardplan.memory.brought import Brought
+from shardplan.memory.combining import Gather
+from shardplan.memory.held import Held, Lifetime
+from shardplan.memory.sizes import bytes_in
+from shardplan.once import once
+from shardplan.problem import Problem
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
+from shardplan.search import PairUsage
+from shardplan.transition import Transitions
+
+if TYPE_CHECKING:
+    from shardplan.memory.liveness import Lifetimes
+
+
+def exchanged_behind(before: Layout, after: Layout, sizes: Sequence[int]) -> bool:
+    """Whether an all-to-all between two layouts splits a dimension that lies behind another of more than one element.
+
+    ``sizes`` are those that a device has before."""
+    split = next(dim for dim, axes in enumerate(after) if len(axes) > len(before[dim]))
+    return any(size > 1 for size in sizes[:split])
+
+
+def sent_copies(lifetimes: Lifetimes, schedule: Schedule, brought: Iterable[tuple[Gather, int, int]]) -> Iterator[Held]:
+    """The copies that are sent while what they are of stays. ``brought``: what is brought to other layouts, the first
+    place where it is in memory, and that of the first operation that reads it."""
+    for gather, first, reader in brought:
+        if gather.value not in schedule.assignment.values:
+            continue
+        source, operation = schedule.route(gather.value, gather.layout).source, lifetimes.order[reader]
+        position = schedule.problem.domain(gather.value).position
+        size = sent_shares(schedule.problem, gather.value)[position[source], position[gather.layout]]
+        if size > 0:
+            until = _needed_until(lifetimes, schedule, gather, source, operation)
+            span, made = sent_during(
+                lifetimes, operation, _made_at(lifetimes, schedule, gather.value, source, first), until
+            )
+            size -= sum(bytes_in(schedule, result, schedule.assignment.values[result]) for result in made)
+            if span is not None and size > 0:
+                yield Held(gather.value, source, size, span)
+
+
+def sent_during(
+    lifetimes: Lifetimes, reader: Operation, start: int, until: int
+) -> tuple[Lifetime | None, Collection[int]]:
+    """When a copy that an operation is sent is in memory, from ``start`` on, beside what it is of, up to ``until``; and
+    what is made after it, at the same place."""
+    kernel = first_kernel(lifetimes, reader)
+    if start <= min(kernel - 1, until):
+        return Lifetime(start, min(kernel - 1, until)), ()
+    made = lifetimes.held.keys() & lifetimes.order[kernel].results
+    return (Lifetime(kernel, kernel) if until > kernel else None), made
+
+
+def sent_beside(
+    lifetimes: Lifetimes, problem: Problem, brought: Brought, reader: Operation, begins: int
+) -> Iterator[PairUsage]:
+    """Likewise for a search, which does not know who reads the value as it is: where that is there in any case."""
+    held = lifetimes.held.get(brought.value)
+    until = lifetimes.end
+    if brought.value not in lifetimes.arguments and held is not None:
+        until = min(held.end, lifetimes.copied[brought.value][1])
+        until = until if until > computed_until(lifetimes, reader) else -1
+    span, made = sent_during(lifetimes, reader, begins, until)
+    if span is not None:
+        there, wanted = brought.places(problem)
+        sizes = np.where(wanted < 0, 0.0, sent_shares(problem, brought.value)[np.ix_(there, wanted)])
+        sizes -= sum(problem.program.values[result].total_bytes for result in made)
+        if (sizes > 0).any():
+            yield PairUsage(brought.source, brought.target, np.maximum(sizes, 0.0), span.start, span.end + 1)
+
+
+def sent_shares(problem: Problem, value: int) -> NDArray[np.float64]:
+    """float [layouts of a value, layouts]: the bytes of the largest copy that is sent on the way."""
+    found = problem.program.values[value]
+    return found.total_bytes * _shares(problem, problem.moving(value), problem.domain(value), found.shape)
+
+
+@once
+def _shares(problem: Problem, moving: Transitions, domain: Domain, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    def behind(before: Layout, after: Layout) -> bool:
+        sizes = [size // problem.space.mesh.degree(axes) for size, axes in zip(shape, before, strict=True)]
+        return exchanged_behind(before, after, sizes)
+
+    return moving.exchanged(domain, behind)
+
+
+def _made_at(lifetimes: Lifetimes, schedule: Schedule, value: int, source: Layout, begins: int) -> int:
+    """The place of the kernel that writes a copy: the value's own, where that computes element by element."""
+    maker, held = schedule.program.makers.get(value), lifetimes.held.get(value)
+    if maker is None or held is None or source != schedule.assignment.values[value]:
+        return begins
+    return held.start if maker.index in lifetimes.fused else begins
+
+
+def _needed_until(lifetimes: Lifetimes, schedule: Schedule, gather: Gather, source: Layout, first: Operation) -> int:
+    """The last place where others than all-to-alls, for ``first`` and later operations, need what one sends a copy of,
+    or -1: a value that is in memory only where it is sent is needed there for longer, one that a copy takes over from
+    is not needed."""
+    value = gather.value
+    held, stored, copy = lifetimes.held.get(value), schedule.assignment.values[value], schedule.copy(value)
+    if value in lifetimes.arguments:
+        return lifetimes.end
+    if source == stored != copy == gather.layout:
+        return -1
+    if held is None:
+        return lifetimes.end
+    end = held.end if source == stored else lifetimes.copied[value][1]
+    if end > computed_until(lifetimes, first):
+        return end
+    places = [-1]
+    for reader in lifetimes.readers.get(value, ()):
+        strategy = schedule.assignment.strategies.get(reader.index)
+        read = zip(reader.operands, strategy.operands if strategy else (), strict=strategy is not None)
+        if strategy is None or any(operand == value and layout == source for operand, layout in read):
+            places.append(computed_until(lifetimes, reader))
+    return max(places)
+
+
+def first_kernel(lifetimes: Lifetimes, operation: Operation) -> int:
+    """The place of the first kernel that computes an operation; of a loop, of the first in its body."""
+    if operation.bodies:
+        return lifetimes.start(operation)
+    found, seen, stack = list[int](), {operation.index}, [operation]
+    while stack:
+        made = stack.pop()
+        if made.index not in lifetimes.fused or not lifetimes.held.keys().isdisjoint(made.results):
+            found.append(lifetimes.place[made.index])
+            continue
+        readers = [reader for result in made.results for reader in lifetimes.readers.get(result, ())]
+        stack += (reader for reader in readers if reader.index not in seen)
+        seen.update(reader.index for reader in readers)
+    return min(found, default=lifetimes.place[operation.index])
