@@ -293,9 +293,9 @@ def bind_again(
     """Binds a traced equation's primitive to new operands, its name stack behind the current one."""
     if primitive.name == SHARDING_CONSTRAINT:  # a hard layout of its result, where the plan's own constraint stands
         return tuple(operands)
-    info = equation.source_info
+    info, here = equation.source_info, jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())  # of an island
     name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager, here:
         results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return tuple(results) if primitive.multiple_results else (results,)
 

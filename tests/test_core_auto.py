@@ -312,6 +312,22 @@ def test_inside_of_set_mesh(explicit: bool) -> None:
         assert_equal_trees(step(result, x), product(X @ X + 1, X))
 
 
+def test_islands_of_a_step_that_is_traced_inside_of_set_mesh() -> None:
+    """Their operations run on a device's blocks: the mesh that they were traced in is not that of an island."""
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(((x - x.mean((0, 1))) / x.std((0, 1))) ** 3))(x)
+
+    mesh, x = mesh_of((2, 4)), jnp.sin(jnp.arange(8 * 16 * 32.0)).reshape(8, 16, 32)
+    with jax.set_mesh(mesh):
+        planned = shardplan.auto(step, mesh, pins={"0": P("x", "y")})
+        plan = planned.plan(x)
+        planned_operations = [plan.program.operations[index] for index in plan.schedule.assignment.strategies]
+        assert any(plan.schedule.island_dtype(operation) for operation in planned_operations)
+        assert_equal_trees(planned(x), jax.jit(step)(x))
+    assert_equal_trees(planned(x), jax.jit(step)(x))
+
+
 @pytest.mark.parametrize("count", [8, 6, 1])
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 def test_a_number_of_devices(count: int) -> None:

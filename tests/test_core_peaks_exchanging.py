@@ -52,6 +52,7 @@ SENT: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[jax.P, .
     (lambda x, y, w: _and_multiplied(jnp.tanh(x) * y, w), (WIDE, WIDE, WEIGHT), (IMAGES, IMAGES, jax.P())),
     (lambda u, v, w: _and_multiplied(u @ v, w), (NARROW, WEIGHT[::-1], WEIGHT), (IMAGES, jax.P(), jax.P())),
     (lambda x: _and_kept(jnp.tanh(x)), (WIDE,), (IMAGES,)),
+    (lambda a, w, v: _moved(a @ w, jax.P(None, "x")) @ v, (WIDE, (4096, 2048), (2048, 512)), (LAST, IMAGES, jax.P())),
     (lambda x: jnp.sum(jnp.sin(_moved(jnp.tanh(x), IMAGES)), 2), (WIDE,), (LAST,)),  # whose parts lie as they are sent
 ]
 
@@ -67,6 +68,17 @@ def test_what_is_sent_takes_what_is_predicted(
     with jax.set_mesh(mesh):
         plan = shardplan.plan(step, mesh, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), pins=pins)
     assert "all-to-all" in {collective.kind for collective in plan.collectives}
+    assert measure(plan.lower(mesh)).memory.peak == pytest.approx(plan.peak_bytes, rel=0.02)
+
+
+@compiles_for_gpus
+@pytest.mark.parametrize("spec", [IMAGES, LAST])
+def test_what_a_constraint_gathers_for_a_product_is_in_memory_once(spec: jax.P) -> None:
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    with jax.set_mesh(mesh):
+        x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (WIDE, WEIGHT))
+        plan = shardplan.plan(lambda x, w: _moved(jnp.tanh(x), jax.P()) @ w, mesh, x, w, pins={"0": spec, "1": jax.P()})
+    assert [collective.kind for collective in plan.collectives] == ["all-gather"]
     assert measure(plan.lower(mesh)).memory.peak == pytest.approx(plan.peak_bytes, rel=0.02)
 
 

@@ -15,7 +15,7 @@ from shardplan.target import gpu_mesh
 
 pytestmark = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 
-ROWS, TABLE, PLACES = (64, 32768), (64, 8, 64, 128), (64, 8, 64, 256)
+ROWS, TABLE, PLACES, WORDS = (64, 32768), (64, 8, 64, 128), (64, 8, 64, 256), (65536, 512)
 FIXED = np.random.default_rng(0).integers(0, 128, PLACES[2:]).astype(np.int32)
 
 
@@ -50,11 +50,15 @@ def _largest(k: int) -> Callable[[jax.Array], Any]:
         (jnp.argsort, (ROWS,)),
         (lambda x: jnp.sort(jnp.tanh(x)), (ROWS,)),
         (lambda x: _kept_and_sorted(jnp.tanh(x)), (ROWS,)),
+        (lambda x, y: _largest(64)(x @ y.T), ((1024, 512), WORDS)),
+        (lambda x, y: jnp.argsort(x @ y.T), ((1024, 512), WORDS)),
+        (lambda x, y: jnp.sort(x @ y.T), ((1024, 512), WORDS)),
     ],
 )
 def test_places_and_sorts_need_what_is_predicted(step: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> None:
     mesh = gpu_mesh("h100", (8,), ("x",))
-    dtypes = [jnp.int32 if n and shapes[1] != TABLE else jnp.float32 for n in range(len(shapes))]
+    dtypes = [jnp.int32 if n and shapes[1] not in (TABLE, WORDS) else jnp.float32 for n in range(len(shapes))]
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    plan = shardplan.plan(step, mesh, *arguments, pins={str(n): jax.P("x") for n in range(len(shapes))})
+    pins = {str(n): jax.P() if shape == WORDS else jax.P("x") for n, shape in enumerate(shapes)}
+    plan = shardplan.plan(step, mesh, *arguments, pins=pins)
     assert measure(plan.lower(mesh)).memory.peak == pytest.approx(plan.peak_bytes, rel=0.01)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardplan import _jax
 from shardplan.layout import Layout
-from shardplan.memory.combining import Gather, gather_for, read_otherwise
+from shardplan.memory.combining import PLACING, Gather, gather_for, read_otherwise
 from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import combined_gathers, waits_for
 from shardplan.memory.pipelining import gathered_before, peeled_loops
@@ -191,10 +191,17 @@ def brought_for(
         copied = layout == schedule.copy(operand) and kept  # also where what a product reads was copied before
         if layout != values[operand] and not copied:
             if operand not in ends and until < 0:
-                until = computed_until(lifetimes, operation, schedule)
+                until = brought_until(lifetimes, operation, schedule)
             last = ends.get(operand, until)
             beside = lifetimes.put_beside.get((operation.index, operation.operands.index(operand)), last)
             yield operand, layout, min(first, beside), min(last, beside)
+
+
+def brought_until(lifetimes: Lifetimes, operation: Operation, schedule: Schedule | None = None) -> int:
+    """The last place at which what an operation brings to another layout is in memory: where it is computed at last,
+    see `computed_until`; what only says where its operand is has its result there, in the same memory."""
+    placing = operation.primitive.name in PLACING and not lifetimes.held.keys().isdisjoint(operation.results)
+    return computed_until(lifetimes, operation, schedule) - placing
 
 
 @once

@@ -33,7 +33,7 @@ COMBINED_BYTES = 30 * 2**20
 _MOST_PARTNERS = 8
 """Reductions that one kernel reads, of those that are looked at."""
 
-_PLACING = frozenset({"sharding_constraint", "device_put", "layout_constraint", "reshard"})
+PLACING = frozenset({"sharding_constraint", "device_put", "layout_constraint", "reshard"})
 """Primitives that say where a value is, and compute nothing."""
 
 
@@ -373,7 +373,7 @@ def _stored_for(program: Program, kernels: Kernels, value: int) -> Iterator[int]
     """What a kernel stores for a collective that moves a value: this, or what it is another shape of. Another order of
     dimensions is that of what is in memory already, or a copy for the collective where others read it as well."""
     makers, in_memory = program.makers, kernels.read | kernels.stored
-    while (maker := makers.get(value)) is not None and (is_view(program, maker) or maker.primitive.name in _PLACING):
+    while (maker := makers.get(value)) is not None and (is_view(program, maker) or maker.primitive.name in PLACING):
         operand = maker.operands[0]
         if not isinstance(operand, int):
             return

@@ -21,6 +21,7 @@ from shardplan.memory.bringing import computed_until
 from shardplan.memory.brought import Brought
 from shardplan.memory.combining import Gather
 from shardplan.memory.held import Held, Lifetime
+from shardplan.memory.products import is_multiplied
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -41,23 +42,40 @@ def exchanged_behind(before: Layout, after: Layout, sizes: Sequence[int]) -> boo
     return any(size > 1 for size in sizes[:split])
 
 
-def sent_copies(lifetimes: Lifetimes, schedule: Schedule, brought: Iterable[tuple[Gather, int, int]]) -> Iterator[Held]:
-    """The copies that are sent while what they are of stays. ``brought``: what is brought to other layouts, the first
-    place where it is in memory, and that of the first operation that reads it."""
+def exchanged_copies(
+    lifetimes: Lifetimes, schedule: Schedule, brought: Iterable[tuple[Gather, int, int]]
+) -> Iterator[Held]:
+    """The copies that are sent while what they are of stays, and those that products read of what came in parts.
+    ``brought``: what is brought to other layouts, the first place where it is in memory, and that of the first
+    operation that reads it."""
     for gather, first, reader in brought:
         if gather.value not in schedule.assignment.values:
             continue
         source, operation = schedule.route(gather.value, gather.layout).source, lifetimes.order[reader]
         position = schedule.problem.domain(gather.value).position
         size = sent_shares(schedule.problem, gather.value)[position[source], position[gather.layout]]
-        if size > 0:
-            until = _needed_until(lifetimes, schedule, gather, source, operation)
-            span, made = sent_during(
-                lifetimes, operation, _made_at(lifetimes, schedule, gather.value, source, first), until
-            )
-            size -= sum(bytes_in(schedule, result, schedule.assignment.values[result]) for result in made)
-            if span is not None and size > 0:
-                yield Held(gather.value, source, size, span)
+        until = _needed_until(lifetimes, schedule, gather, source, operation) if size else -1
+        start, kernel = _made_at(lifetimes, schedule, gather.value, source, first), first_kernel(lifetimes, operation)
+        span, made = sent_during(lifetimes, operation, start, until)
+        if span is not None and span.start < kernel:
+            yield Held(gather.value, source, size, span)
+        beside = size if span is not None and span.start == kernel else 0.0
+        if is_multiplied(schedule.program, operation) and lies_apart(schedule, gather):
+            beside, made = max(beside, bytes_in(schedule, gather.value, gather.layout)), operation.results
+        beside -= sum(bytes_in(schedule, result, schedule.assignment.values[result]) for result in made)
+        if beside > 0:  # of what its reader makes later
+            yield Held(gather.value, gather.layout, beside, Lifetime(kernel, kernel))
+
+
+def lies_apart(schedule: Schedule, gather: Gather) -> bool:
+    """Whether what an all-to-all brings at last lies in parts, of which each has some of a dimension within others."""
+    route = schedule.route(gather.value, gather.layout)
+    if not route.steps or route.steps[-1].kind != "all-to-all":
+        return False
+    before = route.steps[-2].layout if len(route.steps) > 1 else route.source  # perhaps a copy, not the value itself
+    gathered = [dim for dim, axes in enumerate(gather.layout) if {*before[dim]} - {*axes}]
+    sizes, degree = schedule.program.values[gather.value].shape, schedule.space.mesh.degree
+    return any(sizes[dim] > degree(gather.layout[dim]) for dim in range(min(gathered)))
 
 
 def sent_during(

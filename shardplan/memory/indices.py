@@ -6,7 +6,8 @@ operations read them (`jnp.take_along_axis` and its gradient), from the first to
 
 A sort works in a copy of its keys, unless nothing reads what is sorted later: then it works in that. For the largest of
 a row (`jax.lax.top_k`) XLA sorts all of it, with the places, unless they are few of many (16 at most, of 1024 at
-least), which a kernel of its own finds.
+least), which a kernel of its own finds. A sort that finds places too (`jnp.argsort` as well) is one kernel with what
+makes these: it copies its keys in any case, unless it computes them on the way.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def stored_beside(lifetimes: Lifetimes, program: Program) -> Iterator[tuple[Oper
     for operation, operand in _sorting(program):
         place, lifetime = lifetimes.place[operation.index], lifetimes.held.get(operand)
         width = _jax.item_bytes(program.values[operand].dtype)
-        kept = lifetime is None or lifetime.end > place or operand in program.leaving or operand not in program.makers
+        maker = program.makers.get(operand)
+        kept = lifetime is None or lifetime.end > place or operand in program.leaving or maker is None
+        kept |= maker is not None and maker.index not in lifetimes.fused and _finds_places(program, operation)
         found = kept * width + _INDEX_BYTES * (operation.primitive.name == "top_k")
         if found:
             yield operation, 0, found / width, (place, place)
@@ -59,6 +62,12 @@ def _sorts(program: Program, operation: Operation, operand: int) -> bool:
         return operation.params["num_keys"] == 1
     few = operation.params.get("k", 0) <= _MOST_SELECTED and program.values[operand].shape[-1:] >= (_FEWEST_SEARCHED,)
     return operation.primitive.name == "top_k" and not few
+
+
+def _finds_places(program: Program, operation: Operation) -> bool:
+    """Whether a sort moves the numbers of the places with its keys."""
+    makers = [program.makers.get(operand) for operand in operation.operands[1:] if isinstance(operand, int)]
+    return operation.primitive.name == "top_k" or any(maker and maker.primitive.name == "iota" for maker in makers)
 
 
 @once

@@ -27,7 +27,7 @@ from shardplan.memory.convolutions import (
 )
 from shardplan.memory.copies import beside_kernels
 from shardplan.memory.copying import product_copies
-from shardplan.memory.exchanging import sent_copies
+from shardplan.memory.exchanging import exchanged_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import held_at_the_end
 from shardplan.memory.held import Held, Lifetime
@@ -371,7 +371,7 @@ def memory_held(
     for gather, (index, first, last) in brought_spans(lifetimes, schedule, together).items():
         exchanged.append((gather, first, lifetimes.place[index]))
         yield hold(gather.value, gather.layout, first, last)
-    yield from sent_copies(lifetimes, schedule, exchanged)
+    yield from exchanged_copies(lifetimes, schedule, exchanged)
     yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
     yield from _left(lifetimes, schedule, sliced, sending)
     for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):

@@ -127,14 +127,16 @@ def _stacked_otherwise(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather,
     loops = [operation for operation in lifetimes.order if operation.bodies]
     sources = {link.target: link.source for loop in loops for link in links[loop.index].inside if link.stacked}
     for loop in loops:
-        place, largest = max(lifetimes.start(loop) - 1, 0), (0.0, -1)
+        start, copied = lifetimes.start(loop), list[tuple[float, int]]()
         for link, value in lifetimes.kept_around(loop):
             source = sources.get(value) if link.stacked else None
             turned = isinstance(source, int) and lies_turned(schedule.program, pointwise, link.target)
             if isinstance(source, int) and (turned or _is_gathered(lifetimes, schedule, source)):
-                largest = max(largest, (bytes_in(schedule, value, schedule.assignment.values[value]), value))
-        if largest[0]:
-            found[Gather(largest[1], schedule.assignment.values[largest[1]])] = place, place
+                copied.append((bytes_in(schedule, value, schedule.assignment.values[value]), value))
+        apart = loop.index in peeled_loops(schedule)
+        for _, value in copied if apart else sorted(copied)[-1:]:
+            place = max(start - 1, 0)
+            found[Gather(value, schedule.assignment.values[value])] = place, start if apart else place
     return found
 
 

@@ -16,6 +16,7 @@ from shardplan.memory.coalescing import bytes_apart, moves_apart
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import spread_operands
 from shardplan.memory.copying import copying_kernel, written_by
+from shardplan.memory.exchanging import lies_apart
 from shardplan.memory.fusion import REDUCTIONS, pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.masking import mask_rows
@@ -25,7 +26,6 @@ from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.times import BYTES_MOVED, UNKNOWN
 from shardplan.program import Operation
-from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -198,21 +198,10 @@ def _unpack_exchanged(graph: Graph, kernels: Kernels) -> None:
             gather = gather_for(schedule, product, operand, layout)
             end = graph.gathers.get(gather)
             exchanged = end in graph.needs[index] and is_multiplied(graph.program, product)
-            if end is None or not exchanged or not _lies_apart(schedule, gather):
+            if end is None or not exchanged or not lies_apart(schedule, gather):
                 continue
             if gather not in nodes:
                 takes = 2 * bytes_in(schedule, operand, layout) / BYTES_MOVED
                 nodes[gather] = copying_kernel(graph, (index, product), gather, takes)
             graph.needs[index] -= {end}
             graph.needs[index].add(nodes[gather])
-
-
-def _lies_apart(schedule: Schedule, gather: Gather) -> bool:
-    """Whether what an all-to-all brings at last lies in parts, of which each has some of a dimension within others."""
-    route = schedule.route(gather.value, gather.layout)
-    if route.steps[-1].kind != "all-to-all":
-        return False
-    before = route.steps[-2].layout if len(route.steps) > 1 else route.source  # perhaps a copy, not the value itself
-    gathered = [dim for dim, axes in enumerate(gather.layout) if {*before[dim]} - {*axes}]
-    sizes, degree = schedule.program.values[gather.value].shape, schedule.space.mesh.degree
-    return any(sizes[dim] > degree(gather.layout[dim]) for dim in range(min(gathered)))

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
-from shardplan.memory.bringing import Sending, brought_spans, computed_until, gathered_from, reduced_at
+from shardplan.memory.bringing import Sending, brought_spans, brought_until, gathered_from, reduced_at
 from shardplan.memory.brought import Brought, brought_by, own_variable
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.copies import exponentials_in_parts
@@ -322,7 +322,7 @@ class Usages:
         for place, operation in enumerate(lifetimes.order):
             index, generates = operation.index, not operation.results or operation.results[0] in problem.generated
             if index in problem.choices and not generates:
-                until = computed_until(lifetimes, operation)
+                until = brought_until(lifetimes, operation)
                 found.append((place, index, until, index in lifetimes.updating, index in lifetimes.fused))
         return found
 
