@@ -209,20 +209,22 @@ class Schedule:
 
     def _collectives(self) -> list[Sent]:
         found: list[Sent] = []
-        done: set[tuple[int, Layout, int | None]] = set()
+        done: set[tuple[int, Layout, frozenset[int], int | None]] = set()
 
         def read(value: int, target: Layout, reader: Operation | None, region: int) -> None:
             route = self.route(value, target)
             by = reader.index if reader and not reader.bodies and self.gathered_anew(value, target) else None
             if route.steps and route.source != self.assignment.values[value]:
                 read(value, route.source, reader, region)
+            tensor = self.program.values[value]
+            pending = frozenset(route.source[0] if len(route.source) > len(tensor.shape) else ())
             for step in route.steps:
-                if step.fraction > 0 and (value, step.layout, by) not in done:
-                    tensor = self.program.values[value]
+                pending -= frozenset(step.axes if step.kind in REDUCTIONS else ())
+                if step.fraction > 0 and (value, step.layout, pending, by) not in done:
                     width = self.problem.domain(value).width if step.kind in REDUCTIONS else 1.0
                     size = step.fraction * self.problem.sent_bytes[value] * width
                     found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value), region))
-                done.add((value, step.layout, by))
+                done.add((value, step.layout, pending, by))
 
         for operation in self.program.operations:
             for link, region in self._links_with_regions(operation):

@@ -371,3 +371,20 @@ def test_what_is_reduced_early_is_compiled_so():
     for one in shared_matrix(mesh):
         planned = sum(sent.bytes * sent.times for sent in one.schedule.collectives())
         assert measure(one.jitted(mesh).lower(*shapes)).communication_bytes == pytest.approx(planned, rel=1e-6)
+
+
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+def test_a_sum_that_is_scattered_over_an_axis_and_reduced_over_another_counts_both() -> None:
+    mesh = gpu_mesh("h100", (2, 2, 2), ("a", "b", "c"))
+    rows, split = jax.ShapeDtypeStruct((65536, 512), jnp.float32), jax.NamedSharding(mesh, PartitionSpec("b", "c"))
+    pins = {str(n): PartitionSpec(("a", "b"), "c" if n % 2 else None) for n in range(4)}
+
+    def step(x: Any, y: Any, z: Any, u: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x.T @ y + z.T @ u, split)
+
+    plan = shardplan.plan(step, mesh, rows, rows, rows, rows, pins=pins)
+    assert [(found.kind, found.axes) for found in plan.collectives] == [
+        ("reduce-scatter", ("b",)),
+        ("all-reduce", ("a",)),
+    ]
+    assert plan.communication_bytes == measure(plan.lower(mesh)).communication_bytes == 2 * 512 * 256 * 2
