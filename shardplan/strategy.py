@@ -329,8 +329,16 @@ def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:
         aligned = zip(operand.shape, result.shape, strict=False)
         if operand.shape and (len(operand.shape) != len(result.shape) or any(a not in (1, b) for a, b in aligned)):
             return False
-    split = {s.results[0].dim for size in set(result.shape) if size > 1 for s in rule.splits(size) if _no_halo(s)}
+    splits = (s for size in set(result.shape) if size > 1 for s in rule.splits(size) if _no_halo(s))
+    split = {s.results[0].dim for s in splits if _alike(s, operands)}
     return bool(operands) and all(dim in split for dim, size in enumerate(result.shape) if size > 1)
+
+
+def _alike(split: Any, operands: Sequence[Any]) -> bool:
+    """Whether a split divides all operands along the dimension of the result, but those that it has one element of."""
+    dim = split.results[0].dim
+    sizes = (operand.shape[dim] if operand.shape and dim is not None else 1 for operand in operands)
+    return all(slot.dim == dim or size == 1 for slot, size in zip(split.operands, sizes, strict=True))
 
 
 def _no_halo(split: Any) -> bool:

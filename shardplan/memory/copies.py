@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardplan.layout import Layout
+from shardplan.memory.besides import stored_beside
 from shardplan.memory.combining import reducing
 from shardplan.memory.convolutions import POOLING_GRADIENT, convolutions_of, neighbour_bytes
 from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.held import Held, Lifetime
-from shardplan.memory.indices import stored_beside
 from shardplan.memory.poolings import IMAGE, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sharing import read_by_element, read_by_several
@@ -33,7 +33,7 @@ def beside_kernels(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
     yield from multiplied_copies(lifetimes, schedule)
     yield from convolution_copies(lifetimes, schedule)
     yield from exponential_parts(lifetimes, schedule)
-    yield from places_and_keys(lifetimes, schedule)
+    yield from _stored(lifetimes, schedule)
 
 
 def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
@@ -83,8 +83,8 @@ def _turned_gathers(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
                 yield Held(None, layout, bytes_in(schedule, value, layout), Lifetime(place, place))
 
 
-def places_and_keys(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
-    """What is stored for operations that data tell where to read or write, see `shardplan.memory.indices`."""
+def _stored(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What is stored beside operands, see `shardplan.memory.besides`."""
     for operation, position, times, span in stored_beside(lifetimes, schedule.program):
         operand, strategy = operation.operands[position], schedule.assignment.strategies.get(operation.index)
         layout = strategy.operands[position] if strategy is not None else None

@@ -30,6 +30,11 @@ _MOVES = frozenset(
 REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
 )
+CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+BLOCK = 16
+"""What adds up along a dimension: XLA:GPU reduces blocks of so many elements first, and computes each element on the
+way, from the blocks before it and the elements of its own."""
+
 _SEARCHES = frozenset({"argmax", "argmin"})
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
 _READS_ON_THE_WAY = frozenset(
@@ -167,7 +172,7 @@ def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
         return not is_scatter(problem.program, operation)
     if adds_few(problem.program, operation):
         return True
-    return problem.choices[operation.index].pointwise or name in _MOVES
+    return problem.choices[operation.index].pointwise or name in _MOVES | CUMULATIVE
 
 
 def fuses_operands(problem: Problem, operation: Operation, position: int = 0) -> bool:

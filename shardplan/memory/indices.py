@@ -32,7 +32,7 @@ _MOST_SELECTED, _FEWEST_SEARCHED = 16, 1024
 _INDEX_BYTES = 4
 
 
-def stored_beside(lifetimes: Lifetimes, program: Program) -> Iterator[tuple[Operation, int, float, tuple[int, int]]]:
+def places_and_keys(lifetimes: Lifetimes, program: Program) -> Iterator[tuple[Operation, int, float, tuple[int, int]]]:
     """Operations that data tell where to read or write, each with the position of an operand, how many times as large
     as this what is stored for them is, and from which to which place of the order."""
     for operations, times in _places_in_full(program):

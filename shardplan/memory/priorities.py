@@ -32,7 +32,7 @@ from shardplan.memory.alike import first_alike
 from shardplan.memory.coalescing import READ_AT_ONCE
 from shardplan.memory.computing import PARTS, Computing, computing_of
 from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
-from shardplan.memory.fusion import merged_scatters, pointwise_operations
+from shardplan.memory.fusion import BLOCK, CUMULATIVE, merged_scatters, pointwise_operations
 from shardplan.memory.growing import BY_ITSELF, ONE_NUMBER, OWN, Kernel, quicker, time_of
 from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.parts import Part, parts_of
@@ -232,6 +232,9 @@ class _Fusion:
         name, own = operation.primitive.name, max(self._elements[value], 1e-9)
         if name in _SPREADING or (name in PARTS and not position):
             return computed / own
+        if name in CUMULATIVE:
+            length = self._problem.program.values[value].shape[operation.params["axis"]]
+            return 1.0 + BLOCK if length > BLOCK else float(length)
         if name == "concatenate":
             dimension, shape = operation.params["dimension"], self._problem.program.values[value].shape
             if prod(shape[:dimension]) > 1 and shape[dimension]:  # in front, parts lie one after another

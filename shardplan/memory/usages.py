@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from shardplan.control import layouts_read
 from shardplan.groups import RAGGED
 from shardplan.layout import Layout
+from shardplan.memory.besides import stored_beside
 from shardplan.memory.bringing import Sending, brought_spans, brought_until, gathered_from, reduced_at
 from shardplan.memory.brought import Brought, brought_by, own_variable
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
@@ -45,7 +46,6 @@ from shardplan.memory.exchanging import sent_beside
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import gathered_at_the_end, held_whole
 from shardplan.memory.held import Lifetime
-from shardplan.memory.indices import stored_beside
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
