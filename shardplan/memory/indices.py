@@ -1,8 +1,8 @@
 """What XLA:GPU stores for operations that data tell where to read or write: places in full, and what it sorts.
 
 A gather or a scatter over batch dimensions reads one number per place and says nothing of these dimensions. XLA makes
-it one without them: its places have one number more for each, int32, and are stored for scatters, and where several
-operations read them (`jnp.take_along_axis` and its gradient), from the first to the last of these.
+it one without them: its places have one number more for each, int32, and are stored where several operations read them
+(`jnp.take_along_axis` and its gradient), from the first to the last of these.
 
 A sort works in a copy of its keys, unless nothing reads what is sorted later: then it works in that. For the largest of
 a row (`jax.lax.top_k`) XLA sorts all of it, with the places, unless they are few of many (16 at most, of 1024 at
@@ -83,7 +83,7 @@ def _places_in_full(program: Program) -> list[tuple[list[Operation], float]]:
             found.setdefault((same.get(places, places), batch), []).append(operation)
     stored = []
     for (places, batch), operations in found.items():
-        if len(operations) > 1 or operations[0].primitive.name != "gather":
+        if len(operations) > 1:
             tensor = program.values[places]
             numbers = tensor.shape[-1] or 1
             times = _INDEX_BYTES * (numbers + batch) / (numbers * _jax.item_bytes(tensor.dtype))

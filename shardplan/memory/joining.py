@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardplan.memory.combining import Gather
+from shardplan.memory.combining import Gather, reducing
 from shardplan.memory.copies import multiplies_apart
-from shardplan.memory.fusion import REDUCTIONS
+from shardplan.memory.fusion import REDUCTIONS, fused_operations, is_scatter
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_sum
 from shardplan.memory.recomputing import Kernels
@@ -71,11 +71,13 @@ class _Joining:
         self._elements: dict[int, int] = {}
         self._plain = set[int]()  # kernels of one operation, to which no other kernel is joined
         self._joined = set[int]()  # kernels with several results
+        ended = fused_operations(graph.schedule.problem) & reducing(graph.schedule) - kernels.adding.keys()
+        computing = kernels.fused | {index for index in ended if not is_scatter(program, program.operations[index])}
         for node in graph.reads.keys() - graph.by_rows:
             operation = program.operations[node]
             sums = is_sum(program, operation) and not multiplies_apart(graph.schedule, operation)
             reduces = operation.primitive.name in REDUCTIONS or sums
-            if not reduces and node not in kernels.fused:
+            if not reduces and node not in computing:
                 continue
             together = reduces and not adds_few(program, operation)
             if together:
