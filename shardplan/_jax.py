@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,13 +290,15 @@ def module_path(equation: Equation) -> str:
 def bind_again(
     equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Binds a traced equation's primitive to new operands, its name stack behind the current one."""
+    """Binds a traced primitive to new operands in the mesh of its trace, or an island's; the name stack goes on."""
     if primitive.name == SHARDING_CONSTRAINT:  # a hard layout of its result, where the plan's own constraint stands
         return tuple(operands)
-    info, here = equation.source_info, jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())  # of an island
+    info, mesh = equation.source_info, jax.sharding.get_abstract_mesh()
     name_stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager, here:
-        results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    with source_info_util.user_context(info.traceback, name_stack=name_stack), equation.ctx.manager:
+        island = jax.sharding.AxisType.Manual in mesh.axis_types
+        with jax.sharding.use_abstract_mesh(mesh) if island else nullcontext():
+            results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return tuple(results) if primitive.multiple_results else (results,)
 
 
@@ -323,12 +325,10 @@ def automatic_mesh() -> Iterator[None]:
     So constraints by a ``PartitionSpec`` alone keep their mesh, and types carry no layouts that a plan would change.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if all(kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+    typed = any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types)
+    types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)) if typed else nullcontext():
         yield
-    else:
-        types = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
-        with jax.sharding.use_abstract_mesh(mesh.update(axis_types=types)):
-            yield
 
 
 def trace_context() -> Any:

@@ -200,7 +200,8 @@ class Plan:
         program = self.program
 
         def planned(*args: Any, **kwargs: Any) -> Any:
-            results = Replay(self.schedule, concrete)(jax.tree.leaves((args, kwargs)))
+            with _jax.automatic_mesh():
+                results = Replay(self.schedule, concrete)(jax.tree.leaves((args, kwargs)))
             return jax.tree.unflatten(program.out_tree, results)
 
         args, kwargs = self._in_shardings(concrete)
