@@ -1,4 +1,5 @@
-"""The user's own sharding constraints inside a planned function are hard constraints of the plan."""
+"""The user's own sharding constraints inside a planned function are hard constraints of the plan; the mesh in use is
+not."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from tests.core_programs import assert_equal_trees, mesh_of
+from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 
 X = jnp.arange(64.0).reshape(8, 8)
 
@@ -130,3 +131,23 @@ def test_steps_with_explicit_arguments_run_and_are_planned_once() -> None:
     assert [sharding.spec for sharding in made.leaf_shardings()] == [P(None, "x"), P("y", "x")]
     assert_equal_trees(planned(first, x), step(step(jnp.eye(8) + 0.1 * X, X), X))
     assert planned.plan(first, x) is made
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_islands_of_a_step_that_is_traced_inside_of_set_mesh(explicit: bool) -> None:
+    """Their operations run on a device's blocks: the mesh that they were traced in is not that of an island."""
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(((x - x.mean((0, 1))) / x.std((0, 1))) ** 3))(x)
+
+    mesh, x = mesh_of((2, 4), explicit), jnp.sin(jnp.arange(8 * 16 * 32.0)).reshape(8, 16, 32)
+    with jax.set_mesh(mesh):
+        planned = shardplan.auto(step, mesh, pins={"0": P("x", "y")})
+        plan = planned.plan(x)
+        planned_operations = [plan.program.operations[index] for index in plan.schedule.assignment.strategies]
+        assert any(plan.schedule.island_dtype(operation) for operation in planned_operations)
+        assert_equal_trees(planned(x), jax.jit(step)(x))
+        for seed in range(2):  # other layouts, by the plan's own function
+            other = scrambled(plan, seed)
+            assert_equal_trees(run(other, mesh, jnp.asarray(x)), jax.jit(step)(x))
+    assert_equal_trees(planned(x), jax.jit(step)(x))

@@ -328,9 +328,8 @@ def memory_held(
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
         return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
 
-    merged = merged_lifetimes(lifetimes, schedule)
-    sliced = sliced_on_the_way(schedule, lifetimes.fused)
-    inputs = {*program.inputs, *program.captured}
+    merged, sliced = merged_lifetimes(lifetimes, schedule), sliced_on_the_way(schedule, lifetimes.fused)
+    inputs = lifetimes.arguments
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
     whole, until = computed_in_parts(lifetimes, schedule)
     for value, lifetime in (lifetimes.held | merged).items():
