@@ -71,6 +71,8 @@ def test_blocks_of_what_is_added_up_lie_beside_it(step: Any, shape: tuple[int, .
         (lambda x: jnp.linalg.svd(x, compute_uv=False), (MATRICES,)),
         (jnp.linalg.eigh, (MATRICES,)),
         (jax.grad(lambda x: jnp.sum(jnp.linalg.inv(x) ** 2)), (MATRICES,)),
+        (jax.lax.linalg.householder_product, (MATRICES, MATRICES[:2])),
+        (jax.lax.linalg.tridiagonal_solve, ((4096, 4096),) * 3 + ((4096, 4096, 8),)),
     ],
 )
 def test_decompositions_read_copies_that_lie_in_columns(step: Any, shapes: tuple[tuple[int, ...], ...]) -> None:

@@ -26,6 +26,7 @@ from shardplan.memory.bringing import computed_until
 from shardplan.memory.fusion import BLOCK, CUMULATIVE, is_view
 from shardplan.memory.indices import places_and_keys
 from shardplan.memory.products import is_multiplied
+from shardplan.once import once
 from shardplan.program import Operation, Program
 
 if TYPE_CHECKING:
@@ -43,11 +44,14 @@ place of the order."""
 def stored_beside(lifetimes: Lifetimes, program: Program) -> Iterator[Stored]:
     """All of it, but for what is there for one kind of operation alone."""
     yield from places_and_keys(lifetimes, program)
-    for operation in program.operations:
-        if operation.primitive.name in CUMULATIVE:
-            yield from _blocks(lifetimes, program, operation)
-        elif operation.primitive.name in _DECOMPOSITIONS:
-            yield from _columns(lifetimes, program, operation)
+    for operation in _working(program):
+        found = _blocks if operation.primitive.name in CUMULATIVE else _columns
+        yield from found(lifetimes, program, operation)
+
+
+@once
+def _working(program: Program) -> list[Operation]:
+    return [o for o in program.operations if o.primitive.name in CUMULATIVE | _DECOMPOSITIONS]
 
 
 def _blocks(lifetimes: Lifetimes, program: Program, operation: Operation) -> Iterator[Stored]:
@@ -60,9 +64,10 @@ def _blocks(lifetimes: Lifetimes, program: Program, operation: Operation) -> Ite
 
 
 def _columns(lifetimes: Lifetimes, program: Program, operation: Operation) -> Iterator[Stored]:
-    place = lifetimes.place[operation.index]
+    place, values = lifetimes.place[operation.index], program.values
+    rank = max([len(values[operand].shape) for operand in operation.operands if isinstance(operand, int)], default=0)
     for position, operand in enumerate(operation.operands):
-        if isinstance(operand, int) and len(program.values[operand].shape) > 1:
+        if isinstance(operand, int) and len(values[operand].shape) == rank:  # neither a diagonal nor factors of columns
             maker = program.makers.get(operand)
             while maker is not None and is_view(program, maker) and isinstance(maker.operands[0], int):
                 maker = program.makers.get(maker.operands[0])

@@ -10,7 +10,7 @@ that. What nobody reads but the collective, and nobody keeps, is gone once it is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,19 +52,21 @@ def exchanged_copies(
         if gather.value not in schedule.assignment.values:
             continue
         source, operation = schedule.route(gather.value, gather.layout).source, lifetimes.order[reader]
-        position = schedule.problem.domain(gather.value).position
-        size = sent_shares(schedule.problem, gather.value)[position[source], position[gather.layout]]
-        until = _needed_until(lifetimes, schedule, gather, source, operation) if size else -1
-        start, kernel = _made_at(lifetimes, schedule, gather.value, source, first), first_kernel(lifetimes, operation)
-        span, made = sent_during(lifetimes, operation, start, until)
-        if span is not None and span.start < kernel:
-            yield Held(gather.value, source, size, span)
-        beside = size if span is not None and span.start == kernel else 0.0
+        sent, received = _sent_bytes(schedule, gather, source), 0.0
         if is_multiplied(schedule.program, operation) and lies_apart(schedule, gather):
-            beside, made = max(beside, bytes_in(schedule, gather.value, gather.layout)), operation.results
-        beside -= sum(bytes_in(schedule, result, schedule.assignment.values[result]) for result in made)
-        if beside > 0:  # of what its reader makes later
-            yield Held(gather.value, gather.layout, beside, Lifetime(kernel, kernel))
+            received = bytes_in(schedule, gather.value, gather.layout)
+        if not sent and not received:
+            continue
+        until = _needed_until(lifetimes, schedule, gather, source, operation) if sent else -1
+        kernel = first_kernel(lifetimes, operation)
+        span = sent_during(kernel, _made_at(lifetimes, schedule, gather.value, source, first), until)
+        if span is not None and span.start < kernel:
+            yield Held(gather.value, source, sent, span)
+        at_once = max(received, sent if span is not None and span.start == kernel else 0.0)
+        made = lifetimes.held.keys() & lifetimes.order[kernel].results if at_once else ()  # there after the copy
+        at_once -= sum(bytes_in(schedule, result, schedule.assignment.values[result]) for result in made)
+        if at_once > 0:
+            yield Held(gather.value, gather.layout, at_once, Lifetime(kernel, kernel))
 
 
 def lies_apart(schedule: Schedule, gather: Gather) -> bool:
@@ -78,40 +80,46 @@ def lies_apart(schedule: Schedule, gather: Gather) -> bool:
     return any(sizes[dim] > degree(gather.layout[dim]) for dim in range(min(gathered)))
 
 
-def sent_during(
-    lifetimes: Lifetimes, reader: Operation, start: int, until: int
-) -> tuple[Lifetime | None, Collection[int]]:
-    """When a copy that an operation is sent is in memory, from ``start`` on, beside what it is of, up to ``until``; and
-    what is made after it, at the same place."""
-    kernel = first_kernel(lifetimes, reader)
+def sent_during(kernel: int, start: int, until: int) -> Lifetime | None:
+    """When a copy that the kernel at a place is sent is in memory, from ``start`` on, beside what it is of, up to
+    ``until``: where nothing runs before, at that place, before it has its results."""
     if start <= min(kernel - 1, until):
-        return Lifetime(start, min(kernel - 1, until)), ()
-    made = lifetimes.held.keys() & lifetimes.order[kernel].results
-    return (Lifetime(kernel, kernel) if until > kernel else None), made
+        return Lifetime(start, min(kernel - 1, until))
+    return Lifetime(kernel, kernel) if until > kernel else None
 
 
 def sent_beside(
     lifetimes: Lifetimes, problem: Problem, brought: Brought, reader: Operation, begins: int
 ) -> Iterator[PairUsage]:
     """Likewise for a search, which does not know who reads the value as it is: where that is there in any case."""
-    held = lifetimes.held.get(brought.value)
-    until = lifetimes.end
+    shares = _shares_of(problem, brought.value)
+    if not shares.any():
+        return
+    held, kernel, until = lifetimes.held.get(brought.value), first_kernel(lifetimes, reader), lifetimes.end
     if brought.value not in lifetimes.arguments and held is not None:
         until = min(held.end, lifetimes.copied[brought.value][1])
         until = until if until > computed_until(lifetimes, reader) else -1
-    span, made = sent_during(lifetimes, reader, begins, until)
+    span = sent_during(kernel, begins, until)
     if span is not None:
-        there, wanted = brought.places(problem)
-        sizes = np.where(wanted < 0, 0.0, sent_shares(problem, brought.value)[np.ix_(there, wanted)])
-        sizes -= sum(problem.program.values[result].total_bytes for result in made)
+        values, (there, wanted) = problem.program.values, brought.places(problem)
+        sizes = np.where(wanted < 0, 0.0, values[brought.value].total_bytes * shares[np.ix_(there, wanted)])
+        if span.start == kernel:
+            made = lifetimes.held.keys() & lifetimes.order[kernel].results
+            sizes -= sum(values[result].total_bytes for result in made)
         if (sizes > 0).any():
             yield PairUsage(brought.source, brought.target, np.maximum(sizes, 0.0), span.start, span.end + 1)
 
 
-def sent_shares(problem: Problem, value: int) -> NDArray[np.float64]:
-    """float [layouts of a value, layouts]: the bytes of the largest copy that is sent on the way."""
-    found = problem.program.values[value]
-    return found.total_bytes * _shares(problem, problem.moving(value), problem.domain(value), found.shape)
+def _sent_bytes(schedule: Schedule, gather: Gather, source: Layout) -> float:
+    """The bytes of the largest copy that is sent on the way from a layout."""
+    position, value = schedule.problem.domain(gather.value).position, schedule.program.values[gather.value]
+    shares = _shares_of(schedule.problem, gather.value)
+    return value.total_bytes * float(shares[position[source], position[gather.layout]])
+
+
+def _shares_of(problem: Problem, value: int) -> NDArray[np.float64]:
+    """float [layouts of a value, layouts]: the share of it that is the largest copy that is sent on the way."""
+    return _shares(problem, problem.moving(value), problem.domain(value), problem.program.values[value].shape)
 
 
 @once

@@ -172,7 +172,7 @@ def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
         return not is_scatter(problem.program, operation)
     if adds_few(problem.program, operation):
         return True
-    return problem.choices[operation.index].pointwise or name in _MOVES | CUMULATIVE
+    return problem.choices[operation.index].pointwise or name in _MOVES or name in CUMULATIVE
 
 
 def fuses_operands(problem: Problem, operation: Operation, position: int = 0) -> bool:

@@ -79,7 +79,7 @@ class Usages:
         self._turned: dict[int, int] = {}
         self._last = frozenset[tuple[int, int]]()
         self._spans: dict[tuple[int, int], Lifetime] = {}
-        self._inputs = {*self.program.inputs, *self.program.captured}
+        self._inputs = lifetimes.arguments
         self._leaving = {output for number, output in outputs if number not in self.program.ties}
         beside = frozenset(lifetimes.beside) if donated else frozenset[int]()
         self._replaced = {output for number, output in outputs if number in self.program.ties} - beside
