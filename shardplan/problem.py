@@ -32,7 +32,7 @@ from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strateg
 from shardplan.transition import Partial, Transitions, over_trips
 from shardplan.twins import mirrored, twins
 from shardplan.variables import Numbering, generated_values
-from shardplan.widened import sent_bytes
+from shardplan.widened import reduced_width, sent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Problem:
         self.generated = generated_values(program, self.choices, fixed)
         whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
+        self.sent_bytes = sent_bytes(program)
         self._pass_on_deferred()
-        self.sent_bytes = sent_bytes(program, self.deferred.values)
         self.stacks = {link.target for one in self.links.values() for link in one.inside if link.stacked == "target"}
         same = {value: carry for one in self.links.values() for value, carry in one.same.items()}
         self._leaving = program.leaving | {same[value] for value in program.leaving & same.keys()}
@@ -141,7 +141,7 @@ class Problem:
         tensor = self.program.values[value]
         if value not in self.deferred.values:
             return self.space.domain(tensor.shape)
-        width = _jax.item_bytes(self.travelling(value)) / _jax.item_bytes(tensor.dtype)
+        width = reduced_width(tensor, self.sent_bytes[value], self.travelling(value))
         return self.space.with_partial(tensor.shape, width)
 
     def travelling(self, value: int) -> Any:
@@ -359,9 +359,9 @@ class Problem:
     def partial(self, operation: Operation, strategy: Strategy, position: int) -> Partial:
         """The state in which an operation leaves a result."""
         island = self.islands and may_be_island(operation, strategy)
-        dtype = self.program.values[operation.results[position]].dtype
-        travelling = reduction_dtype(operation, dtype, self.reduce_dtype) if island else dtype
-        width = _jax.item_bytes(travelling) / _jax.item_bytes(dtype)
+        tensor = self.program.values[operation.results[position]]
+        travelling = reduction_dtype(operation, tensor.dtype, self.reduce_dtype) if island else tensor.dtype
+        width = reduced_width(tensor, self.sent_bytes[tensor.index], travelling)
         among = len(self.space.mesh.names)
         pending = order_of_sum(operation, strategy, strategy.pending[position], among)
         scattered = scatters(operation, strategy, pending, among)

@@ -1,9 +1,9 @@
-"""In how many bytes XLA sends what has been converted to a wider type: in those that it had before.
+"""In how many bytes XLA sends what has been converted to a wider type, or will be to a narrower: in the fewest.
 
 XLA moves a conversion behind the collective that brings its result elsewhere (CollectiveQuantizer), also where only
-views and slices are in between, and puts several conversions behind their concatenation first. Where something else is
-in between (a factor), it may or may not: such values count as they are. Sums of several devices' parts are made in the
-wider type.
+views and slices are in between, and puts several conversions behind their concatenation first. One to a narrower type
+that alone reads what a collective brings it moves before that. Where something else is in between (a factor), it may or
+may not: such values count as they are. Sums of several devices' parts are made in the wider type.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.tracing import trace_program
@@ -16,14 +16,14 @@ wider type.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from shardplan import _jax
 from shardplan.once import once
-from shardplan.program import Operation, Program
+from shardplan.program import Operation, Program, Value
 from shardplan.strategy import operand_type
 
 if TYPE_CHECKING:
@@ -35,18 +35,55 @@ _PASSED = frozenset(
 )
 
 
-def sent_bytes(program: Program, sums: Container[int]) -> list[int]:
-    """Per value, the bytes of the whole tensor in the type in which parts of it are sent, where some are ``sums``."""
+def sent_bytes(program: Program) -> list[int]:
+    """Per value, the bytes of the whole tensor in the type in which parts of it are sent."""
     found = [value.total_bytes for value in program.values]
-    for value, dtype in widened_from(program).items():
-        narrow = program.values[value].elements * _jax.item_bytes(dtype)
-        found[value] = found[value] if value in sums else narrow
+    for value, dtype in (narrowed_to(program) | widened_from(program)).items():
+        found[value] = program.values[value].elements * _jax.item_bytes(dtype)
     return found
+
+
+def reduced_width(tensor: Value, sent: int, dtype: Any) -> float:
+    """The size of an element while a tensor is reduced in a type, in units of that in which parts of it are sent:
+    ``sent`` bytes for the whole tensor."""
+    return _jax.item_bytes(dtype) * tensor.elements / sent if sent else 1.0
 
 
 def sent_dtype(schedule: Schedule, value: int) -> Any:
     """The type that a value had before it was converted to a wider one, and still fits: not that of sums. Else None."""
     return None if value in schedule.problem.deferred.values else widened_from(schedule.program).get(value)
+
+
+@once
+def narrowed_to(program: Program) -> dict[int, Any]:
+    """Per value that one view alone reads, and then one conversion to a narrower type, that type. What a conversion
+    reads itself can as well be sent behind it."""
+    found, converted, readers = dict[int, Any](), dict[int, Any](), dict[int, list[Operation]]()
+    for operation in program.operations:
+        for operand in operation.operands:
+            if isinstance(operand, int):
+                readers.setdefault(operand, []).append(operation)
+    leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+    for operation in reversed(program.operations):
+        for result in operation.results if len(operation.results) == 1 else ():
+            reading = readers.get(result, [])
+            if len(reading) != 1 or len(reading[0].results) != 1 or result in leaving or reading[0].bodies:
+                continue
+            [reader] = reading
+            own = program.values[result].dtype
+            made = program.values[reader.results[0]].dtype
+            if reader.primitive.name == "convert_element_type" and _is_narrower(made, own):
+                converted[result] = made
+            elif reader.primitive.name in _PASSED and reader.operands[0] == result:
+                dtype = found.get(reader.results[0], converted.get(reader.results[0]))
+                if dtype is not None:
+                    found[result] = dtype
+    return found
+
+
+def _is_narrower(narrow: Any, wide: Any) -> bool:
+    real = _jax.is_float(narrow) and _jax.is_float(wide)
+    return real and _jax.item_bytes(narrow) < _jax.item_bytes(wide)
 
 
 @once

@@ -107,9 +107,9 @@ def test_a_step_that_fits_leaves_its_sums_to_xla_and_within_a_limit_they_are_kep
     mesh, shapes = AbstractMesh((4, 2), ("x", "y")), _shapes(2048, 256)
     free = shardplan.plan(_recurrent, mesh, *shapes, donate_argnums=0, memory_limit=inf)
     assert not free.recipe.running and not running_sums(free.schedule)
-    limited = shardplan.plan(_recurrent, mesh, *shapes, donate_argnums=0, memory_limit=0.8 * free.peak_bytes)
+    limited = shardplan.plan(_recurrent, mesh, *shapes, donate_argnums=0, memory_limit=0.9 * free.peak_bytes)
     assert limited.recipe.running and running_sums(limited.schedule)
-    assert limited.peak_bytes <= 0.8 * free.peak_bytes
+    assert limited.peak_bytes <= 0.9 * free.peak_bytes
     assert limited.communication_bytes == free.communication_bytes  # the layouts need not change
     limited.save(tmp_path / "plan.json")
     again = shardplan.Plan.load(tmp_path / "plan.json", mesh).bind(_recurrent, *shapes)
@@ -123,9 +123,9 @@ def test_every_product_of_a_running_sum_is_added_up_in_place():
         return len(sums & accumulations(plan.schedule).keys()), plan.peak_bytes
 
     without, most = counted(inf)
-    running, least = counted(0.7 * most)
+    running, least = counted(0.75 * most)
     assert (without, running) == (_STEPS // 2, _STEPS - 1)
-    assert least < 0.7 * most
+    assert least < 0.75 * most
 
 
 @pytest.mark.parametrize("sizes", [{"x": 8}, {"x": 2, "y": 4}], ids=str)

@@ -36,7 +36,8 @@ class Sending:
     these; per operand that merged products do not share, as an operation and a position, the one before which these
     are put ``beside`` each other; and per operand that a convolution reads from a copy, the one before which, or in
     which, it is made. ``side_by_side`` are those of merged products: the kernel that puts them there is the one
-    that turns them. Regions that are ``still`` have no collectives."""
+    that turns them. Regions that are ``still`` have no collectives. ``together``: the operations of each kernel with
+    several results, where these kernels are known."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class Sending:
     beside: dict[tuple[int, int], int] = field(default_factory=dict)
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
     still: set[int] = field(default_factory=set)
+    together: list[tuple[int, ...]] | None = None
 
     def add(self, graph: Graph, placed: Sequence[int]) -> None:
         """Adds when collectives of a graph, of which all nodes are placed, run beside kernels, and kernels that end no
@@ -69,6 +71,8 @@ class Sending:
             self.ends[graph.makers[value].index] = gone
         self.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
         self.side_by_side.update(graph.side_by_side)
+        if self.together is not None:
+            self.together.extend(graph.several)
         self.beside.update(
             {operand: ran[after[node]] if node in graph.further else node for operand, node in graph.beside.items()}
         )

@@ -32,8 +32,9 @@ class Kernel:
     (`OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at
     other places, as a slice, a broadcast or a sum does; ``times`` has the sums of these. ``sums``: whether it adds up
     many numbers to one. ``rows``: where it goes through rows that it has reduced, how much it computes for each
-    element, else 0. ``tiles``: whether tiles can be cut of all that it computes. ``slower``: how much longer it takes
-    to read and to compute than one that keeps the whole device busy; ``again``: the least time of reading from caches,
+    element, else 0. ``whole``: whether it reduces rows, and can be part of kernels that go through them. ``tiles``:
+    whether tiles can be cut of all that it computes. ``slower``: how much longer it takes to read and to compute than
+    one that keeps the whole device busy; ``again``: the least time of reading from caches,
     as a share of that from memory. ``writes``: the bytes of what it makes; ``scalars``: of elements that it computes
     with one number each; ``generated``: of what is read in the time in which it reads what depends on nothing,
     ``masks``: of that part of it which is soon computed. ``turned``: the bytes of what it moves from where a product
@@ -56,6 +57,7 @@ class Kernel:
     generated: float = 0.0
     masks: float = 0.0
     by_element: bool = False
+    whole: bool = False
     turned: float = 0.0
     times: dict[int, float] = field(default_factory=dict)
     time: float = 0.0

@@ -68,7 +68,7 @@ _MOST_SOURCES = 64
 def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sending]:
     """The indices of all operations in the order in which they run, a loop's body before the loop, and when collectives
     run beside them. Each body is put in order by itself."""
-    sending = Sending()
+    sending = Sending(together=[])
     return _order_in(schedule, kernels, 0, sending), sending
 
 
@@ -126,6 +126,7 @@ class Graph(Nodes):
         self.schedule, self.program = schedule, schedule.program
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
+        self.several = list[tuple[int, ...]]()
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
         self.filled: dict[int, float] = {}  # the bytes of these
@@ -149,7 +150,7 @@ class Graph(Nodes):
         self._moved_by: dict[int, tuple[Gather, ...]] = {}
         self._slow: dict[int, frozenset[int]] = {}  # per value computed on the way, operations that take long, and
         self.computing: dict[int, float] = {}  # per kernel, how long those in it take
-        self._products = {index: found.product for index, found in kernels.adding.items()}
+        self.adding = kernels.adding
         self.parts = {o.index for o in here if self._is_part(o)}
         self.tiled = set[int]()  # kernels that turn what they read, in tiles
         self.by_rows = set[int]()  # kernels that go through rows which they have reduced, and
@@ -234,7 +235,7 @@ class Graph(Nodes):
     def _is_part(self, operation: Operation) -> bool:
         """Whether a library makes a result: together with the workspace, from which it is taken."""
         library = operation.primitive.name == CONVOLUTION or is_multiplied(self.program, operation)
-        return library or operation.index in self._products
+        return library or operation.index in self.adding
 
     def elements(self, operation: Operation) -> int:
         """How many elements a kernel goes through."""
@@ -251,7 +252,7 @@ class Graph(Nodes):
             strategy = self.schedule.assignment.strategies.get(index)
             self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
             self.values[index] = set()
-            library = index in self._products or is_timed(self.program, operation)
+            library = index in self.adding or is_timed(self.program, operation)
             if index in self.by_rows and not library:
                 self.takes[index] = UNKNOWN
             elif not library:
@@ -321,7 +322,7 @@ class Graph(Nodes):
     def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
         """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
         found = list[tuple[int, int]]()
-        product = self._products.get(index)
+        product = self.adding[index].product if index in self.adding else None
         brought = self._moved_by.get(index, ())
         if product is not None:
             brought += tuple(self._read_otherwise(self.program.operations[product]))
@@ -387,7 +388,7 @@ class Graph(Nodes):
     def _time(self, operation: Operation) -> float:
         """Microseconds that a kernel takes on one device."""
         reads, made = self.reads.get(operation.index, frozenset()), next(iter(operation.results), None)
-        if operation.index in self._products:  # as long as without what it is added to
-            operation = self.program.operations[self._products[operation.index]]
+        if operation.index in self.adding:  # as long as without what it is added to
+            operation = self.program.operations[self.adding[operation.index].product]
             reads = frozenset(o for o in operation.operands if isinstance(o, int))
         return kernel_microseconds(self.schedule, operation, reads, made)

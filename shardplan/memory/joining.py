@@ -13,12 +13,12 @@ A kernel that goes through rows which it has reduced is written in tiles (`shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shardplan.memory.combining import Gather, reducing
 from shardplan.memory.copies import multiplies_apart
-from shardplan.memory.fusion import REDUCTIONS, fused_operations, is_scatter
+from shardplan.memory.fusion import REDUCTIONS, fused_operations, is_scatter, pointwise_operations
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_sum
 from shardplan.memory.recomputing import Kernels
@@ -48,6 +48,7 @@ def join_kernels(graph: Graph, kernels: Kernels) -> None:
     graph.take_in(owner)
     for node, other in owner.items():
         graph.joined.setdefault(other, []).append(node)
+    graph.several = [(node, *graph.joined[node]) for node in dict.fromkeys(owner.values())]
     graph.parts.update(owner.values())
     for node in {*owner.values()} & graph.moves.keys():
         graph.computing[node] = joining.computing[node]
@@ -154,20 +155,42 @@ class _Joining:
                 return
 
     def _times(self, maker: int, node: int, made: int) -> int:
-        """For how many of its results a kernel computes another one's anew of which it becomes part; 0 where that takes
-        longer than both take one after another."""
-        graph, parts, values, times = self._graph, {*self._parts[node]}, {made}, 0
-        while reading := {part for part in parts if not values.isdisjoint(graph.reads[part])}:
-            values = {value for part in reading for value in graph.program.operations[part].results}
-            parts -= reading
-            times += len(reading)
-        parts = {*self._parts[node]}
+        """How often a kernel computes another one's result of which it becomes part: for each of its own, and once more
+        for each of these that is computed from one of the others; 0 where that takes longer than both take one after
+        another."""
+        graph, computed, parts = self._graph, {made: 1}, sorted(self._parts[node])
+        for part in parts:
+            places = self._places(part, computed)
+            computed |= dict.fromkeys(graph.program.operations[part].results, places) if places else {}
+        results = [graph.program.operations[part].results[0] for part in parts]
+        times = sum(computed.get(result, 0) for result in results)
         if not graph.moves.keys() >= {maker, *parts}:
             return times
         apart = graph.busy(self.computing[maker], maker) + graph.busy(self.computing[node], *parts) + LATENCY
         computing = self.computing[node] + times * self.computing[maker]
         again = (times - 1) * (graph.read_by(maker) - graph.size_of(made))
         return times if graph.busy(computing, maker, *parts, again=again) <= apart else 0
+
+    def _places(self, part: int, times: Mapping[int, int]) -> int:
+        """How often a kernel's result goes through some values, each of them so many ``times``: for its own elements,
+        and once more for each operation on the way that takes them from elsewhere."""
+        graph, found = self._graph, set[tuple[int, tuple[int, ...]]]()
+        operations, pointwise = graph.program.operations, pointwise_operations(graph.schedule.problem)
+        stack: list[tuple[int, tuple[int, ...]]] = [(part, ())]
+        seen = {*stack}
+        while stack and len(seen) < _MOST_BETWEEN:
+            index, place = stack.pop()
+            there = place if index in pointwise else (*place, index)
+            for operand in operations[index].operands:
+                if not isinstance(operand, int):
+                    continue
+                if operand in times:
+                    found.add((operand, there))
+                elif operand in graph.makers and graph.sources(operand) != {operand}:
+                    on_the_way = graph.makers[operand].index, there
+                    stack += [] if on_the_way in seen else [on_the_way]
+                    seen.add(on_the_way)
+        return sum(times[value] for value, _ in found)
 
     def _fit(self, node: int, other: int) -> bool:
         """Whether two kernels can be one, as far as what they compute goes."""

@@ -38,7 +38,7 @@ from shardplan.memory.products import copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels, kernels_of
 from shardplan.memory.repeated import repeated_results
 from shardplan.memory.results import beside_results, copied_after, unused_results
-from shardplan.memory.sharing import UPDATES, overwritten_values, read_by_element, read_in_kernel
+from shardplan.memory.sharing import UPDATES, overwritten, read_by_element, read_in_kernel
 from shardplan.memory.sizes import bytes_in, left_otherwise
 from shardplan.memory.slicing import is_sliced, sliced_on_the_way
 from shardplan.memory.workspaces import WORKSPACE_BYTES
@@ -88,9 +88,7 @@ class Lifetimes:
         self.arguments = frozenset((*program.inputs, *program.captured))
         for index in self.arguments:
             self.held[index] = Lifetime(0, self.end)
-        spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
-        for value, place in overwritten_values(problem, self.order, kernels, spans):
-            self.held[value] = Lifetime(self.held[value].start, place - 1)
+        self._overwrite(kernels, sending.together)
         self._share_with_results(last_read)
         # what links alone read (a body's result that is carry and stack) is read where the loop ends
         self.reads: dict[int, tuple[int, int]] = {value: (place, place) for value, place in last_read.items()}
@@ -129,6 +127,12 @@ class Lifetimes:
                 if not updates and last_copy.get(operand, -1) < until:
                     last_copy[operand] = until
         return last_copy
+
+    def _overwrite(self, kernels: Kernels, together: Collection[Sequence[int]] | None) -> None:
+        """Gives results the memory of what their kernels read last."""
+        spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
+        for value, span in overwritten(self._problem, self.order, kernels, spans, together):
+            self.held[value] = Lifetime(*span)
 
     def _handed_over(self) -> Iterator[tuple[int, tuple[Link, int]]]:
         """What one loop alone reads, through one link, with that and the last place before the loop: in the layout in

@@ -12,7 +12,8 @@ What an all-to-all starts from is a view of what it reads, which can start a mic
 can be placed at once comes between, however long it takes.
 
 A library's result comes with its workspace. It is taken from there at once, whatever else could be placed, and what
-made it can start a microsecond later. Arguments are placed at once as well; they count as what can be placed.
+made it can start a microsecond later. Arguments are placed at once as well; they count as what can be placed. So are
+views of another shape (`shardplan.memory.viewing`): what they show can start a microsecond later.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ import heapq
 from bisect import bisect_left, insort
 from typing import TYPE_CHECKING
 
+from shardplan.memory.viewing import viewed
+
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
 
 LATENCY = 1.0
 """Microseconds after which an operation can start that needs another one, as XLA's scheduler counts."""
+
+_FIRST_VIEW = -(1 << 40)
+"""The number of the first view; those of arguments, and of one of several results, are the complements of values."""
 
 _Key = tuple[float, float, bool, int, float, int]
 
@@ -177,23 +183,34 @@ class Placing:
 
 
 def through_values(graph: Graph) -> dict[int, set[int]]:
-    """What each node needs, arguments and what is taken from several results included: values, by their complement,
-    each of which needs what makes it."""
+    """What each node needs, arguments, views, and what is taken from several results included, by negative numbers:
+    each of these needs what makes it."""
     owner = {part: node for node, parts in graph.joined.items() for part in parts}
     found = {node: {*needs} for node, needs in graph.needs.items()}
+    makers = {value: graph.maker(value) for values in graph.values.values() for value in values}
+    made_by = {value: owner.get(maker, maker) for value, maker in makers.items() if maker is not None}
     for node, values in graph.values.items():
         for value in values:
-            maker = graph.maker(value)
-            made = owner.get(maker, maker) if maker is not None else None
+            made = made_by.get(value)
             if made is None or (made in graph.parts and made != node):
                 found[node].add(~value)
                 found.setdefault(~value, set()).update(() if made is None else (made,))
+    views: dict[int, int] = {}
+    for node, shown in viewed(graph).items():
+        for one in sorted(shown):
+            need = one if one in found[node] else made_by.get(~one, node)
+            if need in found[node]:
+                view = views.setdefault(one, _FIRST_VIEW - len(views))
+                found[view] = {need}
+                found[node] = (found[node] - {need}) | {view}
     for needs in [*found.values()]:
         for barrier in needs & graph.barriers.keys():
             needs.remove(barrier)
             needs.add(~graph.barriers[barrier])
             found[~graph.barriers[barrier]] = {barrier}
     for node, needs in found.items():
-        if node >= 0:
-            needs.difference_update([made for need in needs if need < 0 for made in found[need]])
+        if node >= 0:  # what it needs behind a view, or a result, it does not need itself
+            taken = [made for need in needs if need < 0 for made in found[need]]
+            taken += [made for need in taken if need < 0 for made in found[need]]
+            needs.difference_update(taken)
     return found

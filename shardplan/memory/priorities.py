@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import inf, prod
 
 from shardplan import _jax
+from shardplan.memory.absorbing import narrow_values, own_of_rows
 from shardplan.memory.alike import first_alike
 from shardplan.memory.coalescing import READ_AT_ONCE
 from shardplan.memory.computing import PARTS, Computing, computing_of
@@ -61,34 +62,36 @@ def stored_values(
     degrees: Sequence[float],
     buffers: Mapping[int, float],
     reshaped: frozenset[int] = frozenset(),
+    absorbed: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
     """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
     memory anyway, where each value is split into so many parts (``degrees``), and some are parts of ``buffers`` of so
-    many bytes; ``reshaped`` as in `shardplan.memory.products`."""
+    many bytes; ``reshaped`` as in `shardplan.memory.products`, ``absorbed`` as in `shardplan.memory.absorbing`."""
     found = set[int]()
-    for part, alike in _parts(problem, fused, needed, reshaped):
+    for part, alike in _parts(problem, fused, needed, reshaped, absorbed):
         around = tuple([buffers.get(value, 0.0) for value in part.values])
-        places = _stored_in(problem, alike, tuple([degrees[value] for value in part.values]), around, reshaped)
-        found.update([part.values[place] for place in places])
+        split = tuple([degrees[value] for value in part.values])
+        stored = _stored_in(problem, alike, split, around, reshaped, absorbed)
+        found.update([part.values[place] for place in stored])
     return frozenset(found)
 
 
 @once
 def _parts(
-    problem: Problem, fused: frozenset[int], needed: frozenset[int], reshaped: frozenset[int]
+    problem: Problem, fused: frozenset[int], needed: frozenset[int], reshaped: frozenset[int], absorbed: frozenset[int]
 ) -> list[tuple[Part, Part]]:
     """The parts, each with the first one that is alike."""
     computing, merged = computing_of(problem, reshaped), merged_scatters(problem)
     without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
-    alone = fused - merged.keys()
+    alone, own = fused - merged.keys(), own_of_rows(problem, absorbed)
     parts = parts_of(
-        {result: computing[operation.index].read for operation in without_bodies for result in operation.results},
-        {r for operation in without_bodies if operation.index in alone for r in operation.results} - needed,
+        {r: computing[o.index].read for o in without_bodies for r in o.results if r not in own},
+        {r for operation in without_bodies if operation.index in alone for r in operation.results} - needed - own,
     )
     moving = lying_of(problem.program, pointwise_operations(problem)).moved
     moved = {operation.index: moving.isdisjoint(operation.results) for operation in without_bodies if moving}
     reading = {
-        index: ((done.read, done.copied, done.apart), (*done[1:-2], moved.get(index, True)))
+        index: ((done.read, done.copied, done.apart), (*done[1:-2], moved.get(index, True), index in absorbed))
         for index, done in computing.items()
     }
     return list(zip(parts, first_alike(problem, parts, reading), strict=True))
@@ -96,11 +99,16 @@ def _parts(
 
 @once
 def _stored_in(
-    problem: Problem, part: Part, degrees: tuple[float, ...], buffers: tuple[float, ...], reshaped: frozenset[int]
+    problem: Problem,
+    part: Part,
+    degrees: tuple[float, ...],
+    buffers: tuple[float, ...],
+    reshaped: frozenset[int],
+    absorbed: frozenset[int],
 ) -> list[int]:
     """Those of one part, by place, whose values are split into so many parts, and lie in buffers of so many bytes."""
     split = dict(zip(part.values, zip(degrees, buffers, strict=True), strict=True))
-    fusion = _Fusion(problem, split, part.makes, reshaped)
+    fusion = _Fusion(problem, split, part.makes, reshaped, absorbed)
     fusion.fuse(part.fusible)
     return [place for place, value in enumerate(part.values) if value in fusion.apart]
 
@@ -114,11 +122,12 @@ class _Fusion:
         split: Mapping[int, tuple[float, float]],
         makes: Iterable[int],
         reshaped: frozenset[int] = frozenset(),
+        absorbed: frozenset[int] = frozenset(),
     ) -> None:
         """``split``: for each value, also of those that are read, into how many parts it is split, and the bytes of
         the buffer that it is part of, if that is larger."""
         values = problem.program.values
-        self._problem = problem
+        self._problem, self._absorbed, self._narrow = problem, absorbed, narrow_values(problem, absorbed)
         self._bytes = {value: values[value].total_bytes / degree for value, (degree, _) in split.items()}
         self._elements = {value: values[value].elements / degree for value, (degree, _) in split.items()}
         self._around = {value: max(buffer, self._bytes[value]) for value, (_, buffer) in split.items()}
@@ -150,22 +159,22 @@ class _Fusion:
         masked = any(kernel.masks for kernel in self._kernels.values())
         while self._queue or masked:
             if masked and (not self._queue or -self._queue[0][0] < LAUNCH):
-                self._compute_masks()
-                masked = False
+                masked = self._compute_masks()
                 continue
             gain, number = heapq.heappop(self._queue)
             if -number in self.apart and self._gains[-number] == -gain and self._fits(-number):
                 self._fuse(-number)
 
-    def _compute_masks(self) -> None:
+    def _compute_masks(self) -> bool:
         """Lets kernels compute what depends on nothing, where that is soon done: what is made of no memory saves hardly
-        more than the launch of its own kernel, so all that saves more is fused before."""
+        more than the launch of its own kernel, so all that saves more is fused before. None is left then."""
         computing = {value for value, kernel in self._kernels.items() if kernel.masks}
         for value in computing:
             self._kernels[value].compute_masks()
         for value in self.apart:
             if value in computing or not computing.isdisjoint(self._saved[value]):
                 self._weigh(value)
+        return False
 
     def _kernel(self, operation: Operation, result: int, computing: Computing) -> Kernel:
         """The kernel of one operation."""
@@ -175,9 +184,12 @@ class _Fusion:
         if computing.renames:
             self._renamed.add(result)
         pointwise = choices is not None and choices.pointwise and name != "dynamic_update_slice"
-        if computing.views:
+        if operation.index in self._absorbed:
+            computing = computing._replace(branches=0, sums=False, columns=None)
+            reads = {value: {OWN: 1.0} for value in read}
+        elif computing.views:
             reads = {value: {value: float(computing.views)} for value in read}
-        elif pointwise or self._shows(operation, result):
+        elif pointwise or self._shows(operation, result) or not self._narrow.isdisjoint(read):
             reads = {value: self._of_element(value, result) for value in read}
         else:
             reads = {value: {value: 0.0} for value in read}
@@ -192,7 +204,7 @@ class _Fusion:
         cycles += REDUCING_CYCLES if computing.rows else 0
         kernel = Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
         kernel.rows, kernel.tiles, kernel.apart = computing.rows, computing.tiles, frozenset(computing.apart)
-        kernel.by_element = pointwise and name != "transpose"
+        kernel.by_element, kernel.whole = pointwise and name != "transpose", operation.index in self._absorbed
         kernel.turned = self._bytes[result] * (result in self._moving)
         kernel.scalars = self._bytes[result] * computing.numbers * pointwise
         for item, size, computed in computing.generated if pointwise else ():
@@ -223,7 +235,7 @@ class _Fusion:
     def _of_element(self, value: int, result: int) -> dict[int, float]:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""
         values = self._problem.program.values
-        if values[value].elements == values[result].elements:
+        if values[value].elements == values[result].elements or value in self._narrow:
             return {OWN: 1.0}
         return {value: self._elements[result] / max(self._elements[value], 1e-9)}
 
@@ -267,7 +279,7 @@ class _Fusion:
         own = self._kernels[value]
         for reader in self._saved[value]:
             kernel = self._kernels[reader]
-            if own.sums and kernel.sums:
+            if (own.sums and kernel.sums) or (own.whole and not kernel.rows):
                 return False
             if (own.rows or kernel.rows) and not (own.tiles and kernel.tiles):
                 return False

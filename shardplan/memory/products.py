@@ -115,7 +115,8 @@ def product_operands(
     """What products read, by the operation's index and the operand's position.
 
     ``pointwise`` are the operations, by index, that compute element by element, and leave the order of dimensions;
-    ``reshaped`` the products that lose dimensions of their batch, see `loses_batch`.
+    ``reshaped`` the products that lose dimensions of their batch, see `loses_batch`; the complements of their indices,
+    where they lose all of them.
     """
     makers = program.makers
     lying = lying_of(program, frozenset(pointwise)).orders
@@ -124,7 +125,7 @@ def product_operands(
         if is_multiplied(program, operation):
             for position, operand in enumerate(operation.operands):
                 if isinstance(operand, int):
-                    place = operation, position, operation.index in reshaped
+                    place = operation, position, operation.index in reshaped, ~operation.index in reshaped
                     found[operation.index, position] = _product_operand(program, makers, lying, place)
     return found
 
@@ -181,9 +182,9 @@ def _product_operand(
     program: Program,
     makers: Mapping[int, Operation],
     lying: Mapping[int, tuple[int, ...]],
-    place: tuple[Operation, int, bool],
+    place: tuple[Operation, int, bool, bool],
 ) -> ProductOperand:
-    operation, position, reshaped = place
+    operation, position, reshaped, alone = place
     operand: Any = operation.operands[position]
     dimensions = tuple(range(len(program.values[operand].shape)))
     while operand in makers and makers[operand].primitive.name == "transpose":
@@ -201,14 +202,17 @@ def _product_operand(
     padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if read == 2 and size > 1)
     middle = [(*free, *batch, *contracted), (*contracted, *batch, *free)]
     orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
-    joined = batch and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted))
+    joined = batch and not alone and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted))
     if reshaped or (joined and 1 not in value.shape):
         orders, middle = [orders[position]] * 2, []  # behind which no transposition is seen, unless dimensions are gone
     if read == 1:  # cuBLAS reads numbers of 8 bits along what it sums over
         orders, middle = orders[:1] * 2, middle[:1]
     written = [lying.get(operand, range(len(dimensions))), *([dimensions] if joined else [])]
     as_it_is, *ways = (tuple(d for d in order if value.shape[d] > 1) for order in written)
-    order = next((way for way in (as_it_is, *ways) if way in (*orders, *middle)), orders[position])
+    gone = batch if alone else ()
+    known = [tuple(d for d in order if d not in gone) for order in (*orders, *middle)]
+    fitting = (way for way in (as_it_is, *ways) if tuple(d for d in way if d not in gone) in known)
+    order = next(fitting, orders[position])
     copied = padding > 1 or read != own or order != as_it_is
     return ProductOperand(operand, order, padding * read / own, copied)
 

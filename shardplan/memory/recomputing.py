@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from shardplan.groups import MATRICES, RAGGED, turns_matrices
+from shardplan.memory.absorbing import sums_within_rows
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere, own_position
 from shardplan.memory.coalescing import is_read_apart
 from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
@@ -81,7 +82,7 @@ def kernels_of(problem: Problem, copied: Collection[tuple[int, int]] = ()) -> Ke
     ``copied`` are operands that an operation reads from a copy of its own, by its index and their position.
     """
     split = (float(problem.space.mesh.device_count),) * len(problem.program.values)
-    return _kernels_of(problem, frozenset(copied), split, frozenset(), (), frozenset())
+    return _kernels_of(problem, frozenset(copied), split, frozenset(), (), frozenset(), frozenset())
 
 
 def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> Kernels:
@@ -89,14 +90,16 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     problem, found = schedule.problem, [float(schedule.problem.space.mesh.device_count)] * len(schedule.program.values)
     for value, layout in schedule.assignment.values.items():
         found[value] = problem.domain(value).parts[layout]
+    partial = set[int]()
     for operation, result, left in left_otherwise(schedule):
+        partial.update((result,) if operation.primitive.name in REDUCTIONS else ())
         if adds_many(problem.program, operation):  # its kernel makes parts of sums, whatever is kept of these then
             found[result] = problem.domain(result).parts[left]
     running = running_sums(schedule)
     added = running.union(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))
     reshaped = frozenset(_reshaped(schedule))
-    kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers, reshaped)
+    kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers, reshaped, frozenset(partial))
     read = (kernels.read | running) - _beside_alone(schedule, kernels)
     kernels = replace(kernels, read=read, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
     turned = dict(_turned_matrices(schedule, kernels))
@@ -165,14 +168,18 @@ def _masked(schedule: Schedule) -> Iterator[tuple[int, int]]:
 
 
 def _reshaped(schedule: Schedule) -> Iterator[int]:
-    """The products that lose dimensions of their batch where these are 1 on each device, by index."""
+    """The products that lose dimensions of their batch where these are 1 on each device, by index; its complement,
+    where they lose all of them."""
     mesh, strategies = schedule.problem.space.mesh, schedule.assignment.strategies
     for operation in schedule.program.operations:
         batch = operation.params["dimension_numbers"][1][0] if operation.primitive.name == PRODUCT else ()
-        if len(batch) > 2 and (strategy := strategies.get(operation.index)) and (layout := strategy.operands[0]):
+        if batch and (strategy := strategies.get(operation.index)) and (layout := strategy.operands[0]):
             shape = operand_type(schedule.program, operation.operands[0]).shape
             axes = layout[-len(shape) :]  # behind the parts of a sum that waits, if it is one
-            if loses_batch([shape[dim] / mesh.degree(axes[dim]) for dim in batch]):
+            sizes = [shape[dim] / mesh.degree(axes[dim]) for dim in batch]
+            if max(sizes) <= 1:
+                yield ~operation.index
+            elif loses_batch(sizes):
                 yield operation.index
 
 
@@ -233,10 +240,17 @@ def _kernels_of(
     added: frozenset[int],
     buffers: tuple[tuple[int, float], ...],
     reshaped: frozenset[int],
+    left: frozenset[int],
 ) -> Kernels:
     found = _unfused(problem, copied, reshaped)
     needed = found.read | added
-    return replace(found, stored=stored_values(problem, found.fused, needed, degrees, dict(buffers), reshaped))
+    absorbed = sums_within_rows(problem, found.fused, needed | left)
+    fused = found.fused | absorbed
+    stored = stored_values(problem, fused, needed, degrees, dict(buffers), reshaped, absorbed)
+    makers = problem.program.makers
+    apart = {index for value in stored if (index := makers[value].index) in absorbed}
+    stored -= {result for index in apart for result in problem.program.operations[index].results}
+    return replace(found, fused=fused - apart, stored=stored)
 
 
 @once

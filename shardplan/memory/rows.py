@@ -29,6 +29,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from math import prod
 
+from shardplan.memory.fusion import is_view
 from shardplan.memory.lying import lying_of
 from shardplan.memory.products import is_sum
 from shardplan.memory.repeated import repeated_in
@@ -37,7 +38,7 @@ from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
 from shardplan.strategy import operand_type
 
-_LONGEST = 2**14
+LONGEST = 2**14
 """Elements of the longest row that a kernel holds."""
 
 _PASSING = frozenset({"reshape", "squeeze", "expand_dims", "convert_element_type", "stop_gradient", "copy", "copy_p"})
@@ -119,7 +120,7 @@ class _Rows:
             return False
         values, shape = self._program.values, self._program.values[operation.results[0]].shape
         rows, read = self._known(rows), self._reduced(self._known(reduced), len(shape) - 1)
-        if rows in self._folded or read is None or values[read].shape != shape or not 1 < shape[-1] <= _LONGEST:
+        if rows in self._folded or read is None or values[read].shape != shape or not 1 < shape[-1] <= LONGEST:
             return False
         lying = lying_of(self._program, self._pointwise).orders.get(operation.results[0])
         if lying is not None and next(d for d in reversed(lying) if shape[d] > 1) != len(shape) - 1:
@@ -139,7 +140,7 @@ class _Rows:
         for value in self._back(self._known(weights)) if last not in dims else ():
             maker = self._makers.get(value)
             if maker is not None and self._users[value] == 1 and is_sum(self._program, maker):
-                reduces = not adds_few(self._program, maker) and self._program.values[matrix].shape[last] <= _LONGEST
+                reduces = not adds_few(self._program, maker) and self._program.values[matrix].shape[last] <= LONGEST
                 same = self._as_stored(maker, _matrix(self._program, maker)) == (matrix, (last,))
                 return (position, maker.index) if reduces and same else None
         return None
@@ -157,7 +158,9 @@ class _Rows:
         """What is reduced along a dimension to what a value is computed from, and nothing else is."""
         for result in self._back(value, spreading=True):
             maker = self._makers.get(result)
-            if maker is not None and maker.primitive.name in REDUCTIONS and self._users[result] == 1:
+            if maker is None or is_view(self._program, maker):
+                continue
+            if maker.primitive.name in REDUCTIONS and self._users[result] == 1:
                 read = maker.operands[0]
                 return self._known(read) if maker.params["axes"] == (dimension,) and isinstance(read, int) else None
         return None
@@ -172,7 +175,7 @@ class _Rows:
         while self._users[value] == 1 and value in self._makers:
             maker = self._makers[value]
             alone = {self._known(o) for o in maker.operands if isinstance(o, int) and not self._is_constant(o)}
-            passes = maker.primitive.name in _PASSING or maker.index in self._pointwise
+            passes = is_view(self._program, maker) or maker.primitive.name in _PASSING or maker.index in self._pointwise
             if len(alone) != 1 or not (passes or (spreading and self._spreads(maker))):
                 return
             [value] = alone

@@ -40,16 +40,53 @@ _LOOKED_AT = 64
 """Operations of a kernel that are looked at."""
 
 
-def overwritten_values(
-    problem: Problem, order: Sequence[Operation], kernels: Kernels, held: Mapping[int, tuple[int, int]]
+def overwritten(
+    problem: Problem,
+    order: Sequence[Operation],
+    kernels: Kernels,
+    held: Mapping[int, tuple[int, int]],
+    together: Collection[Sequence[int]] | None,
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """From where to where values are held, if it is not as ``held`` says: where kernels with several results
+    (``together``, the operations of each, if they are known) hold all that they make, and read last, while they run;
+    and where the memory of a value is a later result's."""
+    place, makers = {operation.index: number for number, operation in enumerate(order)}, problem.program.makers
+    kernels_places = [sorted(place[index] for index in kernel) for kernel in together or ()]
+    since = {number: places[0] for places in kernels_places for number in places}
+    until = {number: places[-1] for places in kernels_places for number in places}
+    spans = dict(held)
+    for value, (start, end) in held.items() if since else ():
+        made = place[makers[value].index] if value in makers else start
+        spans[value] = min(start, since.get(made, made)), until.get(end, end)
+        if spans[value] != (start, end):
+            yield value, spans[value]
+    if together is None:
+        merged = _made_with_others(problem, order, kernels)
+    else:
+        merged = frozenset(result for number in until for result in order[number].results)
+    for value, number in _overwritten_values(problem, order, kernels, spans, until, merged):
+        yield value, (spans[value][0], since.get(number, number) - 1)
+
+
+def _overwritten_values(
+    problem: Problem,
+    order: Sequence[Operation],
+    kernels: Kernels,
+    held: Mapping[int, tuple[int, int]],
+    until: Mapping[int, int],
+    merged: Collection[int],
 ) -> Iterator[tuple[int, int]]:
     """The values whose memory a later result takes, with the place in the order of the operation that makes it.
 
-    ``held`` says of each value in memory from which place to which.
+    ``held`` says of each value in memory from which place to which; ``until``, of operations' places, the last one of
+    their kernel, where that has several results; ``merged`` are values that are made with others. Of several results
+    one may take the memory of a value that all of them read element by element, if they read it.
     """
     fused, makers = kernels.fused, problem.program.makers
-    merged = _made_with_others(problem, order, kernels)
     taken: set[int] = set()
+    together: dict[int, list[int]] = {}
+    for place, last in until.items():
+        together.setdefault(last, []).append(place)
     made = (value for value in held if value in makers and makers[value].index in fused and value not in merged)
     ending = {held[value][1] for value in made}
     for place, operation in enumerate(order):
@@ -62,13 +99,17 @@ def overwritten_values(
         elif operation.index in kernels.adding:
             added = kernels.adding[operation.index]
             candidates = [added.onto] if added.in_place and _fits(problem, added.onto, operation) else []
-        elif operation.index in fused and place in ending:
+        elif operation.index in fused and until.get(place, place) in ending:
+            others = [order[other] for other in together.get(until.get(place, -1), ())]
+            read = [read_in_kernel(problem, fused, held, other) for other in others]
             candidates = list(_overwritable(problem, fused, held, operation))
+            candidates = [value for value in candidates if all(found.get(value, True) for found in read)]
         else:
             continue
         for value in candidates:
             start, end = held.get(value, (place, place))
-            if start < end == place and value not in taken and (anything or value not in merged):
+            ends = start < place and end == until.get(place, place)
+            if ends and value not in taken and (anything or value not in merged):
                 taken.add(value)
                 yield value, place
                 break
