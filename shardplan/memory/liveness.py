@@ -185,7 +185,8 @@ class Lifetimes:
     def _needed_for_copies(self, operation: Operation, last_read: dict[int, int]) -> Iterator[tuple[int, int]]:
         place = self.place[operation.index]
         cut = operation.primitive.name == "split"
-        ends = [self.held[r].start * cut if r in self.held else last_read.get(r, place) for r in operation.results]
+        results = () if operation.bodies else operation.results  # a loop computes none on the way
+        ends = [self.held[r].start * cut if r in self.held else last_read.get(r, place) for r in results]
         passed = operation.primitive is _jax.optimization_barrier
         initial = self._becoming_carries(operation)
         for position, operand in enumerate(operation.operands):

@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
+from shardplan import _jax
 from shardplan.groups import MATRICES, RAGGED, turns_matrices
 from shardplan.memory.absorbing import sums_within_rows
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere, own_position
@@ -29,6 +30,7 @@ from shardplan.memory.fusion import (
     REDUCTIONS,
     fused_operations,
     fuses_operands,
+    is_scatter,
     is_view,
     pointwise_operations,
     readers_in,
@@ -36,7 +38,7 @@ from shardplan.memory.fusion import (
 from shardplan.memory.leaving import transposed_results
 from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.priorities import stored_values
-from shardplan.memory.products import PRODUCT, is_multiplied, loses_batch, product_operands, turned_carries
+from shardplan.memory.products import PRODUCT, is_multiplied, is_outer, loses_batch, product_operands, turned_carries
 from shardplan.memory.repeated import Apart, apart_in
 from shardplan.memory.rows import made_by_rows
 from shardplan.memory.sizes import bytes_in, left_otherwise
@@ -47,6 +49,9 @@ from shardplan.program import Operation, Program
 from shardplan.running import running_sums
 from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
+
+_MOST_BEFORE = 64
+"""Operations that are looked at before a scatter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +216,8 @@ def _beside_alone(schedule: Schedule, kernels: Kernels) -> frozenset[int]:
 def _is_turned(program: Program, kernels: Kernels, value: int) -> bool:
     """Whether a value has another dimension innermost than what is in memory that it is but another view of."""
     while (maker := program.makers.get(value)) is not None and maker.index in kernels.fused:
-        if maker.primitive.name == "transpose":
-            shape, order = program.values[value].shape, maker.params["permutation"]
-            moved = [order[dim] for dim in range(len(shape)) if shape[dim] > 1]
-            if moved and moved[-1] != max(moved):
-                return True
+        if maker.primitive.name == "transpose" and _moves_innermost(program, maker):
+            return True
         values = [o for o in maker.operands if isinstance(o, int)]
         if len(values) != 1:
             return False
@@ -259,7 +261,7 @@ def _unfused(problem: Problem, copied: frozenset[tuple[int, int]], reshaped: fro
     spread = spread_operands(problem.program, problem.program.operations, copied)
     fused, read = fused_operations(problem), _read_from_memory(problem, spread.keys() | copied, reshaped)
     read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
-    read |= _turned(problem, fused, read)
+    read |= _turned(problem, fused, read) | frozenset(_turned_updates(problem, fused))
     return Kernels(fused, read, frozenset(), copied, reshaped=reshaped)
 
 
@@ -308,6 +310,36 @@ def _turned(problem: Problem, fused: Collection[int], read: frozenset[int]) -> f
             if reader.index in fused and any(program.operations[i].primitive.name in REDUCTIONS for i in behind):
                 found.update(reader.results)
     return frozenset(found)
+
+
+def _turned_updates(problem: Problem, fused: Collection[int]) -> Iterator[int]:
+    """What scatters write that is computed from something transposed: a kernel that goes through that in tiles stores
+    it. What multiplies without adding up, in numbers of 32 bits, is computed transposed instead."""
+    program, makers = problem.program, problem.program.makers
+    for scatter in program.operations:
+        updates = scatter.operands[2:3] if is_scatter(program, scatter) else ()
+        stack, seen = [o for o in updates if isinstance(o, int)], set[int]()
+        while stack and len(seen) < _MOST_BEFORE:
+            maker = makers.get(stack.pop())
+            if maker is None or maker.index not in fused or maker.index in seen:
+                continue
+            seen.add(maker.index)
+            read = [operand for operand in maker.operands if isinstance(operand, int)]
+            if maker.primitive.name == "transpose" and _moves_innermost(program, maker):
+                source = makers.get(read[0])
+                outer = source is not None and is_outer(program, source)
+                if not outer or _jax.item_bytes(program.values[read[0]].dtype) < 4:
+                    yield from (operand for operand in updates if isinstance(operand, int))
+                    break
+            elif maker.index in pointwise_operations(problem) or is_view(program, maker):
+                stack += read
+
+
+def _moves_innermost(program: Program, transposition: Operation) -> bool:
+    """Whether another dimension than before lies innermost, of those that are larger than 1."""
+    shape = operand_type(program, transposition.operands[0]).shape
+    moved = [dim for dim in transposition.params["permutation"] if shape[dim] > 1]
+    return bool(moved) and moved[-1] != max(moved)
 
 
 def _kernels_reading(
