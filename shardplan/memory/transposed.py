@@ -100,14 +100,20 @@ class _Meeting:
                     self._readers.setdefault(operand, []).append(operation)
 
     def beside(self, value: int, order: _Order) -> Iterator[tuple[int, _Order]]:
-        """The values that lie as one does, and how."""
+        """The values that lie as one does, and how; a number, or a vector, says nothing of an order."""
+        if not self._has_order(value):
+            return
         through = [*self._readers.get(value, ()), *([self._makers[value]] if value in self._makers else ())]
         for operation in through:
             for other in (*operation.operands, *operation.results):
-                if isinstance(other, int) and other != value and self._is_free(other):
+                if isinstance(other, int) and other != value and self._has_order(other) and self._is_free(other):
                     found = self._through(operation, (value, other), order)
                     if found is not None:
                         yield other, found
+
+    def _has_order(self, value: int) -> bool:
+        """Whether several dimensions of a value are larger than 1."""
+        return sum(size > 1 for size in self._program.values[value].shape) > 1
 
     def is_moved(self, value: int, order: _Order) -> bool:
         """Whether a kernel computes a value from what a product wrote with another dimension innermost, and from
