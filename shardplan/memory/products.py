@@ -191,9 +191,8 @@ def _product_operand(
         permutation = makers[operand].params["permutation"]
         operand, dimensions = makers[operand].operands[0], tuple(permutation[d] for d in dimensions)
     value = program.values[operand]
-    contracted, batch = (
-        tuple(dimensions[d] for d in numbers[position]) for numbers in operation.params["dimension_numbers"]
-    )
+    contracted, batch = _sorted_dimensions(operation)
+    contracted, batch = (tuple(dimensions[d] for d in numbers[position]) for numbers in (contracted, batch))
     free = tuple(d for d in dimensions if d not in contracted and d not in batch)
     orders = [(*batch, *free, *contracted), (*batch, *contracted, *free)]
     sizes = [prod(value.shape[d] for d in side) for side in (free, contracted)]
@@ -215,6 +214,17 @@ def _product_operand(
     order = next(fitting, orders[position])
     copied = padding > 1 or read != own or order != as_it_is
     return ProductOperand(operand, order, padding * read / own, copied)
+
+
+def _sorted_dimensions(product: Operation) -> tuple[Any, Any]:
+    """The dimensions over which a product adds up, and those of its batch: XLA puts the first in order, of the operand
+    in which they lie one behind the other."""
+    contracted, batch = product.params["dimension_numbers"]
+    for side in contracted:
+        if len(side) > 1 and max(side) - min(side) == len(side) - 1:
+            order = sorted(range(len(side)), key=side.__getitem__)
+            return tuple(tuple(dims[place] for place in order) for dims in contracted), batch
+    return contracted, batch
 
 
 def _bytes_read(program: Program, operation: Operation, own: int) -> int:

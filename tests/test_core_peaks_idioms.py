@@ -1,0 +1,154 @@
+"""Predicted peaks and bytes of training steps of two layers, as people write them, against what is compiled."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardplan
+from shardplan.audit import audit
+from shardplan.memory.liveness import Lifetimes
+from shardplan.memory.transposed import lying_as_met
+from shardplan.target import gpu_mesh
+from shardplan.tracing import trace_program
+from shardplan.widened import narrowed_to
+
+compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+
+_BATCH, _LENGTH, _WIDTH, _HEADS = 64, 256, 512, 8
+_ROWS, _TOKENS = (_BATCH * _LENGTH, _WIDTH), (_BATCH, _LENGTH, _WIDTH)
+_SQUARE, _WIDE, _NARROW, _VECTOR = (_WIDTH, _WIDTH), (_WIDTH, 4 * _WIDTH), (4 * _WIDTH, _WIDTH), (_WIDTH,)
+
+
+def _normalized(x: jax.Array, gain: jax.Array) -> jax.Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6) * gain
+
+
+def _rows(w: Any, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(_normalized(x @ w[0], w[2])) @ w[1]
+
+
+def _gated(w: Any, x: jax.Array) -> jax.Array:
+    return x + (jax.nn.silu(x @ w[0]) * (x @ w[1])) @ w[2]
+
+
+def _checkpointed(w: Any, x: jax.Array) -> jax.Array:
+    return jax.checkpoint(lambda x: x + jax.nn.gelu(_normalized(x, w[2]) @ w[0]) @ w[1])(x)
+
+
+def _attended(w: Any, x: jax.Array) -> jax.Array:
+    queries, keys, values = ((x @ m).reshape(_BATCH, _LENGTH, _HEADS, -1) for m in w[:3])
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", queries, keys) / 8)
+    return x + jnp.einsum("bhqk,bkhd->bqhd", weights, values).reshape(x.shape) @ w[3]
+
+
+def _step(layer: Callable[[Any, jax.Array], jax.Array]) -> Callable[..., Any]:
+    def loss(layers: Any, x: jax.Array, wanted: jax.Array) -> jax.Array:
+        for weights in layers:
+            x = layer(weights, x)
+        return jnp.mean((x - wanted) ** 2)
+
+    def step(state: Any, x: jax.Array, wanted: jax.Array) -> Any:
+        layers, momenta = state
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, jax.grad(loss)(layers, x, wanted))
+        return jax.tree.map(lambda w, m: w - 1e-3 * m, layers, momenta), momenta
+
+    return step
+
+
+def _shape(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@compiles_for_gpus
+@pytest.mark.parametrize(
+    ("layer", "shapes", "x"),
+    [
+        (_rows, (_SQUARE, _SQUARE, _VECTOR), _ROWS),
+        (_gated, (_WIDE, _WIDE, _NARROW), _TOKENS),
+        (_checkpointed, (_WIDE, _NARROW, _VECTOR), _TOKENS),
+        (_attended, (_SQUARE,) * 4, _TOKENS),
+    ],
+)
+def test_steps_of_two_layers(layer: Any, shapes: tuple[tuple[int, ...], ...], x: tuple[int, ...]) -> None:
+    """Kernels of several results, reductions of rows within those that go through them, views of products' operands."""
+    mesh, weights = gpu_mesh("h100", (2, 4), ("x", "y")), [[_shape(shape) for shape in shapes]] * 2
+    arguments = (weights, weights), _shape(x), _shape(x)
+    plan = shardplan.plan(_step(layer), mesh, *arguments, donate_argnums=0, memory_limit=float("inf"))
+    report = audit(plan, mesh=mesh)
+    assert report.compiled.communication_bytes == pytest.approx(plan.communication_bytes, rel=0.001)
+    assert report.compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.015)
+
+
+@compiles_for_gpus
+def test_a_batch_of_one_on_each_device_needs_no_copies_of_operands() -> None:
+    def experts(x: jax.Array, w: jax.Array) -> Any:
+        h = jnp.sin(jnp.einsum("egcd,edh->egch", x, w))
+        return jnp.einsum("egcd,egch->edh", x, h), jnp.einsum("egch,edh->egcd", h, w)
+
+    mesh, pins = gpu_mesh("h100", (8,), ("x",)), {"0": jax.P("x"), "1": jax.P("x")}
+    shapes = _shape((8, 64, 128, 512), jnp.bfloat16), _shape((8, 512, 1024), jnp.bfloat16)
+    plan = shardplan.plan(experts, mesh, *shapes, pins=pins, memory_limit=float("inf"))
+    assert audit(plan, mesh=mesh).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.001)
+
+
+@compiles_for_gpus
+def test_what_is_narrowed_behind_a_view_is_sent_narrow() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sin(x).reshape(x.shape[0], -1).astype(jnp.bfloat16) @ w
+
+    shapes = _shape((4096, 16, 64)), _shape((1024, 512), jnp.bfloat16)
+    program = trace_program(step, shapes, {})
+    narrowed = [program.makers[value].primitive.name for value in narrowed_to(program)]
+    assert narrowed == ["sin"]
+    mesh = gpu_mesh("h100", (8,), ("x",))
+    pins = {"0": jax.P(None, None, "x"), "1": jax.P()}
+    plan = shardplan.plan(step, mesh, *shapes, pins=pins, memory_limit=float("inf"))
+    assert audit(plan, mesh=mesh).compiled.communication_bytes == plan.communication_bytes > 0
+
+
+@compiles_for_gpus
+@pytest.mark.parametrize("compute", [lambda c: c, jnp.exp])
+def test_transposed_updates_of_a_scatter_are_stored(compute: Any) -> None:
+    def step(places: jax.Array, c: jax.Array) -> jax.Array:
+        return jnp.zeros((16384, 512)).at[places].add(compute(c).transpose(0, 2, 1))
+
+    mesh = gpu_mesh("h100", (1,), ("x",))
+    shapes = _shape((4096, 16), jnp.int32), _shape((4096, 512, 16))
+    plan = shardplan.plan(step, mesh, *shapes, memory_limit=float("inf"))
+    assert audit(plan, mesh=mesh).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.04)
+
+
+def test_a_loop_holds_what_it_reads_no_longer_than_it_runs() -> None:
+    """The loop of the backward pass reads one of two stacks alone that the first one makes, which are the same."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        def body(h: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+            h = jnp.tanh(h @ w + u)
+            return h, h
+
+        return jnp.sum(jax.lax.scan(body, jnp.zeros((64, 64)), jnp.sin(x))[1] ** 2)
+
+    plan = shardplan.plan(jax.grad(loss), 1, _shape((64, 64)), _shape((32, 64, 64)))
+    program = plan.program
+    lifetimes = Lifetimes(plan.schedule.problem, range(len(program.operations)))
+    forward, _ = (operation for operation in program.operations if operation.bodies)
+    [stack] = (link.source for link in plan.schedule.problem.links[forward.index].enter if link.stacked)
+    assert lifetimes.held[stack].end <= lifetimes.place[forward.index]
+
+
+def test_numbers_and_vectors_say_nothing_of_an_order() -> None:
+    """Gradients are scaled by the norm of all; one is of a transposed argument."""
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        norm = jnp.sum(x.T**2) + jnp.sum(y**2)
+        return jnp.sum(jnp.exp(y), 0) * norm
+
+    program = trace_program(step, (_shape((8, 16)), _shape((4, 64))), {})
+    pointwise = [o.index for o in program.operations if o.primitive.name in ("exp", "mul", "add", "integer_pow")]
+    shapes = {program.values[value].shape for value in lying_as_met(program, pointwise, ())[0]}
+    assert shapes == {(16, 8)}
