@@ -145,10 +145,10 @@ def test_numbers_and_vectors_say_nothing_of_an_order() -> None:
     """Gradients are scaled by the norm of all; one is of a transposed argument."""
 
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
-        norm = jnp.sum(x.T**2) + jnp.sum(y**2)
-        return jnp.sum(jnp.exp(y), 0) * norm
+        sums = jnp.sum(jnp.exp(y), 0)
+        return sums * (jnp.sum(x.T**2) + jnp.sum(sums**2))
 
     program = trace_program(step, (_shape((8, 16)), _shape((4, 64))), {})
-    pointwise = [o.index for o in program.operations if o.primitive.name in ("exp", "mul", "add", "integer_pow")]
+    pointwise = [o.index for o in program.operations if o.primitive.name in ("exp", "mul", "add", "integer_pow", "square")]
     shapes = {program.values[value].shape for value in lying_as_met(program, pointwise, ())[0]}
     assert shapes == {(16, 8)}
