@@ -144,11 +144,11 @@ def test_a_loop_holds_what_it_reads_no_longer_than_it_runs() -> None:
 def test_numbers_and_vectors_say_nothing_of_an_order() -> None:
     """Gradients are scaled by the norm of all; one is of a transposed argument."""
 
-    def step(x: jax.Array, y: jax.Array) -> jax.Array:
-        sums = jnp.sum(jnp.exp(y), 0)
+    def step(x: jax.Array, y: jax.Array, w: jax.Array) -> jax.Array:
+        sums = jnp.sum(jnp.exp(y @ w), 0)
         return sums * (jnp.sum(x.T**2) + jnp.sum(sums**2))
 
-    program = trace_program(step, (_shape((8, 16)), _shape((4, 64))), {})
+    program = trace_program(step, (_shape((8, 16)), _shape((4, 64)), _shape((64, 64))), {})
     pointwise = [o.index for o in program.operations if o.primitive.name in ("exp", "mul", "add", "integer_pow", "square")]
     shapes = {program.values[value].shape for value in lying_as_met(program, pointwise, ())[0]}
     assert shapes == {(16, 8)}
