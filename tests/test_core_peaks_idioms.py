@@ -149,6 +149,8 @@ def test_numbers_and_vectors_say_nothing_of_an_order() -> None:
         return sums * (jnp.sum(x.T**2) + jnp.sum(sums**2))
 
     program = trace_program(step, (_shape((8, 16)), _shape((4, 64)), _shape((64, 64))), {})
-    pointwise = [o.index for o in program.operations if o.primitive.name in ("exp", "mul", "add", "integer_pow", "square")]
+    pointwise = [
+        o.index for o in program.operations if o.primitive.name in ("exp", "mul", "add", "integer_pow", "square")
+    ]
     shapes = {program.values[value].shape for value in lying_as_met(program, pointwise, ())[0]}
     assert shapes == {(16, 8)}
