@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardplan.memory.fusion import is_view, pointwise_operations, readers_in
-from shardplan.memory.rows import LONGEST, cuts_tiles, row_results
+from shardplan.memory.rows import LONGEST, cuts_tiles, made_by_rows, row_results
 from shardplan.memory.sums import REDUCTIONS
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -32,13 +32,13 @@ from shardplan.strategy import operand_type
 def sums_within_rows(problem: Problem, fused: frozenset[int], in_memory: frozenset[int]) -> frozenset[int]:
     """The reductions, by index, that kernels can compute which go through these rows, where operations are ``fused``
     into their readers, but for what is ``in_memory``."""
-    program = problem.program
-    rows = row_results(program, pointwise_operations(problem)).keys()
+    program, pointwise = problem.program, pointwise_operations(problem)
+    rows = row_results(program, pointwise)
     reductions = frozenset(o.index for o in program.operations if rows and _reduces_rows(program, o))
     found = reductions - {o.index for o in program.operations if not in_memory.isdisjoint(o.results)}
     while found:
-        ends = _Ends(program, fused | found, in_memory, reductions, rows)
-        left = found & ends.leading_to_rows()
+        by_rows = made_by_rows(program, pointwise, fused | found, in_memory)
+        left = found & _Ends(program, fused | found, in_memory, reductions, by_rows).leading_to_rows()
         if left == found:
             break
         found = left
@@ -53,25 +53,19 @@ def _reduces_rows(program: Program, operation: Operation) -> bool:
 
 
 class _Ends:
-    """Where kernels end that compute what is ``fused``, of which some go through rows that they have reduced."""
+    """Where kernels end that compute what is ``fused``, of which some go through rows that they have reduced:
+    ``by_rows`` are the values that these compute, or make."""
 
     def __init__(
         self,
         program: Program,
         fused: Collection[int],
-        in_memory: Collection[int],
+        in_memory: frozenset[int],
         reductions: Collection[int],
-        rows: Collection[int],
+        by_rows: frozenset[int],
     ) -> None:
-        self._program, self._fused, self._reductions = program, fused, reductions
-        self._in_memory = frozenset(in_memory)
-        self._by_rows, on_the_way = set[int](), set[int]()  # values whose kernels go through rows
-        for operation in program.operations:
-            read = (operand for operand in operation.operands if isinstance(operand, int))
-            if not on_the_way.isdisjoint(read) or any(result in rows for result in operation.results):
-                self._by_rows.update(operation.results)
-                passes = operation.index in fused
-                on_the_way.update(result for result in operation.results if passes and result not in self._in_memory)
+        self._program, self._fused, self._in_memory = program, fused, in_memory
+        self._reductions, self._by_rows = reductions, by_rows
 
     def leading_to_rows(self) -> set[int]:
         """The operations, by index, that are computed in kernels alone which go through rows."""

@@ -159,22 +159,22 @@ class _Fusion:
         masked = any(kernel.masks for kernel in self._kernels.values())
         while self._queue or masked:
             if masked and (not self._queue or -self._queue[0][0] < LAUNCH):
-                masked = self._compute_masks()
+                self._compute_masks()
+                masked = False
                 continue
             gain, number = heapq.heappop(self._queue)
             if -number in self.apart and self._gains[-number] == -gain and self._fits(-number):
                 self._fuse(-number)
 
-    def _compute_masks(self) -> bool:
+    def _compute_masks(self) -> None:
         """Lets kernels compute what depends on nothing, where that is soon done: what is made of no memory saves hardly
-        more than the launch of its own kernel, so all that saves more is fused before. None is left then."""
+        more than the launch of its own kernel, so all that saves more is fused before."""
         computing = {value for value, kernel in self._kernels.items() if kernel.masks}
         for value in computing:
             self._kernels[value].compute_masks()
         for value in self.apart:
             if value in computing or not computing.isdisjoint(self._saved[value]):
                 self._weigh(value)
-        return False
 
     def _kernel(self, operation: Operation, result: int, computing: Computing) -> Kernel:
         """The kernel of one operation."""

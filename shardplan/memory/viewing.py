@@ -115,8 +115,8 @@ def _made_rank(graph: Graph, maker: Operation) -> int | None:
 
 
 def _is_turned(product: Operation, position: int) -> bool:
-    """Whether a product reads an operand the other way round than the library: what it adds up last in its first
-    operand, and first in its second."""
+    """Whether a product reads an operand the other way round than the library, which adds up over the last dimension of
+    its first operand, and over the first one of its second."""
     contracted, batch = (dims[position] for dims in product.params["dimension_numbers"])
     free = [dim for dim in range(max((*contracted, *batch), default=0) + 1) if dim not in (*contracted, *batch)]
     first = bool(contracted) and min(contracted) < min(free, default=len(free) + max(contracted) + 1)
