@@ -33,7 +33,8 @@ class Sending:
     which that ``begins``, and per operation whose results are, the one behind which that ``ends``; per one of ``parts``
     that are cut out for that, the operations before which it is cut out, and sent, and the one behind which it is gone.
     And per scatter into zeros of which a kernel makes nothing else, the operation before which it is ``filling``
-    these; per operand that merged products do not share, as an operation and a position, the one before which these
+    these; per sum that a product writes into a copy, the one before which that is made (``copied``);
+    per operand that merged products do not share, as an operation and a position, the one before which these
     are put ``beside`` each other; and per operand that a convolution reads from a copy, the one before which, or in
     which, it is made. ``side_by_side`` are those of merged products: the kernel that puts them there is the one
     that turns them. Regions that are ``still`` have no collectives. ``together``: the operations of each kernel with
@@ -43,6 +44,7 @@ class Sending:
     ends: dict[int, int] = field(default_factory=dict)
     parts: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     filling: dict[int, int] = field(default_factory=dict)
+    copied: dict[int, int] = field(default_factory=dict)
     beside: dict[tuple[int, int], int] = field(default_factory=dict)
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
     still: set[int] = field(default_factory=set)
@@ -70,6 +72,7 @@ class Sending:
             self.parts[value] = ran[min(last, after[node])], begin, gone
             self.ends[graph.makers[value].index] = gone
         self.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
+        self.copied.update({index: ran[after[node]] for index, node in graph.copied.items()})
         self.side_by_side.update(graph.side_by_side)
         if self.together is not None:
             self.together.extend(graph.several)

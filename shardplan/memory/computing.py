@@ -9,6 +9,7 @@ from shardplan import _jax
 from shardplan.memory.coalescing import is_read_apart
 from shardplan.memory.convolutions import spread_again
 from shardplan.memory.cycles import cycles_of
+from shardplan.memory.flattened import flattened
 from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.products import copied_again, is_multiplied, product_operands
@@ -40,7 +41,8 @@ class Computing(NamedTuple):
     one then; ``views``: how often it reads a view of its operand, or 0; ``numbers``: how many operands are one number;
     ``generated``: the bytes of each element, and of all, of what else it reads that depends on nothing (a mask, say),
     and cycles for an element of that;
-    ``copied``: what a kernel copies for a library, ``apart``: reading each element of it by itself."""
+    ``copied``: what a kernel copies for a library, ``apart``: reading each element of it by itself, ``through``: what
+    it goes through element by element in a view of its own (`shardplan.memory.flattened`)."""
 
     read: tuple[int, ...]
     cycles: int
@@ -56,6 +58,17 @@ class Computing(NamedTuple):
     generated: tuple[tuple[int, int, int], ...]
     copied: tuple[int, ...]
     apart: tuple[int, ...]
+    through: tuple[int, ...]
+
+    @property
+    def values(self) -> tuple[tuple[int, ...], ...]:
+        """The values that it reads, of some kinds."""
+        return self.read, self.copied, self.apart, self.through
+
+    @property
+    def others(self) -> tuple[object, ...]:
+        """What else there is to say."""
+        return self[1:-3]
 
 
 @once
@@ -72,7 +85,7 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
         if read.copied
     }
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
-    viewed = _viewed(program, pointwise)
+    viewed, flat = _viewed(program, pointwise), flattened(problem)
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
     for operation in program.operations:
         name = operation.primitive.name
@@ -93,9 +106,11 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
         copied = tuple([o for o in read if (operation.index, operation.operands.index(o)) in copies])
         apart = tuple([o for o in copied if copies[operation.index, operation.operands.index(o)]])
         views = _VIEWED.get(name, 0) if read and read[0] in viewed else 0
+        by_element = operation.index in pointwise and name != "broadcast_in_dim" and operation.results[0] not in flat
+        through = tuple([o for o in read if by_element and o in flat])
         found[operation.index] = Computing(
             *(read, cycles, branches, renames, sums, library, row, tiles, columns, views),
-            *(*_of_nothing(problem, operation), copied, apart),
+            *(*_of_nothing(problem, operation), copied, apart, through),
         )
     return found
 

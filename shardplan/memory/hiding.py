@@ -35,6 +35,7 @@ from shardplan.memory.bringing import Sending
 from shardplan.memory.coalescing import bytes_apart, turning_reads
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.copied_sums import copy_sums
 from shardplan.memory.cutting import cut_parts, last_sent, moved_parts, send_parts
 from shardplan.memory.cycles import cycles_in_kernel
 from shardplan.memory.finishing import finish_reductions
@@ -46,6 +47,7 @@ from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.nodes import Nodes
 from shardplan.memory.order import operands_first
+from shardplan.memory.outputs import send_at_the_end
 from shardplan.memory.placing import LATENCY, Placing, through_values
 from shardplan.memory.poolings import take_poolings_apart
 from shardplan.memory.products import is_multiplied, is_sum
@@ -87,6 +89,7 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
     finish_reductions(graph)
+    copy_sums(graph)
     copy_at_the_end(graph, kernels)
     operations = schedule.program.operations
     bodies = {
@@ -123,11 +126,12 @@ class Graph(Nodes):
             lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else self.filled.get(value, 0),
             lambda value: bytes_apart(schedule, value, layouts[value]) if value in layouts else 0.0,
         )
-        self.schedule, self.program = schedule, schedule.program
+        self.schedule, self.program, self.region = schedule, schedule.program, region
         self.starts: dict[int, int] = {}  # per end of a collective, its start
         self.joined: dict[int, list[int]] = {}
         self.several = list[tuple[int, ...]]()
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
+        self.copied: dict[int, int] = {}  # per product that is added to a copy of something, what makes that
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
         self.filled: dict[int, float] = {}  # the bytes of these
         self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
@@ -282,6 +286,8 @@ class Graph(Nodes):
         for index, value in waiting_for_sums(self.schedule).items():
             if index in self.reads and (maker := self.maker(value)) is not None:
                 self.needs[index].add(maker)
+        if not self.region:
+            send_at_the_end(self)
         put_barriers(self)
         cut_parts(self)
 

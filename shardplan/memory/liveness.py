@@ -62,6 +62,7 @@ class Lifetimes:
         self.cut = {value: self.place[before] for value, (before, *_) in sending.parts.items()}
         self.adding, self.turned, self.fused = kernels.adding, kernels.turned, kernels.fused
         self.filled = {index: self.place[before] for index, before in sending.filling.items()}
+        self.copied_sums = {index: self.place[before] for index, before in sending.copied.items()}
         self.end, self.stored = len(program.operations), kernels.stored
         outputs = {o for o in program.outputs if isinstance(o, int)}
         self.readers = readers = readers_of(self.order)
@@ -303,7 +304,7 @@ class Lifetimes:
         that a product writes while that runs."""
         regions, added = self._problem.program.regions, self.adding.get(operation.index)
         if added is not None and not added.in_place:
-            return self.place[added.product]
+            return min(self.place[added.product], self.copied_sums.get(operation.index, self.end))
         inside = [self.place[index] for body in operation.bodies for index in regions[body].operations]
         return min(inside, default=self.place[operation.index])
 

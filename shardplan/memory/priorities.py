@@ -89,11 +89,9 @@ def _parts(
         {r for operation in without_bodies if operation.index in alone for r in operation.results} - needed - own,
     )
     moving = lying_of(problem.program, pointwise_operations(problem)).moved
-    moved = {operation.index: moving.isdisjoint(operation.results) for operation in without_bodies if moving}
-    reading = {
-        index: ((done.read, done.copied, done.apart), (*done[1:-2], moved.get(index, True), index in absorbed))
-        for index, done in computing.items()
-    }
+    moved = {one.index: moving.isdisjoint(one.results) for one in without_bodies if moving}
+    others = {index: (*done.others, moved.get(index, True), index in absorbed) for index, done in computing.items()}
+    reading = {index: (done.values, others[index]) for index, done in computing.items()}
     return list(zip(parts, first_alike(problem, parts, reading), strict=True))
 
 
@@ -191,6 +189,7 @@ class _Fusion:
             reads = {value: {value: float(computing.views)} for value in read}
         elif pointwise or self._shows(operation, result) or not self._narrow.isdisjoint(read):
             reads = {value: self._of_element(value, result) for value in read}
+            reads |= {value: {~(operation.index + 1): 1.0} for value in computing.through}
         else:
             reads = {value: {value: 0.0} for value in read}
             for position, value in enumerate(read):
@@ -220,9 +219,9 @@ class _Fusion:
         return kernel
 
     def _shows(self, operation: Operation, result: int) -> bool:
-        """Whether a transposition moves nothing."""
-        program = self._problem.program
-        return operation.primitive.name == "transpose" and lies_in(program, self._lying, result) != result
+        """Whether a transposition moves nothing, or something is shown as another shape."""
+        name, program = operation.primitive.name, self._problem.program
+        return name == "reshape" or (name == "transpose" and lies_in(program, self._lying, result) != result)
 
     def _waiting(self, values: Sequence[int], columns: tuple[int, int], read: float, made: float) -> float:
         """By how much a kernel that sums up ``read`` numbers of some values reads slower than one that keeps the whole

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
+from shardplan.memory.flattened import flattened
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.products import is_multiplied
 from shardplan.program import Operation, Program
@@ -93,14 +94,15 @@ def _is_flat(graph: Graph, value: int) -> bool:
 def _rank(graph: Graph, value: int) -> int:
     """How many dimensions a value has as a kernel, or a library, writes it. What one operation computes of libraries'
     results alone has as many as these."""
-    program = graph.program
+    program, problem = graph.program, graph.schedule.problem
     maker = program.makers.get(value)
     ranks = [_made_rank(graph, maker)] if maker is not None else []
-    if maker is not None and ranks == [None] and maker.index in pointwise_operations(graph.schedule.problem):
+    if maker is not None and ranks == [None] and maker.index in pointwise_operations(problem):
         makers = [program.makers.get(operand) if isinstance(operand, int) else None for operand in maker.operands]
         ranks = [_made_rank(graph, made) if made is not None else None for made in makers]
     if not ranks or None in ranks:
-        return len(program.values[value].shape) if value < len(program.values) else 0
+        shape = program.values[value].shape if value < len(program.values) else ()
+        return len(flattened(problem).get(value, shape))
     return max(rank for rank in ranks if rank is not None)
 
 

@@ -1,0 +1,65 @@
+"""Outputs that leave a step in another layout than they are computed in, as collectives of XLA's last scheduler.
+
+New weights that are updated in parts, as their moments are, and leave whole, are gathered at the end of a step: one
+after another, or, where they are small, some together. While one is gathered, others are updated, and what else nothing
+waits for runs beside: it is not there to fill the waits of the backward pass, whose order it so changes.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> def step(weights, x):
+...     gradients = jax.grad(lambda weights: jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1]))(weights)
+...     return [w - g for w, g in zip(weights, gradients)]
+>>> weights, x = [jax.ShapeDtypeStruct((64, 64), "float32")] * 2, jax.ShapeDtypeStruct((4096, 64), "float32")
+>>> mesh, pins = jax.sharding.AbstractMesh((2,), ("x",)), {"1": jax.P("x"), "0/*": jax.P()}
+>>> schedule = shardplan.plan(step, mesh, weights, x, pins=pins).schedule
+>>> [len(group) for group in sent_at_the_end(schedule)]
+[]
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from shardplan.memory.combining import COMBINED_BYTES, Gather
+from shardplan.memory.cutting import last_sent
+from shardplan.memory.gathering import last_gathered
+from shardplan.memory.sizes import bytes_in
+from shardplan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from shardplan.memory.hiding import Graph
+
+
+def sent_at_the_end(schedule: Schedule) -> list[list[Gather]]:
+    """The outputs that collectives bring to the layouts in which they leave, with those that are gathered together."""
+    groups, filling = list[list[Gather]](), dict[tuple[int, ...], tuple[int, float]]()
+    for number, output in enumerate(schedule.program.outputs):
+        layout = schedule.layout_of_output(number)
+        if not isinstance(output, int) or schedule.assignment.values.get(output, layout) == layout:
+            continue
+        if all(step.kind == "slice" for step in schedule.route(output, layout).steps):
+            continue
+        gathered, size = last_gathered(schedule, output, layout), bytes_in(schedule, output, layout)
+        group, filled = filling.get(gathered[0], (-1, math.inf)) if gathered is not None else (-1, math.inf)
+        if filled + size > COMBINED_BYTES:
+            group, filled = len(groups), 0.0
+            groups.append([])
+        groups[group].append(Gather(output, layout))
+        if gathered is not None:
+            filling[gathered[0]] = group, filled + size
+    return groups
+
+
+def send_at_the_end(graph: Graph) -> None:
+    """Adds a collective to a graph for what is brought to the layouts in which it leaves the step."""
+    schedule = graph.schedule
+    for group in sent_at_the_end(schedule):
+        for gather in group:
+            last = last_sent(schedule.route(gather.value, gather.layout).steps)
+            sent = last, bytes_in(schedule, gather.value, gather.layout)
+            start = graph.starts[graph.collective(("leaving", group[0]), sent, len(schedule.program.operations))]
+            for value in graph.sources(gather.value):
+                maker = graph.maker(value)
+                if maker is not None:
+                    graph.needs[start].add(graph.sent.get(value, maker))
+                    graph.values[start].update(() if value in graph.sent else (value,))
