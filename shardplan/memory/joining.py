@@ -22,7 +22,10 @@ from shardplan.memory.fusion import REDUCTIONS, fused_operations, is_scatter, po
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_sum
 from shardplan.memory.recomputing import Kernels
+from shardplan.memory.sizes import layout_left
 from shardplan.memory.sums import adds_few, reduced_in
+from shardplan.program import Operation
+from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -69,7 +72,7 @@ class _Joining:
         self._parts: dict[int, list[int]] = {}  # per kernel, those that it was
         self._read: dict[int, set[int]] = {}  # per kernel, the values that it reads
         self._counts: dict[int, int] = {}  # per kernel that may be joined, its reductions
-        self._elements: dict[int, int] = {}
+        self._elements: dict[int, tuple[int, int]] = {}  # and into how many parts these are split
         self._plain = set[int]()  # kernels of one operation, to which no other kernel is joined
         self._joined = set[int]()  # kernels with several results
         ended = fused_operations(graph.schedule.problem) & reducing(graph.schedule) - kernels.adding.keys()
@@ -86,7 +89,8 @@ class _Joining:
             self._counts[node], self._parts[node], self._read[node] = int(together), [node], {*graph.reads[node]}
             self.computing[node] = graph.computing.get(node, 0.0)
             result = next((program.values[v].elements for v in operation.results), 0)
-            self._elements[node] = graph.elements(operation) if together else result
+            elements = graph.elements(operation) if together else result
+            self._elements[node] = elements, _degree(graph.schedule, operation, reads=together)
             if not together and graph.reads[node].issuperset(o for o in operation.operands if isinstance(o, int)):
                 self._plain.add(node)
         self._place = {node: number for number, node in enumerate(graph.in_order())}
@@ -296,6 +300,20 @@ class _Joining:
             self._sums.setdefault(kept, self._sums[gone])
         self._plain.discard(kept)
         self._joined.add(kept)
+
+
+def _degree(schedule: Schedule, operation: Operation, *, reads: bool) -> int:
+    """Into how many parts what a kernel goes through is split: what it ``reads``, or leaves."""
+    strategy, problem = schedule.assignment.strategies.get(operation.index), schedule.problem
+    if strategy is None or not operation.results:
+        return 1
+    value, layout = operation.results[0], layout_left(problem, operation, strategy, 0)
+    read = next(
+        ((o, own) for o, own in zip(operation.operands, strategy.operands, strict=True) if own is not None), None
+    )
+    if reads and read is not None and isinstance(read[0], int):
+        value, layout = read[0], read[1]
+    return problem.domain(value).parts[layout]
 
 
 def _overlap(one: tuple[int, int], two: tuple[int, int]) -> bool:

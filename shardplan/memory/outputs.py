@@ -51,10 +51,11 @@ def sent_at_the_end(schedule: Schedule) -> list[list[Gather]]:
 
 
 def send_at_the_end(graph: Graph) -> None:
-    """Adds a collective to a graph for what is brought to the layouts in which it leaves the step."""
+    """Adds a collective to a graph for what is brought to the layouts in which it leaves the step, unless something
+    reads it there as well."""
     schedule = graph.schedule
     for group in sent_at_the_end(schedule):
-        for gather in group:
+        for gather in (gather for gather in group if gather not in graph.gathers):
             last = last_sent(schedule.route(gather.value, gather.layout).steps)
             sent = last, bytes_in(schedule, gather.value, gather.layout)
             start = graph.starts[graph.collective(("leaving", group[0]), sent, len(schedule.program.operations))]
