@@ -130,6 +130,33 @@ def test_weights_that_leave_whole_are_gathered_at_the_end() -> None:
 
 
 @compiles_for_gpus
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, w: jnp.tanh(x @ w),  # the backward pass needs what is stored for the next layer
+        lambda x, w: x + jnp.tanh(x @ w),  # what is added up is stored: a part of it is taken as it is
+        lambda x, w: jax.nn.silu(x @ w),  # the backward pass needs the product, of which a part is computed
+    ],
+)
+def test_weights_gradients_of_parts_of_what_other_products_read_whole(layer: Any) -> None:
+    def loss(w: Any, x: jax.Array, picked: jax.Array) -> jax.Array:
+        for weights in w["layers"]:
+            x = layer(x, weights)
+        batch, length = picked.shape
+        return -jnp.mean(jax.nn.log_softmax(x @ w["out"])[jnp.arange(batch)[:, None], jnp.arange(length)[None], picked])
+
+    def step(w: Any, x: jax.Array, picked: jax.Array) -> Any:
+        return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w, x, picked))
+
+    mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
+    pins = {"0/out": jax.P(None, "y"), "0/layers/*": jax.P(), "1": jax.P(None, "x"), "2": jax.P()}
+    weights = {"layers": [_shape((256, 256))] * 6, "out": _shape((256, 8192))}
+    shapes = weights, _shape((16, 1024, 256)), _shape((16, 1024), jnp.int32)
+    plan = shardplan.plan(step, mesh, *shapes, pins=pins, donate_argnums=0, memory_limit=float("inf"))
+    assert audit(plan, mesh=mesh).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+@compiles_for_gpus
 def test_a_batch_of_one_on_each_device_needs_no_copies_of_operands() -> None:
     def experts(x: jax.Array, w: jax.Array) -> Any:
         h = jnp.sin(jnp.einsum("egcd,edh->egch", x, w))

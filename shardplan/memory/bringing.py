@@ -240,7 +240,8 @@ def _needed_otherwise(schedule: Schedule) -> dict[int, list[tuple[int, Layout]]]
 def computed_in_parts(lifetimes: Lifetimes, schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
     """What kernels compute that a library reads a part of: with the last place that needs the whole (-1: none does),
     and what the parts are computed from, with the last place of these. XLA computes a part from what the whole is
-    computed from, which is in memory until then, unless that is more."""
+    computed from, if libraries made that, and it is in memory as long as something needs the whole, unless that is
+    more."""
     whole, until, program = dict[int, int](), dict[int, int](), schedule.program
     leaving = {output for region in program.regions for output in region.outputs if isinstance(output, int)}
     for value, lifetime in lifetimes.held.items():
@@ -251,6 +252,11 @@ def computed_in_parts(lifetimes: Lifetimes, schedule: Schedule) -> tuple[dict[in
         if last is None or last >= lifetime.end:
             continue
         read = read_in_kernel(schedule.problem, lifetimes.fused, lifetimes.held, maker)
+        made = (program.makers[source] for source in read if source in program.makers and source in lifetimes.held)
+        if any(one.index in lifetimes.fused for one in made):  # of what a kernel stores, XLA takes a part as it is
+            continue
+        if any(_held_until(lifetimes, schedule, source) < last for source in read):
+            continue
         late = [source for source in read if _held_until(lifetimes, schedule, source) < lifetime.end]
         if sum(bytes_in(schedule, source, schedule.copy(source)) for source in late) <= bytes_in(
             schedule, value, schedule.assignment.values[value]

@@ -72,7 +72,7 @@ class _Joining:
         self._parts: dict[int, list[int]] = {}  # per kernel, those that it was
         self._read: dict[int, set[int]] = {}  # per kernel, the values that it reads
         self._counts: dict[int, int] = {}  # per kernel that may be joined, its reductions
-        self._elements: dict[int, tuple[int, int]] = {}  # and into how many parts these are split
+        self._elements: dict[int, tuple[int, float]] = {}  # and into how many parts these are split
         self._plain = set[int]()  # kernels of one operation, to which no other kernel is joined
         self._joined = set[int]()  # kernels with several results
         ended = fused_operations(graph.schedule.problem) & reducing(graph.schedule) - kernels.adding.keys()
@@ -302,7 +302,7 @@ class _Joining:
         self._joined.add(kept)
 
 
-def _degree(schedule: Schedule, operation: Operation, *, reads: bool) -> int:
+def _degree(schedule: Schedule, operation: Operation, *, reads: bool) -> float:
     """Into how many parts what a kernel goes through is split: what it ``reads``, or leaves."""
     strategy, problem = schedule.assignment.strategies.get(operation.index), schedule.problem
     if strategy is None or not operation.results:
