@@ -5,14 +5,15 @@ after another, or, where they are small, some together. While one is gathered, o
 waits for runs beside: it is not there to fill the waits of the backward pass, whose order it so changes.
 
 >>> import jax, jax.numpy as jnp, shardplan
->>> def step(weights, x):
-...     gradients = jax.grad(lambda weights: jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1]))(weights)
-...     return [w - g for w, g in zip(weights, gradients)]
+>>> def step(weights, momenta, x):
+...     loss = lambda weights: jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
+...     momenta = [0.9 * m + g for m, g in zip(momenta, jax.grad(loss)(weights))]
+...     return [w - m for w, m in zip(weights, momenta)], momenta
 >>> weights, x = [jax.ShapeDtypeStruct((64, 64), "float32")] * 2, jax.ShapeDtypeStruct((4096, 64), "float32")
->>> mesh, pins = jax.sharding.AbstractMesh((2,), ("x",)), {"1": jax.P("x"), "0/*": jax.P()}
->>> schedule = shardplan.plan(step, mesh, weights, x, pins=pins).schedule
+>>> mesh, pins = jax.sharding.AbstractMesh((2,), ("x",)), {"0/*": jax.P(), "1/*": jax.P("x"), "2": jax.P("x")}
+>>> schedule = shardplan.plan(step, mesh, weights, weights, x, pins=pins, donate_argnums=(0, 1)).schedule
 >>> [len(group) for group in sent_at_the_end(schedule)]
-[]
+[2]
 """
 
 from __future__ import annotations
