@@ -1,4 +1,4 @@
-"""Kernels that XLA:GPU makes one, with several results: those that go through as many elements.
+"""Kernels that XLA:GPU makes one, with several results: those that go through as many elements on a device.
 
 It goes through what is in memory from the program's end. Of what reads a value, kernels become one that do not need
 each other (two gradients that read the same activations); a kernel that computes element by element becomes part of one
