@@ -143,8 +143,9 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt, stuck))
     with run.stage("reduce"):
+        run.work += _SECONDS_PER_VARIABLE * len(run.network)
         solver.reduce()
-        run.work += _SECONDS_PER_VARIABLE * len(run.network) + _SECONDS_PER_ENTRY * _distinct_entries(graph)
+        run.work += _SECONDS_PER_ENTRY * _distinct_entries(graph)
         if not limited and graph.entries() < _ENTRIES_TO_ASK * len(run.network):
             run.serves = None
         begun = graph.hint

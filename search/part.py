@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """A network with some choices of another one's variables, without its usages.
 
@@ -69,24 +70,50 @@ class Part:
 
     def outside(self, choices: NDArray[np.int64]) -> NDArray[np.int64]:
         """An assignment of the part, and perhaps of further variables, as one of the whole network."""
-        if self.kept is None:
-            return choices[: len(self.network)]
-        return np.array([kept[k] for kept, k in zip(self.kept, choices.tolist(), strict=False)], dtype=np.int64)
+        own = choices[: len(self.network)]
+        return own if self.kept is None else self._outside[self._starts + own]
 
     def holds(self, choices: NDArray[np.int64]) -> bool:
         """Whether an assignment of the whole network is one of the part."""
-        if self.kept is None:
-            return True
-        places = (int(kept.searchsorted(k)) for kept, k in zip(self.kept, choices, strict=True))
-        return all(p < len(kept) and kept[p] == k for kept, p, k in zip(self.kept, places, choices, strict=True))
+        return self.kept is None or bool((self._places(choices) >= 0).all())
 
     def inside(self, choices: NDArray[np.int64]) -> NDArray[np.int64]:
         """An assignment of the whole network, as one of the part. Raises ValueError where it is not in there."""
         if self.kept is None:
             return choices
-        if not self.holds(choices):
+        places = self._places(choices)
+        if (places < 0).any():
             raise ValueError("the assignment takes choices that are not in this part of the network")
-        return np.array([int(kept.searchsorted(k)) for kept, k in zip(self.kept, choices, strict=True)], dtype=np.int64)
+        return places
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """Where each variable's choices start, among all of the part."""
+        sizes = np.array([costs.size for costs in self.network.costs], dtype=np.int64)
+        return np.cumsum(sizes) - sizes
+
+    @cached_property
+    def _outside(self) -> NDArray[np.int64]:
+        """The numbers of all choices of the part in the whole network."""
+        return np.concatenate(self.kept or [])
+
+    def _places(self, choices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Per variable, the number in the part of its choice in the whole network; -1 where that is not in there."""
+        starts, numbers = self._numbers
+        found = starts[:-1] + choices
+        known = found < starts[1:]
+        return np.where(known, numbers[np.where(known, found, 0)], -1)
+
+    @cached_property
+    def _numbers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where each variable's choices up to the last one that is kept start, and the end; the numbers of all these in
+        the part, or -1."""
+        kept = self.kept or []
+        starts = np.cumsum([0, *(int(one.max(initial=-1)) + 1 for one in kept)], dtype=np.int64)
+        numbers = np.full(starts[-1], -1, dtype=np.int64)
+        for start, one in zip(starts.tolist(), kept, strict=False):
+            numbers[start + one] = np.arange(len(one))
+        return starts, numbers
 
     def amounts(self, variable: int, amounts: Array) -> Array:
         """Of what each choice of a variable uses, that of the choices in here."""

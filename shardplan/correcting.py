@@ -17,23 +17,20 @@ from shardplan.search import Hint, Network, Part, Solution, all_extended, extend
 from shardplan.search.solution import relative_gap
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
-# a limit: so many seconds, and more per operation, per table, per entry of these, and of the search (fitted to 45
-# programs on three meshes); but not less than the least patience, in seconds too. A share of it is kept from searches
-# for mixing what they find. Where nothing was found, one more search may overdraw it: leaner schedules take longer to
-# find. Where what is found costs hardly more than without a limit, not memory is missing but an order: leaner schedules
-# would send far more, and a few searches are made anyhow. Where the cheapest of what is found just does not fit, making
-# it fit is worth as much work again.
+# a limit: so many seconds per operation and per table, and of the search (fitted to 35 programs, half of them on two
+# and three axes); but not less than the least patience, in seconds too. Where nothing was found, one more search may
+# overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a limit, not
+# memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow. Where the
+# cheapest of what is found just does not fit, making it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
 _TIMES_SLOWER_WITHIN_LIMIT = 0.9
-_SECONDS, _SECONDS_PER_OPERATION = 0.09, 1.3e-4
-_SECONDS_PER_TABLE, _SECONDS_PER_ENTRY = 8.4e-4, 8.9e-8
-_TIMES_SEARCH = 1.55
+_SECONDS_PER_OPERATION, _SECONDS_PER_TABLE = 1.7e-4, 2.6e-4
+_TIMES_SEARCH = 1.8
 LEAST_PATIENCE = 0.15
 _LEAST_SHARE = 0.5
 _OVERDRAWN = 1.25
 _TIMES_LONGER_FILLED = 1.6
-_SHARE_OF_MIXING = 0.2
-_SECONDS_PER_VARIABLE = 1.3e-5
+_SECONDS_PER_VARIABLE = 1.8e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
 LEAST_SECONDS = 2.5
 
@@ -149,22 +146,29 @@ class Corrections:
         if self.best is not None:
             self.count_in(self.best.lifetimes)
 
-    def follow(self, found: Found, otherwise: Callable[[], None]) -> None:
-        """Searches on from a schedule, until what is found is within the limit; what is to be done besides where a
-        search has found nothing is given."""
+    def follow(self, found: Found, otherwise: Callable[[bool], None]) -> None:
+        """Searches on from a schedule, until what is found is within the limit. What is to be done besides where
+        nothing is within it is given: it is told whether that was so near that another search comes first, in another
+        order or within a little less."""
         cheap = True
         for number in range(_MOST_CORRECTIONS):
             over = self.work > _OVERDRAWN * self.patience and not (cheap and number < _MANY)
             if not self._exclude(found) or over:
                 return
             found, own = self._search_once(found)
+            near = own.peak_bytes <= CLEARLY * self.limit_bytes
+            just = number == 0 and self._just_missed(found)
             if self.best is None:
-                otherwise()
+                otherwise(just or (number == 0 and near and found.solution.cost <= CLEARLY * self.unlimited))
+            if just and self.best is None:
+                self.orders, found = 1, self.counts.within(self.aside.solution, self.aside.lifetimes)
+                self.count_in(self.aside.lifetimes)
+                continue
             cheap = cheap and (number > 0 or found.solution.cost <= CLEARLY * self.unlimited)
             dear = self._best_cost > self._enough * found.solution.cost and self.work < self.patience
             if self.best is not None and not dear:  # what is better is soon found from it
                 return
-            fits, near = found.peak_bytes <= self.search.limit_bytes, own.peak_bytes <= CLEARLY * self.limit_bytes
+            fits = found.peak_bytes <= self.search.limit_bytes
             if fits and self.orders < MOST_ORDERS:
                 self.orders, found = self.orders + 1, self.counts.within(own.solution, own.lifetimes)
                 self.count_in(own.lifetimes)
@@ -178,6 +182,12 @@ class Corrections:
             lowest = max(self.unreached, 0.0 if fits else self.least_bound)
             if time.perf_counter() > self.deadline or lowest > self.search.limit_bytes:
                 return
+
+    def _just_missed(self, found: Found) -> bool:
+        """Whether the work was over before a search found anything, and of what it has seen, the lowest peak in its
+        own order is hardly above the limit."""
+        nothing = found.solution.status == "unknown" and np.isinf(found.solution.cost)
+        return nothing and self.aside.peak_bytes <= CLEARLY * self.limit_bytes
 
     def search_a_little_more(self) -> None:
         """One more search, for half as much work again, where the gap is wide and work is left in plenty."""
@@ -265,7 +275,7 @@ class Corrections:
         hint = hint_of(network, self.part, found, self.prices, self.places)
         network.hint = replace(hint, lower_bound=self.lower, known=known, served=self.best is not None)
         count = SECONDS_PER_OWN * len(self.problem.program.operations)
-        work = (1 - _SHARE_OF_MIXING) * self.patience - self.work - count
+        work = self.patience - self.work - count
         work = min(max(work, _LEAST_SHARE * self.patience), most)
         for _ in range(_MOST_PROLONGATIONS):
             left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
@@ -340,9 +350,8 @@ class Corrections:
 
 def _seconds_without(problem: Problem, first: Found) -> float:
     """Estimated seconds of all planning without a limit, which has found ``first``."""
-    tables = problem.network.tables
-    seconds = _SECONDS + _SECONDS_PER_OPERATION * len(problem.program.operations) + _SECONDS_PER_TABLE * len(tables)
-    return seconds + _SECONDS_PER_ENTRY * sum(table.size for table in tables) + _TIMES_SEARCH * first.solution.work
+    seconds = _SECONDS_PER_OPERATION * len(problem.program.operations)
+    return seconds + _SECONDS_PER_TABLE * len(problem.network.tables) + _TIMES_SEARCH * first.solution.work
 
 
 def hint_of(network: Network, part: Part, found: Found, prices: Mapping[int, float], places: Collection[int]) -> Hint:

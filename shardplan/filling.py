@@ -17,8 +17,6 @@ from shardplan.relieving import relieve
 from shardplan.search import Mixtures, Part, all_extended
 from shardplan.search.solution import relative_gap
 
-# The work for this, as a share of that for the searches before, or what is left of it.
-_LEAST_SHARE = 0.3
 _MOST_MIXTURES = 6
 
 # Memory counts where it comes near the limit with the schedule, or with what is cheapest of the others; between limits
@@ -27,7 +25,7 @@ _CHEAPEST = 2
 _HIGHEST, _NEAR = 1.1, 1e-3
 _WORTH, _PROVEN = 0.01, 5e-3
 _INWARDS = 0.1  # at least so far from either of two limits comes the one between
-_SECONDS_PER_VARIABLE = 2.5e-5
+_SECONDS_PER_VARIABLE = 3e-5
 
 
 def fill(known: Corrections) -> None:
@@ -35,10 +33,9 @@ def fill(known: Corrections) -> None:
     proven = known.lower
     if known.best is not None and relative_gap(known.best.solution.cost, proven) < _PROVEN:
         return
-    until = max(known.until, known.work + _LEAST_SHARE * known.patience)
-    relieve(known, until)
-    if known.best is not None:
-        _mix(known, known.best, until)
+    relieve(known, known.until)
+    if known.best is not None and known.work <= known.until:
+        _mix(known, known.best, known.until)
     if known.best is not None and proven <= known.best.solution.cost:  # in the order that was searched, not in others
         known.lower = proven
 

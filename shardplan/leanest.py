@@ -41,8 +41,7 @@ class Leanest:
         self._counts, self._search, self._deadline = counts, search, deadline
         self.bound = 0.0
         """What no peak is below, in the orders that were searched."""
-        self.spent = 0.0
-        """What its searches have taken, in estimated seconds."""
+        self._spent = 0.0
         self._trials = self._in_vain = self._orders = 0
         self._unreached, self._again = 0.0, False
         self._places: set[int] = set()
@@ -52,6 +51,11 @@ class Leanest:
     def found(self) -> Found:
         """The schedule of the least peak so far, in its own order."""
         return min(self._known.least, self._known.aside, key=lambda one: one.peak_bytes)
+
+    def take_spent(self) -> float:
+        """What searches have taken since this was asked last, in estimated seconds."""
+        spent, self._spent = self._spent, 0.0
+        return spent
 
     def begin(self) -> None:
         """Makes the first trial, of a target that is hardly ever kept: it soon says so, and finds what holds little."""
@@ -99,7 +103,7 @@ class Leanest:
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
         left = max(LEAST_SECONDS, self._deadline - time.perf_counter())
         solution = find(known.problem, network, trial, left, work, part=known.part)
-        self.spent += solution.work
+        self._spent += solution.work
         found = self._counts.within(solution, known.lifetimes)
         own = known.keep(found)
         known.keep_leanest(network, found)

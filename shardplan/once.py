@@ -1,4 +1,4 @@
-"""What is derived of a program, a problem or a schedule, once for each.
+"""What is derived of a program, a problem, a schedule or lifetimes, once for each.
 
 >>> from types import SimpleNamespace
 >>> @once
@@ -21,8 +21,8 @@ Derive = TypeVar("Derive", bound=Callable[..., Any])
 
 
 def once(derive: Derive) -> Derive:
-    """Lets a function of a program, a problem or a schedule, and of hashable arguments, keep what it gives in the
-    ``known`` of the first. What it gives must not be changed."""
+    """Lets a function of one of these, and of hashable arguments, keep what it gives in the ``known`` of the first.
+    What it gives must not be changed."""
 
     @functools.wraps(derive)
     def known(of: Any, *arguments: Any) -> Any:

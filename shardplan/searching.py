@@ -93,7 +93,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         if corrections.best is None:
             attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
             attempt.leanest.look()
-            corrections.take_leaner(attempt.leanest.spent)
+            corrections.take_leaner(attempt.leanest.take_spent())
     if corrections.best is None:
         raise _too_little(counts.problem, search, attempts, deadline)
     if main is not whole:
@@ -139,18 +139,21 @@ class _Attempt:
                 return True
         return False
 
-    def _otherwise(self) -> None:
-        """Makes what a search has found fit, where none of it does: of parts of all that is known by then, which the
-        joined mesh adds to, or what is leaner."""
+    def _otherwise(self, again: bool) -> None:
+        """Makes what a search has found fit, where none of it does: of parts of all that is known by then, and unless
+        another search comes first (``again``), of what the joined mesh adds, or what is leaner."""
         corrections = self.corrections
         if self.joined is not None:  # which takes longer
             relieve(corrections, corrections.until)
-        if corrections.best is None and not self.take_joined():
+        if corrections.best is not None or again or corrections.least_bound > CLEARLY * corrections.limit_bytes:
+            return
+        if not self.take_joined():
             self.leanest.begin()
             corrections.unreached = self.leanest.bound
             corrections.take_counted()
         if corrections.best is None:
             relieve(corrections, corrections.until)
+        corrections.spent += self.leanest.take_spent()  # now: it does not take from relieving
 
 
 def _coarser(problem: Problem, search: Search) -> tuple[_Masks | None, Sequence[_Masks]]:

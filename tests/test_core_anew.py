@@ -164,6 +164,25 @@ def test_what_is_brought_for_a_kernel_counts_as_long_as_that_may_compute_it() ->
     assert (transposed.index, doubled.index + 1) in spans
 
 
+def test_until_when_operations_are_computed_is_that_of_the_last_kernel_that_their_results_lead_to() -> None:
+    plan, schedule = _planned(4, 64, AbstractMesh((8,), ("x",)), _in_heads)
+    kernels = kernels_in(schedule)
+    lifetimes = Lifetimes(plan.schedule.problem, hiding_order(schedule, kernels)[0], kernels)
+    later = 0
+    for operation in lifetimes.order:
+        seen, stack = {operation.index}, [operation]
+        while stack:
+            made = stack.pop()
+            if made.index in lifetimes.fused and lifetimes.held.keys().isdisjoint(made.results):
+                readers = [o for result in made.results for o in lifetimes.readers.get(result, ())]
+                stack += [o for o in readers if o.index not in seen]
+                seen.update(o.index for o in readers)
+        until = max(lifetimes.place[index] for index in seen)
+        assert computed_until(lifetimes, operation) == until
+        later += until > lifetimes.place[operation.index]
+    assert later > 4
+
+
 @compiles_for_gpus
 def test_weights_gathered_for_each_pass_are_in_memory_for_each_alone() -> None:
     mesh = gpu_mesh("h100", (8,), ("x",))

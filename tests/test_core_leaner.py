@@ -84,7 +84,7 @@ def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monk
     search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
     counts = finding.Counts(free.schedule.problem, search)
     first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
-    Corrections(counts, search, first, math.inf).follow(first, lambda: None)
+    Corrections(counts, search, first, math.inf).follow(first, lambda again: None)
     assert len(searched) == searches
 
 

@@ -144,14 +144,58 @@ def test_what_fits_only_in_the_order_of_the_search_is_searched_in_its_own_howeve
     monkeypatch.setattr(Corrections, "_search_once", far)
     monkeypatch.setattr(Corrections, "count_in", lambda corrections, order: orders.append(order))
     monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: len(orders) < 2)
+    corrections, first = _corrections()
+    corrections.follow(first, lambda again: None)
+    assert len(orders) == 2  # the one to begin with, and its own
+
+
+@pytest.mark.parametrize(("dearer", "above", "told"), [(1.0, 1.04, True), (1.2, 1.04, False), (1.0, 1.2, False)])
+def test_what_just_exceeds_the_limit_and_costs_hardly_more_is_searched_again_before_anything_else(
+    monkeypatch, dearer, above, told
+):
+    searched, otherwise = [], []
+
+    def near(corrections, found):
+        searched.append(1)
+        solution = replace(found.solution, cost=dearer * corrections.unlimited)
+        here = replace(found, solution=solution, peak_bytes=0.9 * corrections.limit_bytes)
+        return here, replace(here, peak_bytes=above * corrections.limit_bytes)
+
+    monkeypatch.setattr(Corrections, "_search_once", near)
+    monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: len(searched) < 2)
+    corrections, first = _corrections()
+    corrections.follow(first, otherwise.append)
+    assert otherwise == [told, False]
+
+
+@pytest.mark.parametrize(
+    ("status", "above", "again"), [("unknown", 1.04, 1), ("infeasible", 1.04, 0), ("unknown", 2, 0)]
+)
+def test_where_the_work_was_over_the_next_search_is_in_the_order_of_what_nearly_fits(monkeypatch, status, above, again):
+    orders, otherwise = [], []
+
+    def nothing(corrections, found):
+        corrections.aside = replace(found, peak_bytes=above * corrections.limit_bytes)
+        nowhere = replace(found, solution=replace(found.solution, cost=math.inf, status=status))
+        return nowhere, replace(nowhere, peak_bytes=2 * corrections.limit_bytes)
+
+    monkeypatch.setattr(Corrections, "_search_once", nothing)
+    monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: not otherwise)
+    corrections, first = _corrections()
+    monkeypatch.setattr(Corrections, "count_in", lambda corrections, order: orders.append(order))
+    corrections.follow(first, otherwise.append)
+    assert (otherwise, len(orders)) == ([bool(again)], again)
+
+
+def _corrections():
+    """Corrections of the small step within four fifths of its peak, and what they begin with."""
     step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
     problem = free.schedule.problem
     counts = finding.Counts(problem, search)
     first = counts.own(finding.find(problem, problem.network, search, 60.0))
-    Corrections(counts, search, first, math.inf).follow(first, lambda: None)
-    assert len(orders) == 2  # the one to begin with, and its own
+    return Corrections(counts, search, first, math.inf), first
 
 
 @pytest.mark.parametrize(("times", "searches"), [(1.2, 1), (4.0, 2)])

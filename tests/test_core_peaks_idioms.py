@@ -210,6 +210,7 @@ def test_a_loop_holds_what_it_reads_no_longer_than_it_runs() -> None:
     lifetimes = Lifetimes(plan.schedule.problem, range(len(program.operations)))
     forward, _ = (operation for operation in program.operations if operation.bodies)
     [stack] = (link.source for link in plan.schedule.problem.links[forward.index].enter if link.stacked)
+    assert isinstance(stack, int)
     assert lifetimes.held[stack].end <= lifetimes.place[forward.index]
 
 

@@ -40,6 +40,7 @@ def test_a_part_that_holds_assignments_has_their_choices_alone_and_equal_ones_of
     assert part.network.cost(part.inside(second)) == pytest.approx(net.cost(second))
     other = np.array([1, 1, 2, 3, 4, 1])
     assert [part.holds(choices) for choices in (first, second, other)] == [True, True, False]
+    assert not part.holds(np.array([0, 1, 2, 3, 4, 4]))  # a choice behind all that the part has
     with pytest.raises(ValueError, match="not in this part"):
         part.inside(other)
 

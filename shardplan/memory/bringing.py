@@ -303,6 +303,8 @@ def _last_as_whole(lifetimes: Lifetimes, schedule: Schedule, value: int, maker: 
 def computed_until(lifetimes: Lifetimes, operation: Operation, schedule: Schedule | None = None) -> int:
     """The last place at which an operation is computed: on the way, that of the last kernel of which it is part. Where
     a schedule is given, only what reads results as they are made is taken to be."""
+    if schedule is None:
+        return _last_computed(lifetimes)[operation.index]
     last, seen, stack = lifetimes.place[operation.index], {operation.index}, [operation]
     while stack:
         made = stack.pop()
@@ -310,11 +312,23 @@ def computed_until(lifetimes: Lifetimes, operation: Operation, schedule: Schedul
             continue
         for result in made.results:
             for reader in lifetimes.readers.get(result, ()):
-                if reader.index not in seen and (schedule is None or _reads_as_made(schedule, reader, result)):
+                if reader.index not in seen and _reads_as_made(schedule, reader, result):
                     last = max(last, lifetimes.place[reader.index])
                     seen.add(reader.index)
                     stack.append(reader)
     return last
+
+
+@once
+def _last_computed(lifetimes: Lifetimes) -> dict[int, int]:
+    """Of all operations, whatever layouts they read results in."""
+    until: dict[int, int] = {}
+    for place in range(len(lifetimes.order) - 1, -1, -1):
+        made = lifetimes.order[place]
+        on_the_way = made.index in lifetimes.fused and lifetimes.held.keys().isdisjoint(made.results)
+        readers = (reader for result in made.results for reader in lifetimes.readers.get(result, ()))
+        until[made.index] = max([place, *(until[reader.index] for reader in readers)]) if on_the_way else place
+    return until
 
 
 def _reads_as_made(schedule: Schedule, reader: Operation, result: int) -> bool:

@@ -10,6 +10,7 @@ that. What nobody reads but the collective, and nobody keeps, is gone once it is
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -89,9 +90,10 @@ def sent_during(kernel: int, start: int, until: int) -> Lifetime | None:
 
 
 def sent_beside(
-    lifetimes: Lifetimes, problem: Problem, brought: Brought, reader: Operation, begins: int
+    lifetimes: Lifetimes, problem: Problem, brought: Brought, reader: Operation, begins: int, moments: Sequence[int]
 ) -> Iterator[PairUsage]:
-    """Likewise for a search, which does not know who reads the value as it is: where that is there in any case."""
+    """Likewise for a search, which does not know who reads the value as it is, at some moments, which ascend: where
+    that is there in any case."""
     shares = _shares_of(problem, brought.value)
     if not shares.any():
         return
@@ -100,7 +102,7 @@ def sent_beside(
         until = min(held.end, lifetimes.copied[brought.value][1])
         until = until if until > computed_until(lifetimes, reader) else -1
     span = sent_during(kernel, begins, until)
-    if span is not None:
+    if span is not None and any_within(moments, span.start, span.end):
         values, (there, wanted) = problem.program.values, brought.places(problem)
         sizes = np.where(wanted < 0, 0.0, values[brought.value].total_bytes * shares[np.ix_(there, wanted)])
         if span.start == kernel:
@@ -165,9 +167,13 @@ def _needed_until(lifetimes: Lifetimes, schedule: Schedule, gather: Gather, sour
 
 def first_kernel(lifetimes: Lifetimes, operation: Operation) -> int:
     """The place of the first kernel that computes an operation; of a loop, of the first in its body."""
-    if operation.bodies:
-        return lifetimes.start(operation)
-    found, seen, stack = list[int](), {operation.index}, [operation]
+    return lifetimes.start(operation) if operation.bodies else _first_kernel(lifetimes, operation.index)
+
+
+@once
+def _first_kernel(lifetimes: Lifetimes, index: int) -> int:
+    operation = lifetimes.order[lifetimes.place[index]]
+    found, seen, stack = list[int](), {index}, [operation]
     while stack:
         made = stack.pop()
         if made.index not in lifetimes.fused or not lifetimes.held.keys().isdisjoint(made.results):
@@ -176,4 +182,9 @@ def first_kernel(lifetimes: Lifetimes, operation: Operation) -> int:
         readers = [reader for result in made.results for reader in lifetimes.readers.get(result, ())]
         stack += (reader for reader in readers if reader.index not in seen)
         seen.update(reader.index for reader in readers)
-    return min(found, default=lifetimes.place[operation.index])
+    return min(found, default=lifetimes.place[index])
+
+
+def any_within(moments: Sequence[int], first: int, last: int) -> bool:
+    """Whether any of the moments, which ascend, is one of these places."""
+    return bisect_left(moments, first) < bisect_right(moments, last)

@@ -55,6 +55,7 @@ class Lifetimes:
         self, problem: Problem, order: Sequence[int], kernels: Kernels | None = None, sending: Sending | None = None
     ) -> None:
         self._problem, program = problem, problem.program
+        self.known: dict[object, object] = {}
         kernels, sending = kernels or kernels_of(problem), sending or Sending()
         self.order = [program.operations[index] for index in with_products_late(order, kernels.adding)]
         self.place = {operation.index: place for place, operation in enumerate(self.order)}

@@ -96,10 +96,17 @@ def reduced_in(program: Program, operation: Operation) -> list[tuple[tuple[int, 
 
 def adds_few(program: Program, operation: Operation) -> bool:
     """Whether each result of a reduction is computed by a thread of its own."""
-    found = _operand(program, operation)
-    if found is None:
-        return False
-    return not any(dims and reduces_together(shape, dims) for shape, dims in steps_of(*found))
+    return operation.index in _adding_few(program)
+
+
+@once
+def _adding_few(program: Program) -> frozenset[int]:
+    def adds(operation: Operation) -> bool:
+        found = _operand(program, operation)
+        steps = steps_of(*found) if found is not None else []
+        return found is not None and not any(dims and reduces_together(shape, dims) for shape, dims in steps)
+
+    return frozenset(operation.index for operation in program.operations if adds(operation))
 
 
 def adds_many(program: Program, operation: Operation) -> bool:
@@ -112,11 +119,22 @@ def columns_of(program: Program, operation: Operation, lying: Sequence[int] | No
     """How many numbers lie side by side that a reduction by threads together leaves, and how many of these are reduced
     to one then; no columns where it reduces rows. ``lying`` has the dimensions of what it reads from the outermost
     inwards, if they do not lie as they are written."""
-    found = _operand(program, operation)
-    if found is None or adds_few(program, operation):
-        return 0, 1
-    whole, reduced = found
-    order = range(len(whole)) if lying is None or len(lying) != len(whole) else lying
+    if lying is None:
+        return _columns(program).get(operation.index, (0, 1))
+    found = None if adds_few(program, operation) else _operand(program, operation)
+    return (0, 1) if found is None else _columns_in(*found, lying)
+
+
+@once
+def _columns(program: Program) -> dict[int, tuple[int, int]]:
+    """The same of all reductions by threads together, by index, where what they read lies as it is written."""
+    together = (operation for operation in program.operations if not adds_few(program, operation))
+    found = ((operation.index, _operand(program, operation)) for operation in together)
+    return {index: _columns_in(*reduced, ()) for index, reduced in found if reduced is not None}
+
+
+def _columns_in(whole: Sequence[int], reduced: Sequence[int], lying: Sequence[int]) -> tuple[int, int]:
+    order = range(len(whole)) if len(lying) != len(whole) else lying
     (shape, dims), *others = steps_of([whole[dim] for dim in order], [order.index(dim) for dim in reduced])
     columns = prod(shape[max(dims, default=-1) + 1 :])
     return (columns, prod(shape[dim] for shape, dims in others for dim in dims)) if columns > 1 else (0, 1)

@@ -26,10 +26,9 @@ reads it otherwise, so that bounds within a limit are those of this count.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,7 @@ from shardplan.memory.bringing import Sending, brought_spans, brought_until, gat
 from shardplan.memory.brought import Brought, brought_by, own_variable
 from shardplan.memory.convolutions import CONVOLUTION, POOLING_GRADIENT, neighbour_bytes
 from shardplan.memory.copies import exponentials_in_parts
-from shardplan.memory.exchanging import sent_beside
+from shardplan.memory.exchanging import any_within, sent_beside
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import gathered_at_the_end, held_whole
 from shardplan.memory.held import Lifetime
@@ -54,6 +53,7 @@ from shardplan.memory.poolings import IMAGE, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
+from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
@@ -240,14 +240,14 @@ class Usages:
             if value in self._twice:
                 span = Lifetime(min(first, self._twice[value][0]), self._twice[value][1])
                 yield self._left_by_a_gather(brought, span)
-            if value in self._inputs and _any_within(moments, first, last):
-                yield from sent_beside(self.lifetimes, self.problem, brought, reader, first)
-            if _any_within(moments, first, last):
+            if value in self._inputs and any_within(moments, first, last):
+                yield from sent_beside(self.lifetimes, self.problem, brought, reader, first, moments)
+            if any_within(moments, first, last):
                 yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
             lifetime = self._held(value)
             if lifetime is not None:
                 behind = self._taken_over(value, lifetime) + 1
-                if _any_within(moments, behind, lifetime.end):
+                if any_within(moments, behind, lifetime.end):
                     yield PairUsage(variable, copy, np.where(equal, sizes, 0.0), behind, lifetime.end + 1)
 
     def _reordered(self) -> Iterator[PairUsage]:
@@ -266,7 +266,7 @@ class Usages:
     def _generated(self) -> Iterator[Usage]:
         """What the program makes from nothing, while loops read it."""
         for place, operation in enumerate(self.lifetimes.order):
-            for link, value in self.lifetimes.kept_around(operation):
+            for link, value in self.lifetimes.kept_around(operation) if operation.bodies else ():
                 if value in self.problem.generated and self.program.values[value].total_bytes:
                     slices = self.program.values[value].total_bytes / self.program.values[link.target].total_bytes
                     start, variable = self.lifetimes.start(operation), self.problem.variables.values[link.target]
@@ -281,7 +281,7 @@ class Usages:
         for (value, _), span in self._spans.items():
             spans.setdefault(value, []).append(span)
         for place, operation in enumerate(lifetimes.order):
-            for link, value in lifetimes.kept_around(operation):
+            for link, value in lifetimes.kept_around(operation) if operation.bodies else ():
                 if value in variables.values:
                     target = problem.domain(link.target)
                     wanted = layouts_read(link, target.layouts, len(self.program.values[link.target].shape))
@@ -297,9 +297,9 @@ class Usages:
                         yield PairUsage(*ends, amounts, behind, stored.end + 1)
                     if value in self._twice and self._twice[value][1] < start:
                         yield self._left_by_a_gather(brought, Lifetime(*self._twice[value]))
-        for place, index, until, *alike in self._moving:
+        for place, index, until, *alike in _moving(lifetimes, problem):
             last = self._reduced.get(index, place)
-            counts = index in longer or _any_within(moments, place, max(last, until))
+            counts = index in longer or any_within(moments, place, max(last, until))
             for brought, amounts in brought_by(problem, index, *alike) if counts else ():
                 own = self._spans.get((brought.value, index))
                 if brought.result:
@@ -310,21 +310,11 @@ class Usages:
                     during = Lifetime(place, until)
                 else:  # it is there
                     continue
-                yield PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
+                if any_within(moments, *during):
+                    yield PairUsage(brought.source, brought.target, amounts, during.start, during.end + 1)
                 if not brought.result:
-                    yield from sent_beside(lifetimes, problem, brought, lifetimes.order[place], during.start)
-
-    @cached_property
-    def _moving(self) -> list[tuple[int, int, int, bool, bool]]:
-        """The operations that may bring something to other layouts: the place, the index, the last place where one may
-        be computed on the way, and what else `brought_by` asks for."""
-        found, problem, lifetimes = [], self.problem, self.lifetimes
-        for place, operation in enumerate(lifetimes.order):
-            index, generates = operation.index, not operation.results or operation.results[0] in problem.generated
-            if index in problem.choices and not generates:
-                until = brought_until(lifetimes, operation)
-                found.append((place, index, until, index in lifetimes.updating, index in lifetimes.fused))
-        return found
+                    reader = lifetimes.order[place]
+                    yield from sent_beside(lifetimes, problem, brought, reader, during.start, moments)
 
     def _left_by_a_gather(self, brought: Brought, during: Lifetime) -> PairUsage:
         """What a gather leaves beside its copy: where it goes over another dimension than the first."""
@@ -395,6 +385,14 @@ class Usages:
         return self.program.values[value].total_bytes / self.problem.domain(value).degrees
 
 
-def _any_within(moments: Sequence[int], first: int, last: int) -> bool:
-    """Whether any of the moments, which ascend, is one of these places."""
-    return bisect_left(moments, first) < bisect_right(moments, last)
+@once
+def _moving(lifetimes: Lifetimes, problem: Problem) -> list[tuple[int, int, int, bool, bool]]:
+    """The operations that may bring something to other layouts: the place, the index, the last place where one may be
+    computed on the way, and what else `brought_by` asks for."""
+    found = []
+    for place, operation in enumerate(lifetimes.order):
+        index, generates = operation.index, not operation.results or operation.results[0] in problem.generated
+        if index in problem.choices and not generates:
+            until = brought_until(lifetimes, operation)
+            found.append((place, index, until, index in lifetimes.updating, index in lifetimes.fused))
+    return found
