@@ -102,6 +102,10 @@ class Corrections:
         self.lifetimes = first.lifetimes
         self.count_in(first.lifetimes)
 
+    def be_patient(self, share: float, others: Corrections) -> None:
+        """Lets searches take a share of the work that others may, and what makes their results fit as much as there."""
+        self.patience, self.until = share * others.patience, others.until
+
     def count_in(self, lifetimes: Lifetimes) -> None:
         """Searches in this order from here on: memory is short while the same operations run, but nothing that is
         proven holds any more."""

@@ -36,7 +36,7 @@ this share of the work is spent, and is held against what the joined mesh can do
 _SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.75, 0.25
 """Of the work that searches may take: what those among the choices of a coarser mesh may, and the one among all choices
 that follows these, for its bound above all."""
-_LEAST_OF_WHOLE, _LONGEST = 2.0, 1.3
+_LEAST_OF_WHOLE, _LONGEST = 2.0, 1.8
 """That one takes so many times the work of the search without a limit at least, and is not begun where that would be
 more than so much of the work altogether."""
 
@@ -77,6 +77,8 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     every, pairs = _coarser(counts.problem, search)
     whole = _Attempt(counts, search, first, deadline)
     main = (among(_nearest(pairs, first[1])) if pairs else None) or whole
+    if main is not whole:
+        main.corrections.be_patient(_SHARE_OF_PARTS, whole.corrections)
     main.joined = partial(among, every) if every else None
     free, patience, corrections = first[0].solution.lower_bound, whole.corrections.patience, main.corrections
 
@@ -87,15 +89,15 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     main.follow()
     if dear(_JOINED, 1.0):
         main.take_joined()
-    coarser = main.taken if main is whole else main  # the mesh with all axes joined holds no less than that with two
-    attempts = [*filter(None, [coarser]), whole]
+    # all choices find lower peaks sooner than a mesh with two axes joined, but later than one with two of three
+    attempts = [whole, *filter(None, [main.taken])] if main is whole else [main, whole]
     for attempt in attempts:
         if corrections.best is None:
             attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
             attempt.leanest.look()
             corrections.take_leaner(attempt.leanest.take_spent())
     if corrections.best is None:
-        raise _too_little(counts.problem, search, attempts, deadline)
+        raise _too_little(counts.problem, search, attempts, whole.leanest.bound, deadline)
     if main is not whole:
         whole.corrections.go_on_from(corrections)
         corrections = whole.corrections
@@ -179,14 +181,15 @@ def _among(counts: Counts, search: Search, deadline: float, masks: _Masks) -> _A
         return None
     found = counts.own(best)
     attempt = _Attempt(counts, search, [found, found], deadline, part)
-    attempt.corrections.patience *= _SHARE_OF_PARTS
+    attempt.corrections.be_patient(_SHARE_OF_PARTS, attempt.corrections)
     return attempt
 
 
-def _too_little(problem: Problem, search: Search, attempts: Sequence[_Attempt], deadline: float) -> InfeasibleError:
-    """What is said where nothing fits."""
+def _too_little(
+    problem: Problem, search: Search, attempts: Sequence[_Attempt], bound: float, deadline: float
+) -> InfeasibleError:
+    """What is said where nothing fits, and no choice is below the bound."""
     least = min((attempt.leanest.found for attempt in attempts), key=lambda found: found.peak_bytes)
-    bound = attempts[-1].leanest.bound
     late = time.perf_counter() > deadline and bound <= search.limit_bytes
     said = _does_not_fit(problem, least, min(bound, least.peak_bytes), search, late)
     return InfeasibleError(said, least.peak_bytes)

@@ -312,3 +312,33 @@ def test_what_fits_at_the_least_cost_is_not_searched_again_among_all_choices(mon
     monkeypatch.setattr(searching, "fill", lambda known: None)
     plan_within(jax.sharding.AbstractMesh((2, 2, 2), ("x", "y", "z")))
     assert len(searched) == searches
+
+
+@pytest.mark.parametrize(("sizes", "whole"), [((2, 4), [True, False]), ((2, 2, 2), [False, True])])
+def test_the_least_peak_is_looked_for_among_all_choices_first_but_on_three_axes(monkeypatch, sizes, whole):
+    looked = []
+    monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
+    monkeypatch.setattr(Leanest, "begin", lambda leanest: None)
+    monkeypatch.setattr(Leanest, "look", lambda leanest: looked.append(leanest._known.part.kept is None))
+    with pytest.raises(InfeasibleError):
+        plan_within(jax.sharding.AbstractMesh(sizes, ("x", "y", "z")[: len(sizes)]))
+    assert looked == whole
+
+
+def test_on_three_axes_searches_with_two_joined_take_their_share_of_the_work_of_all(monkeypatch):
+    made, followed, init = [], [], Corrections.__init__
+
+    def begin(corrections, *arguments):
+        init(corrections, *arguments)
+        made.append(corrections)
+
+    def follow(corrections, *_):
+        followed.append(corrections.patience)
+        raise InterruptedError  # what comes then does not matter here
+
+    monkeypatch.setattr("shardplan.correcting.LEAST_PATIENCE", 0.0)
+    monkeypatch.setattr(Corrections, "__init__", begin)
+    monkeypatch.setattr(Corrections, "follow", follow)
+    with pytest.raises(InterruptedError):
+        plan_within(jax.sharding.AbstractMesh((2, 2, 2), ("x", "y", "z")))
+    assert followed == [pytest.approx(0.75 * made[0].patience)]
