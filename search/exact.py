@@ -142,14 +142,13 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
     effort = Effort(seconds=sweeping * limit, closing=closing * limit, enough=enough, fitting=not limited)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
     solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt, stuck))
+    run.work += _SECONDS_PER_VARIABLE * len(run.network)  # also where it turns out that nothing fits
     with run.stage("reduce"):
-        run.work += _SECONDS_PER_VARIABLE * len(run.network)
         solver.reduce()
         run.work += _SECONDS_PER_ENTRY * _distinct_entries(graph)
         if not limited and graph.entries() < _ENTRIES_TO_ASK * len(run.network):
             run.serves = None
-        begun = graph.hint
-        graph.hint = begun if run.cost < math.inf else None
+        begun, graph.hint = graph.hint, graph.hint if run.cost < math.inf else None
     with run.stage("fold"):
         bound = begin(solver)
     _stop_at_enough(run, solver, bound)

@@ -61,6 +61,9 @@ _DEAR = 1.3
 # Where searches have taken so small a part of the work, and the gap is so wide, one more is made from the best.
 _SMALL_PART, _WIDE, _HALF_AGAIN = 0.2, 0.05, 0.5
 
+# Where the work for mixing is over, but the gap is that wide, such a share of the work is taken for it.
+_VERY_WIDE, _LEAST_FILLED = 0.3, 0.25
+
 MISSED = 1.001
 
 
@@ -105,6 +108,12 @@ class Corrections:
     def be_patient(self, share: float, others: Corrections) -> None:
         """Lets searches take a share of the work that others may, and what makes their results fit as much as there."""
         self.patience, self.until = share * others.patience, others.until
+
+    def until_filled(self) -> float:
+        """The work up to which what was found is mixed: a little more in any case where nothing fits, or what does is
+        far dearer than what is proven."""
+        far = self.best is None or relative_gap(self.best.solution.cost, self.lower) > _VERY_WIDE
+        return max(self.until, self.work + _LEAST_FILLED * self.patience) if far else self.until
 
     def count_in(self, lifetimes: Lifetimes) -> None:
         """Searches in this order from here on: memory is short while the same operations run, but nothing that is

@@ -33,9 +33,10 @@ def fill(known: Corrections) -> None:
     proven = known.lower
     if known.best is not None and relative_gap(known.best.solution.cost, proven) < _PROVEN:
         return
-    relieve(known, known.until)
-    if known.best is not None and known.work <= known.until:
-        _mix(known, known.best, known.until)
+    until = known.until_filled()
+    relieve(known, until)
+    if known.best is not None and known.work <= until:
+        _mix(known, known.best, until)
     if known.best is not None and proven <= known.best.solution.cost:  # in the order that was searched, not in others
         known.lower = proven
 

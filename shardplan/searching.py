@@ -146,7 +146,7 @@ class _Attempt:
         another search comes first (``again``), of what the joined mesh adds, or what is leaner."""
         corrections = self.corrections
         if self.joined is not None:  # which takes longer
-            relieve(corrections, corrections.until)
+            relieve(corrections, corrections.until_filled())
         if corrections.best is not None or again or corrections.least_bound > CLEARLY * corrections.limit_bytes:
             return
         if not self.take_joined():
@@ -154,7 +154,7 @@ class _Attempt:
             corrections.unreached = self.leanest.bound
             corrections.take_counted()
         if corrections.best is None:
-            relieve(corrections, corrections.until)
+            relieve(corrections, corrections.until_filled())
         corrections.spent += self.leanest.take_spent()  # now: it does not take from relieving
 
 

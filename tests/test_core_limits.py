@@ -187,6 +187,16 @@ def test_where_the_work_was_over_the_next_search_is_in_the_order_of_what_nearly_
     assert (otherwise, len(orders)) == ([bool(again)], again)
 
 
+@pytest.mark.parametrize(("dearer", "more"), [(None, 0.25), (2.0, 0.25), (1.1, 0.0)])
+def test_what_does_not_fit_or_is_far_too_dear_is_mixed_though_the_work_is_over(dearer, more):
+    corrections, first = _corrections()
+    corrections.spent = 10 * corrections.until
+    if dearer:
+        corrections.best = replace(first, solution=replace(first.solution, cost=dearer * corrections.lower))
+    until = corrections.work + more * corrections.patience if more else corrections.until
+    assert corrections.until_filled() == until
+
+
 def _corrections():
     """Corrections of the small step within four fifths of its peak, and what they begin with."""
     step, state, batch = training()
