@@ -17,9 +17,9 @@ from shardplan.search import Hint, Network, Part, Solution, all_extended, extend
 from shardplan.search.solution import relative_gap
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
-# a limit: so many seconds per operation and per table, and of the search (fitted to 35 programs, half of them on two
-# and three axes); but not less than the least patience, in seconds too. Where nothing was found, one more search may
-# overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a limit, not
+# a limit: so many seconds per operation and per table, and of the search (fitted to 27 programs, 10 of them on two axes
+# too, and 5 on three); but not less than the least patience, in seconds too. Where nothing was found, one more search
+# may overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a limit, not
 # memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow. Where the
 # cheapest of what is found just does not fit, making it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
