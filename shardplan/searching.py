@@ -181,7 +181,7 @@ def _among(counts: Counts, search: Search, deadline: float, masks: _Masks) -> _A
         return None
     found = counts.own(best)
     attempt = _Attempt(counts, search, [found, found], deadline, part)
-    attempt.corrections.be_patient(_SHARE_OF_PARTS, attempt.corrections)
+    attempt.corrections.patience *= _SHARE_OF_PARTS
     return attempt
 
 
