@@ -20,6 +20,7 @@ from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
 from shardplan.search import Network, Part, Solution, solve
+from shardplan.straightening import straightened
 
 # A plan near the best one without a limit that exceeds the limit by so much is not worth proving, nor one within it
 # worth counting in its own order.
@@ -97,7 +98,8 @@ def find(
         work_limit=work,
         serves=serves,
     )
-    solution = replace(solution, choices=(part or Part(problem.network)).outside(solution.choices))
+    choices = (part or Part(problem.network)).outside(solution.choices)
+    solution = replace(solution, choices=straightened(problem, choices))
     if solution.status == "unknown" and network.usage_limit is None:
         solution = _as_it_is(problem, solution)
     return solution

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -26,6 +27,7 @@ from shardplan.relieving import relieve
 from shardplan.running import sums_of_products
 from shardplan.search import METHODS, Part, Solution
 from shardplan.search.solution import relative_gap
+from shardplan.straightening import straightened
 from shardplan.tables import megabytes
 
 _FAR_TOO_DEAR, _JOINED = 0.1, 0.3
@@ -109,7 +111,16 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     else:
         corrections.search_a_little_more()
     fill(corrections)
-    return corrections.best_proven()
+    return _straight(counts, corrections.best_proven(), search.limit_bytes)
+
+
+def _straight(counts: Counts, found: Found, limit_bytes: float) -> Found:
+    """What is mixed from several searches, with mesh axes in the mesh's order where that keeps within the limit too."""
+    choices = straightened(counts.problem, found.solution.choices)
+    if np.array_equal(choices, found.solution.choices):
+        return found
+    turned = counts.own(replace(found.solution, choices=choices))
+    return turned if turned.peak_bytes <= limit_bytes else found
 
 
 class _Attempt:
