@@ -151,6 +151,23 @@ def test_the_gradient_of_a_transposed_convolutions_filters_reads_transposed_copi
     }
 
 
+def test_filters_of_volumes_keep_their_place_and_read_the_copy_with_zeros_once_more():
+    """Their gradient reads a part of the gradient of what was put together behind them, transposed. That what it reads
+    is nothing but transposed was said before: 1.12 of what was predicted is compiled of a net of such."""
+
+    def grow(images, filters, others, mixing):
+        grown = jax.lax.conv_general_dilated(images, filters, (1, 1, 1), [(1, 1)] * 3, lhs_dilation=(2, 2, 2))
+        both = jnp.concatenate([others, grown], axis=1)
+        return jnp.sum(jax.lax.conv_general_dilated(both, mixing, (1, 1, 1), [(1, 1)] * 3) ** 2)
+
+    shapes = (2, 8, 16, 16, 16), (8, 8, 2, 2, 2), (2, 8, 32, 32, 32), (8, 16, 3, 3, 3)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    program = trace_program(jax.grad(grow, argnums=1), args, {})
+    grown, gradient = (o.index for o in program.operations if o.params.get("lhs_dilation") == (2, 2, 2))
+    times = (33 / 16) ** 3
+    assert spread_operands(program, program.operations) == {(grown, 0): times, (gradient, 0): times, (gradient, 1): 1.0}
+
+
 def test_the_gradients_of_filters_larger_than_what_they_make_are_read_from_copies():
     numbers = ("NHWC", "HWIO", "NHWC")
 

@@ -26,6 +26,9 @@ _SCALING = frozenset({"mul", "div", "add", "sub", "max", "min"})
 CONVOLUTION = "conv_general_dilated"
 POOLING_GRADIENT = "select_and_scatter_add"
 
+_CUTTING = frozenset({"slice", "split", "concatenate", "pad"})
+"""What cuts values into parts, or puts them together: dimensions stay in their places."""
+
 ReadingCopies = Mapping[tuple[int, float], Sequence[tuple[int, int]]]
 """Per spread operand and how many times larger its copy is, the places of the convolutions that read it, with the
 position there."""
@@ -170,12 +173,12 @@ def spread_operands(
     operation's index and the position, and how many times larger that is.
 
     Where filters are reversed, cuDNN computes the gradient of an image, without a copy. Where filters are larger than
-    their images (the gradient of a transposed convolution's filters), XLA lets both change places. Filters that are
-    larger than what is made, and keep their place, are a gradient: cuDNN computes that of filters, and leaves space
-    between their elements. All others are forward convolutions: XLA writes the zeros between the elements of an image,
-    or around one that is not padded alike at both ends, and then those of filters too; and what has features where the
-    convolution wants the batch is transposed, into a copy as large. An image that is ``copied`` all the same (its
-    operation's index and position), with rows of neighbours or in an island, is so with what is around it.
+    their images (the gradient of a transposed convolution's filters), XLA lets both change places, in a plane. Filters
+    that are larger than what is made, and keep their place, are a gradient: cuDNN computes that of filters, and leaves
+    space between their elements. All others are forward convolutions: XLA writes the zeros between the elements of an
+    image, or around one that is not padded alike at both ends, and then those of filters too; and what has features
+    where the convolution wants the batch is transposed, into a copy as large. An image that is ``copied`` all the same
+    (its operation's index and position), with rows of neighbours or in an island, is so with what is around it.
     """
     found, lying = dict[tuple[int, int], float](), dict[int, tuple[int, int]]()
     for operation in operations if convolutions_of(program) else ():
@@ -187,11 +190,11 @@ def spread_operands(
                 found |= {(operation.index, 0): times} if times > 1 and not reverses else {}
             else:
                 found |= {(operation.index, n): times for n, times in _spread(program, operation, reverses, turned)}
-        elif len(operation.results) == 1:
-            shape = program.values[operation.results[0]].shape
+        elif operation.results:
+            shape, cuts = program.values[operation.results[0]].shape, operation.primitive.name in _CUTTING
             for operand in operation.operands:
-                if isinstance(operand, int) and operand in lying and program.values[operand].shape == shape:
-                    lying.setdefault(operation.results[0], lying[operand])
+                if isinstance(operand, int) and operand in lying and (cuts or program.values[operand].shape == shape):
+                    lying |= {r: lying[operand] for r in operation.results if r not in lying}
     return found
 
 
@@ -203,7 +206,7 @@ def _spread(
     windows, image, filters = _windows(program, operation), 0, 1
     grouped = operation.params["feature_group_count"] > 1
     alone = not grouped and operation.params["batch_group_count"] == 1
-    change = alone and prod(w.filters for w in windows) > prod(w.image for w in windows)
+    change = alone and _change_places(windows)
     if change:
         windows, image, filters = [window.changed_places() for window in windows], 1, 0
     elif reverses and not grouped:
@@ -233,7 +236,7 @@ def forward_convolutions(program: Program) -> frozenset[int]:
         windows = _windows(program, operation)
         if operation.operands[1] in _reversed(program) and _reverses(program, operation):
             continue
-        if prod(w.filters for w in windows) > prod(w.image for w in windows):
+        if _change_places(windows):
             windows = [window.changed_places() for window in windows]
         groups, strides = params["feature_group_count"], any(stride > 1 for stride in params["window_strides"])
         alone = groups == params["batch_group_count"] == 1
@@ -290,6 +293,11 @@ def _reverses(program: Program, operation: Operation) -> bool:
         return False
     single = all(w.filters == w.spread == 1 for w in windows)
     return not single and all(w.dilation == 1 for w in windows)
+
+
+def _change_places(windows: Sequence[_Window]) -> bool:
+    """Whether filters are so large that XLA takes them for the image: not those with more dimensions than a plane."""
+    return len(windows) <= PLANE and prod(w.filters for w in windows) > prod(w.image for w in windows)
 
 
 def _is_gradient(windows: Sequence[_Window]) -> bool:
