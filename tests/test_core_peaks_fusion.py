@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
+from shardplan.memory.computing import computing_of
 from shardplan.memory.convolutions import spread_operands
+from shardplan.memory.fusing import Fusion
 from shardplan.memory.liveness import Lifetimes
-from shardplan.memory.priorities import _Fusion, stored_values
+from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import merged_products, product_operands
 from shardplan.memory.recomputing import _unfused, kernels_in, kernels_of
 from shardplan.memory.reductions import combined_reductions
@@ -274,7 +276,7 @@ def test_what_is_spread_along_dimensions_is_read_as_often():
     problem = shardplan.plan(step, 1, _shape(512, 512), _shape(512, 1)).schedule.problem
     [product] = [o for o in problem.program.operations if o.primitive.name == "mul"]
     whole = dict.fromkeys(range(len(problem.program.values)), (1.0, 0.0))
-    own = _Fusion(problem, whole, product.results)._kernels[product.results[0]].reads
+    own = Fusion(problem, whole, product.results, computing_of(problem))._kernels[product.results[0]].reads
     assert {sum(times.values()) for times in own.values()} == {1.0, 512.0}
 
 
@@ -341,8 +343,8 @@ def test_what_is_alike_or_split_as_before_is_not_fused_again(monkeypatch, layers
     problem = shardplan.plan(step, 1, _shape(512, 512), [_shape(512, 512)] * layers).schedule.problem
     values = problem.program.values
     found, looked_at = _unfused(problem, frozenset()), []
-    fuse = _Fusion.fuse
-    monkeypatch.setattr(_Fusion, "fuse", lambda fusion, able: looked_at.append(able) or fuse(fusion, able))
+    fuse = Fusion.fuse
+    monkeypatch.setattr(Fusion, "fuse", lambda fusion, able: looked_at.append(able) or fuse(fusion, able))
     problem.known.clear()
     degrees = [1.0] * len(values)
     before = stored_values(problem, found.fused, found.read, degrees, {})
@@ -354,7 +356,8 @@ def test_what_is_alike_or_split_as_before_is_not_fused_again(monkeypatch, layers
     assert 0 < len(looked_at) < parts
     for stored, split in ((before, [1.0] * len(values)), (after, degrees)):
         apart = {value: (degree, 0.0) for value, degree in enumerate(split)}
-        whole = _Fusion(problem, apart, [r for o in problem.program.operations for r in o.results])
+        made = [r for o in problem.program.operations for r in o.results]
+        whole = Fusion(problem, apart, made, computing_of(problem))
         whole.fuse(
             [r for o in problem.program.operations for r in o.results if o.index in found.fused and r not in found.read]
         )

@@ -10,7 +10,7 @@ from shardplan.memory.coalescing import is_read_apart
 from shardplan.memory.convolutions import spread_again
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.flattened import flattened
-from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations
+from shardplan.memory.fusion import REDUCTIONS, is_view, merged_scatters, pointwise_operations, readers_in
 from shardplan.memory.lying import lying_of
 from shardplan.memory.products import copied_again, is_multiplied, product_operands
 from shardplan.memory.rows import cuts_tiles, row_results
@@ -85,14 +85,14 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
         if read.copied
     }
     merged = {program.operations[index].results[0] for index in merged_scatters(problem)}
-    viewed, flat = _viewed(program, pointwise), flattened(problem)
+    viewed, flat, scaled = _viewed(program, pointwise), flattened(problem), _scaled_elsewhere(problem)
     passed = merged | problem.generated  # a scatter writes into the sum of what else is added, in a kernel of its own
     for operation in program.operations:
         name = operation.primitive.name
         if operation.bodies or not operation.results:
             continue
         library = is_multiplied(program, operation)  # what reads its operand is a kernel that copies it
-        renames = name in _RENAMING or is_view(program, operation)
+        renames = name in _RENAMING or is_view(program, operation) or operation.index in scaled
         cycles = 0 if library or renames or name in _MOVING else cycles_of(program, operation)
         branches = int(name in _BRANCHING and not adds_few(program, operation))
         row = rows.get(operation.results[0], 0.0)
@@ -108,11 +108,41 @@ def computing_of(problem: Problem, reshaped: frozenset[int] = frozenset()) -> di
         views = _VIEWED.get(name, 0) if read and read[0] in viewed else 0
         by_element = operation.index in pointwise and name != "broadcast_in_dim" and operation.results[0] not in flat
         through = tuple([o for o in read if by_element and o in flat])
+        numbers, generated = (0, ()) if operation.index in scaled else _of_nothing(problem, operation)
         found[operation.index] = Computing(
             *(read, cycles, branches, renames, sums, library, row, tiles, columns, views),
-            *(*_of_nothing(problem, operation), copied, apart, through),
+            *(numbers, generated, copied, apart, through),
         )
     return found
+
+
+@once
+def _scaled_elsewhere(problem: Problem) -> frozenset[int]:
+    """Multiplications by one number, by index, whose results are all multiplied by something that is spread: XLA
+    multiplies that by the number, before it spreads it."""
+    program, found = problem.program, set[int]()
+    readers = readers_in(program)
+    for operation in program.operations:
+        if operation.primitive.name != "mul":
+            continue
+        [result] = operation.results
+        numbers = [isinstance(_generated(problem, operand), Constant) for operand in operation.operands]
+        reading = readers.get(result, ())
+        if sum(numbers) == 1 and reading and all(_multiplies_spread(problem, r, result) for r in reading):
+            found.add(operation.index)
+    return frozenset(found)
+
+
+def _multiplies_spread(problem: Problem, operation: Operation, value: int) -> bool:
+    """Whether an operation multiplies a value by something smaller, which is spread for that."""
+    program = problem.program
+    other = next((o for o in operation.operands if isinstance(o, int) and o != value), None)
+    if operation.primitive.name != "mul" or other is None:
+        return False
+    maker = program.makers.get(other)
+    if maker is not None and maker.primitive.name == "broadcast_in_dim" and isinstance(maker.operands[0], int):
+        other = maker.operands[0]
+    return 1 < program.values[other].elements < program.values[value].elements
 
 
 def _of_nothing(problem: Problem, operation: Operation) -> tuple[int, tuple[tuple[int, int, int], ...]]:

@@ -39,7 +39,9 @@ class Kernel:
     with one number each; ``generated``: of what is read in the time in which it reads what depends on nothing,
     ``masks``: of that part of it which is soon computed. ``turned``: the bytes of what it moves from where a product
     wrote it (`shardplan.memory.transposed`), ``by_element``: whether it does so in tiles; ``apart``: values of which it
-    goes through each element by itself (`shardplan.memory.coalescing`). ``time`` is how long it takes.
+    goes through each element by itself (`shardplan.memory.coalescing`). ``time`` is how long it takes. ``columns``:
+    of a sum, the columns that lie side by side, 0 where it adds up rows, the numbers that it adds up, and how many it
+    makes of them.
     """
 
     reads: dict[int, dict[int, float]]
@@ -62,6 +64,7 @@ class Kernel:
     times: dict[int, float] = field(default_factory=dict)
     time: float = 0.0
     apart: frozenset[int] = frozenset()
+    columns: tuple[int, float, float] | None = None
 
     def duration(self) -> float:
         """How long it takes, by what it computes and moves."""

@@ -23,36 +23,18 @@ What is put together from parts that no warp divides is dear to compute, and sto
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from math import inf, prod
+from collections.abc import Mapping, Sequence
 
-from shardplan import _jax
-from shardplan.memory.absorbing import narrow_values, own_of_rows
+from shardplan.memory.absorbing import own_of_rows
 from shardplan.memory.alike import first_alike
-from shardplan.memory.coalescing import READ_AT_ONCE
-from shardplan.memory.computing import PARTS, Computing, computing_of
-from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
-from shardplan.memory.fusion import BLOCK, CUMULATIVE, merged_scatters, pointwise_operations
-from shardplan.memory.growing import BY_ITSELF, ONE_NUMBER, OWN, Kernel, quicker, time_of
-from shardplan.memory.lying import lies_in, lying_of
+from shardplan.memory.computing import Computing, computing_of
+from shardplan.memory.fusing import Fusion
+from shardplan.memory.fusion import merged_scatters, pointwise_operations
+from shardplan.memory.lying import lying_of
 from shardplan.memory.parts import Part, parts_of
-from shardplan.memory.products import PRODUCT
-from shardplan.memory.sums import LAUNCH, waiting_for_blocks, waiting_for_rows
+from shardplan.memory.repeated import Apart, repeated_in
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Operation
-
-_WARP = 32
-_APART = 400
-"""Elements that a warp computes together, and cycles, by XLA's count, for an element of what is put together from
-parts that warps do not divide."""
-
-_SPREADING = frozenset({"broadcast_in_dim", PRODUCT})
-
-_MOST_READ, _MOST_BRANCHES, _MOST_CODE = 96, 10, 10_000
-"""What XLA lets one kernel read, how often it lets it branch, and how many operations it lets it have on all ways. A
-padding does not count: kernels with 63 of them were compiled."""
 
 
 def stored_values(
@@ -63,36 +45,59 @@ def stored_values(
     buffers: Mapping[int, float],
     reshaped: frozenset[int] = frozenset(),
     absorbed: frozenset[int] = frozenset(),
+    apart: Apart = (),
 ) -> frozenset[int]:
     """The values that XLA:GPU stores, of those that operations ``fused`` make, by index, and that are not ``needed`` in
     memory anyway, where each value is split into so many parts (``degrees``), and some are parts of ``buffers`` of so
-    many bytes; ``reshaped`` as in `shardplan.memory.products`, ``absorbed`` as in `shardplan.memory.absorbing`."""
+    many bytes; ``reshaped`` as in `shardplan.memory.products`, ``absorbed`` as in `shardplan.memory.absorbing`,
+    ``apart`` as in `shardplan.memory.repeated`: of what is computed twice, XLA fuses one for all that read either."""
     found = set[int]()
-    for part, alike in _parts(problem, fused, needed, reshaped, absorbed):
+    for part, alike in _parts(problem, fused, needed, reshaped, absorbed, apart):
         around = tuple([buffers.get(value, 0.0) for value in part.values])
         split = tuple([degrees[value] for value in part.values])
-        stored = _stored_in(problem, alike, split, around, reshaped, absorbed)
+        stored = _stored_in(problem, alike, split, around, reshaped, absorbed, apart)
         found.update([part.values[place] for place in stored])
-    return frozenset(found)
+    return frozenset(found).union(v for v, first in repeated_in(problem.program, apart).items() if first in found)
 
 
 @once
 def _parts(
-    problem: Problem, fused: frozenset[int], needed: frozenset[int], reshaped: frozenset[int], absorbed: frozenset[int]
+    problem: Problem,
+    fused: frozenset[int],
+    needed: frozenset[int],
+    reshaped: frozenset[int],
+    absorbed: frozenset[int],
+    apart: Apart,
 ) -> list[tuple[Part, Part]]:
     """The parts, each with the first one that is alike."""
-    computing, merged = computing_of(problem, reshaped), merged_scatters(problem)
+    computing, merged = _computing_once(problem, reshaped, apart), merged_scatters(problem)
+    same = repeated_in(problem.program, apart)
     without_bodies = [operation for operation in problem.program.operations if not operation.bodies]
     alone, own = fused - merged.keys(), own_of_rows(problem, absorbed)
+    elsewhere = own.union(same, needed, (same[value] for value in needed & same.keys()))
     parts = parts_of(
-        {r: computing[o.index].read for o in without_bodies for r in o.results if r not in own},
-        {r for operation in without_bodies if operation.index in alone for r in operation.results} - needed - own,
+        {r: computing[o.index].read for o in without_bodies for r in o.results if r not in own and r not in same},
+        {r for operation in without_bodies if operation.index in alone for r in operation.results} - elsewhere,
     )
     moving = lying_of(problem.program, pointwise_operations(problem)).moved
     moved = {one.index: moving.isdisjoint(one.results) for one in without_bodies if moving}
     others = {index: (*done.others, moved.get(index, True), index in absorbed) for index, done in computing.items()}
     reading = {index: (done.values, others[index]) for index, done in computing.items()}
     return list(zip(parts, first_alike(problem, parts, reading), strict=True))
+
+
+@once
+def _computing_once(problem: Problem, reshaped: frozenset[int], apart: Apart) -> dict[int, Computing]:
+    """What operations do, and read: of what is computed twice, the first one."""
+    same = repeated_in(problem.program, apart)
+    found = dict(computing_of(problem, reshaped))
+    for index, done in found.items():
+        if not same.keys().isdisjoint(done.read):
+            read, copied, apart_read, through = (
+                tuple(dict.fromkeys(same.get(value, value) for value in some)) for some in done.values
+            )
+            found[index] = done._replace(read=read, copied=copied, apart=apart_read, through=through)
+    return found
 
 
 @once
@@ -103,297 +108,10 @@ def _stored_in(
     buffers: tuple[float, ...],
     reshaped: frozenset[int],
     absorbed: frozenset[int],
+    apart: Apart,
 ) -> list[int]:
     """Those of one part, by place, whose values are split into so many parts, and lie in buffers of so many bytes."""
     split = dict(zip(part.values, zip(degrees, buffers, strict=True), strict=True))
-    fusion = _Fusion(problem, split, part.makes, reshaped, absorbed)
+    fusion = Fusion(problem, split, part.makes, _computing_once(problem, reshaped, apart), absorbed)
     fusion.fuse(part.fusible)
     return [place for place, value in enumerate(part.values) if value in fusion.apart]
-
-
-class _Fusion:
-    """The kernels that make some values, while these are fused into their readers."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        split: Mapping[int, tuple[float, float]],
-        makes: Iterable[int],
-        reshaped: frozenset[int] = frozenset(),
-        absorbed: frozenset[int] = frozenset(),
-    ) -> None:
-        """``split``: for each value, also of those that are read, into how many parts it is split, and the bytes of
-        the buffer that it is part of, if that is larger."""
-        values = problem.program.values
-        self._problem, self._absorbed, self._narrow = problem, absorbed, narrow_values(problem, absorbed)
-        self._bytes = {value: values[value].total_bytes / degree for value, (degree, _) in split.items()}
-        self._elements = {value: values[value].elements / degree for value, (degree, _) in split.items()}
-        self._around = {value: max(buffer, self._bytes[value]) for value, (_, buffer) in split.items()}
-        self._quicker = {value: quicker(size) for value, size in self._around.items()}
-        self._kernels: dict[int, Kernel] = {}
-        self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
-        self._sources: dict[int, dict[tuple[float, float], float]] = {}  # per value, what computing it so often reads
-        self._gains: dict[int, float] = {}
-        self._queue: list[tuple[float, int]] = []
-        self._renamed: set[int] = set()
-        self.apart: dict[int, None] = {}
-        computing, makers = computing_of(problem, reshaped), problem.program.makers
-        lying = lying_of(problem.program, pointwise_operations(problem))
-        self._moving, self._lying = lying.moved, lying.orders
-        for result in makes:
-            operation = makers[result]
-            kernel = self._kernels[result] = self._kernel(operation, result, computing[operation.index])
-            kernel.times = {value: sum(times.values()) for value, times in kernel.reads.items()}
-            kernel.moved = self._moved(result)
-            kernel.time = kernel.duration()
-            for value in kernel.reads:
-                self._saved.setdefault(value, {})[result] = 0.0
-
-    def fuse(self, values: Iterable[int]) -> None:
-        """Fuses values as long as that saves time; those that stay apart are left in `apart`."""
-        self.apart = dict.fromkeys(values)
-        for value in self.apart:
-            self._weigh(value)
-        masked = any(kernel.masks for kernel in self._kernels.values())
-        while self._queue or masked:
-            if masked and (not self._queue or -self._queue[0][0] < LAUNCH):
-                self._compute_masks()
-                masked = False
-                continue
-            gain, number = heapq.heappop(self._queue)
-            if -number in self.apart and self._gains[-number] == -gain and self._fits(-number):
-                self._fuse(-number)
-
-    def _compute_masks(self) -> None:
-        """Lets kernels compute what depends on nothing, where that is soon done: what is made of no memory saves hardly
-        more than the launch of its own kernel, so all that saves more is fused before."""
-        computing = {value for value, kernel in self._kernels.items() if kernel.masks}
-        for value in computing:
-            self._kernels[value].compute_masks()
-        for value in self.apart:
-            if value in computing or not computing.isdisjoint(self._saved[value]):
-                self._weigh(value)
-
-    def _kernel(self, operation: Operation, result: int, computing: Computing) -> Kernel:
-        """The kernel of one operation."""
-        name, choices = operation.primitive.name, self._problem.choices.get(operation.index)
-        read, cycles = computing.read, computing.cycles
-        elements = max([self._elements[value] for value in (*read, result)])
-        if computing.renames:
-            self._renamed.add(result)
-        pointwise = choices is not None and choices.pointwise and name != "dynamic_update_slice"
-        if operation.index in self._absorbed:
-            computing = computing._replace(branches=0, sums=False, columns=None)
-            reads = {value: {OWN: 1.0} for value in read}
-        elif computing.views:
-            reads = {value: {value: float(computing.views)} for value in read}
-        elif pointwise or self._shows(operation, result) or not self._narrow.isdisjoint(read):
-            reads = {value: self._of_element(value, result) for value in read}
-            reads |= {value: {~(operation.index + 1): 1.0} for value in computing.through}
-        else:
-            reads = {value: {value: 0.0} for value in read}
-            for position, value in enumerate(read):
-                computed = elements if name == PRODUCT else self._elements[result]
-                reads[value][value] += 1.0 if computing.library else self._times(operation, position, computed, value)
-        if name == "concatenate" and any(times.get(value, 1.0) % 1.0 for value, times in reads.items()):
-            cycles = _APART
-        if name == "gather" and (batch := operation.params["dimension_numbers"].operand_batching_dims):
-            # XLA puts places in the batch, and indices, together
-            cycles, elements = _APART * (len(batch) + 1), self._elements[result]
-        cycles += REDUCING_CYCLES if computing.rows else 0
-        kernel = Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
-        kernel.rows, kernel.tiles, kernel.apart = computing.rows, computing.tiles, frozenset(computing.apart)
-        kernel.by_element, kernel.whole = pointwise and name != "transpose", operation.index in self._absorbed
-        kernel.turned = self._bytes[result] * (result in self._moving)
-        kernel.scalars = self._bytes[result] * computing.numbers * pointwise
-        for item, size, computed in computing.generated if pointwise else ():
-            reading = item / quicker(size)
-            kernel.generated += self._elements[result] * reading
-            soon = computed * (1 - BESIDE) < reading * CYCLES_PER_BYTE
-            kernel.masks += self._elements[result] * reading * soon
-        kernel.writes = sum([self._bytes[value] for value in computing.copied]) or self._bytes[result]
-        if computing.columns is not None:
-            waiting = self._waiting(read, computing.columns, elements, self._elements[result])
-            kernel.again, kernel.slower = min(waiting, 1.0), max(waiting, 1.0)
-            kernel.cycles *= kernel.slower
-        return kernel
-
-    def _shows(self, operation: Operation, result: int) -> bool:
-        """Whether a transposition moves nothing, or something is shown as another shape."""
-        name, program = operation.primitive.name, self._problem.program
-        return name == "reshape" or (name == "transpose" and lies_in(program, self._lying, result) != result)
-
-    def _waiting(self, values: Sequence[int], columns: tuple[int, int], read: float, made: float) -> float:
-        """By how much a kernel that sums up ``read`` numbers of some values reads slower than one that keeps the whole
-        device busy."""
-        if not columns[0]:
-            return waiting_for_rows(read, made)
-        width = min([_jax.item_bytes(self._problem.program.values[value].dtype) for value in values], default=4)
-        return waiting_for_blocks(columns[0], read, columns[1] * made, width)
-
-    def _of_element(self, value: int, result: int) -> dict[int, float]:
-        """How often an operation element by element goes through an operand, which it may spread along dimensions."""
-        values = self._problem.program.values
-        if values[value].elements == values[result].elements or value in self._narrow:
-            return {OWN: 1.0}
-        return {value: self._elements[result] / max(self._elements[value], 1e-9)}
-
-    def _times(self, operation: Operation, position: int, computed: float, value: int) -> float:
-        """How often an operation that does not go element by element reads an operand's elements to compute so many."""
-        name, own = operation.primitive.name, max(self._elements[value], 1e-9)
-        if name in _SPREADING or (name in PARTS and not position):
-            return computed / own
-        if name in CUMULATIVE:
-            length = self._problem.program.values[value].shape[operation.params["axis"]]
-            return 1.0 + BLOCK if length > BLOCK else float(length)
-        if name == "concatenate":
-            dimension, shape = operation.params["dimension"], self._problem.program.values[value].shape
-            if prod(shape[:dimension]) > 1 and shape[dimension]:  # in front, parts lie one after another
-                return -(-shape[dimension] // _WARP) * _WARP / shape[dimension]
-        return 1.0
-
-    def _moved(self, value: int) -> float:
-        """The bytes that a kernel reads and writes."""
-        kernel = self._kernels[value]
-        read = sum([self._reading(v, times, kernel.again) for v, times in kernel.times.items()])
-        read += 0.0 if kernel.by_element else BY_ITSELF * kernel.turned
-        for place in kernel.apart:
-            read += sum([self._apart(v) for v, places in kernel.reads.items() if place in places])
-        read += kernel.generated + kernel.scalars * max(kernel.again, ONE_NUMBER)
-        return kernel.slower * (kernel.writes + read)
-
-    def _reading(self, value: int, times: float, again: float) -> float:
-        """The bytes that could be read in the time in which a kernel goes through a value so often."""
-        size = times * self._bytes[value]
-        if size <= (first := self._around[value]):  # of a part of a buffer, XLA takes as many bytes to be new
-            return size
-        return first + (size - first) * max(again, 1.0 / self._quicker[value])
-
-    def _apart(self, value: int) -> float:
-        """The bytes that are read besides where each element of a value is read by itself."""
-        return self._elements[value] * READ_AT_ONCE - self._bytes[value]
-
-    def _fits(self, value: int) -> bool:
-        """Whether XLA can generate the code of all kernels that read a value where they compute it."""
-        own = self._kernels[value]
-        for reader in self._saved[value]:
-            kernel = self._kernels[reader]
-            if (own.sums and kernel.sums) or (own.whole and not kernel.rows):
-                return False
-            if (own.rows or kernel.rows) and not (own.tiles and kernel.tiles):
-                return False
-            copies = len(kernel.reads[value])
-            branches = copies * own.branches + kernel.branches
-            if len(kernel.reads.keys() | own.reads.keys()) > _MOST_READ or branches > _MOST_BRANCHES:
-                return False
-            if (copies * own.operations + kernel.operations) * 2**branches > _MOST_CODE:
-                return False
-        return True
-
-    def _weigh(self, value: int) -> None:
-        """Counts what all readers of a value save where it is fused into them."""
-        saved = self._saved.setdefault(value, {})
-        for reader in saved:
-            saved[reader] = self._saving(value, reader)
-        own = self._kernels[value]
-        gain = inf if value in self._renamed else LAUNCH + own.time + sum(saved.values())
-        self._offer(value, gain)
-
-    def _offer(self, value: int, gain: float) -> None:
-        self._gains[value] = gain
-        if gain >= 0:  # of equal ones the last comes first
-            heapq.heappush(self._queue, (-gain, -value))
-
-    def _saving(self, value: int, reader: int) -> float:
-        """The time that a kernel takes less where it computes a value instead of reading it."""
-        own, kernel = self._kernels[value], self._kernels[reader]
-        times, again = kernel.times[value], kernel.again
-        moved = times * (own.generated + own.scalars * max(again, ONE_NUMBER)) - self._reading(value, times, again)
-        apart = own.times.keys().isdisjoint(kernel.times)  # as most are, which spares going through all that it reads
-        moved += (
-            self._reading_apart(value, times, again) if apart else self._reading_more(own, kernel, kernel.reads[value])
-        )
-        if not kernel.by_element:  # reads each element that is moved by itself
-            moved += BY_ITSELF * times * own.turned
-        for place in kernel.apart:
-            if place in kernel.reads[value]:
-                sources = [v for v, places in own.reads.items() if OWN in places]
-                moved -= self._apart(value)
-                moved += sum([self._apart(v) for v in sources if place not in kernel.reads.get(v, ())])
-        rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
-        moved = kernel.moved + kernel.slower * moved
-        return kernel.time - time_of(cycles, moved, rows)
-
-    def _reading_apart(self, value: int, times: float, again: float) -> float:
-        """The bytes that a kernel which computes a value so often reads for it, if it reads none of them anyway."""
-        known = self._sources.setdefault(value, {})
-        if (times, again) not in known:
-            shares = self._kernels[value].times.items()
-            known[times, again] = sum([self._reading(source, times * share, again) for source, share in shares])
-        return known[times, again]
-
-    def _reading_more(self, own: Kernel, kernel: Kernel, places: Mapping[int, float]) -> float:
-        """Likewise, of a kernel that reads some of them anyway; ``places``: how often it goes through the value."""
-        moved, times, again = 0.0, sum(places.values()), kernel.again
-        for source, share in own.times.items():
-            known = kernel.reads.get(source)
-            if known is None:
-                moved += self._reading(source, times * share, again)
-                continue
-            before = kernel.times[source]
-            now = before + times * share
-            if OWN in own.reads[source]:  # what it reads for these elements already is not read again
-                now -= sum([share for place, share in known.items() if place in places])
-            moved += self._reading(source, now, again) - self._reading(source, before, again)
-        return moved
-
-    def _fuse(self, value: int) -> None:
-        """Lets all kernels that read a value compute it, and weighs anew what that changes."""
-        del self.apart[value]
-        readers = self._saved.pop(value)
-        for source in self._kernels[value].reads:
-            saved = self._saved[source].pop(value)
-            if source in self.apart:
-                self._gains[source] -= saved
-        for reader in readers:
-            self._take_in(value, reader)
-        changed: dict[int, None] = {}
-        for reader in readers:
-            for source in self._kernels[reader].reads:
-                if source in self.apart:
-                    saved = self._saving(source, reader)
-                    self._gains[source] += saved - self._saved[source][reader]
-                    self._saved[source][reader] = saved
-                    changed[source] = None
-        for source in changed:
-            self._offer(source, self._gains[source])
-        for reader in readers:
-            if reader in self.apart:
-                self._weigh(reader)
-
-    def _take_in(self, value: int, reader: int) -> None:
-        """Lets one kernel compute a value that it has read."""
-        own, kernel = self._kernels[value], self._kernels[reader]
-        places, times = kernel.reads.pop(value), kernel.times.pop(value)
-        for source, shares in own.reads.items():
-            merged = kernel.reads.setdefault(source, {})
-            for place, share in shares.items():
-                if place == OWN:
-                    merged |= places
-                else:
-                    merged[place] = merged.get(place, 0.0) + share * times
-            kernel.times[source] = sum(merged.values())
-            self._saved[source].setdefault(reader, 0.0)
-        kernel.cycles += kernel.slower * times * own.cycles
-        kernel.scalars += times * own.scalars
-        kernel.generated += times * own.generated
-        kernel.masks += times * own.masks
-        kernel.turned += times * own.turned
-        kernel.operations += len(places) * own.operations
-        kernel.branches += len(places) * own.branches
-        kernel.sums |= own.sums
-        kernel.rows = max(kernel.rows, own.rows)
-        kernel.tiles &= own.tiles
-        kernel.moved = self._moved(reader)
-        kernel.time = kernel.duration()
-        self._sources.pop(reader, None)

@@ -104,9 +104,10 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     added = running.union(problem.program.operations[index].results[0] for index in accumulations(schedule))
     buffers = tuple(_merged_buffers(schedule))
     reshaped = frozenset(_reshaped(schedule))
-    kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers, reshaped, frozenset(partial))
+    apart = apart_in(schedule)
+    kernels = _kernels_of(problem, frozenset(copied), tuple(found), added, buffers, reshaped, frozenset(partial), apart)
     read = (kernels.read | running) - _beside_alone(schedule, kernels)
-    kernels = replace(kernels, read=read, apart=apart_in(schedule), masked=frozenset(_masked(schedule)))
+    kernels = replace(kernels, read=read, masked=frozenset(_masked(schedule)))
     turned = dict(_turned_matrices(schedule, kernels))
     carried = frozenset[int]() if schedule.running else turned_carries(schedule.program)
     return replace(kernels, views=frozenset(_views(schedule, kernels)), turned=turned, carried=carried)
@@ -243,16 +244,17 @@ def _kernels_of(
     buffers: tuple[tuple[int, float], ...],
     reshaped: frozenset[int],
     left: frozenset[int],
+    apart: Apart = (),
 ) -> Kernels:
     found = _unfused(problem, copied, reshaped)
     needed = found.read | added
     absorbed = sums_within_rows(problem, found.fused, needed | left)
     fused = found.fused | absorbed
-    stored = stored_values(problem, fused, needed, degrees, dict(buffers), reshaped, absorbed)
+    stored = stored_values(problem, fused, needed, degrees, dict(buffers), reshaped, absorbed, apart)
     makers = problem.program.makers
-    apart = {index for value in stored if (index := makers[value].index) in absorbed}
-    stored -= {result for index in apart for result in problem.program.operations[index].results}
-    return replace(found, fused=fused - apart, stored=stored)
+    alone = {index for value in stored if (index := makers[value].index) in absorbed}
+    stored -= {result for index in alone for result in problem.program.operations[index].results}
+    return replace(found, fused=fused - alone, stored=stored, apart=apart)
 
 
 @once

@@ -19,8 +19,9 @@ the largest dimension is reduced first, and the others then.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from itertools import groupby
-from math import prod
+from math import isqrt, prod
 
 from shardplan import _jax
 from shardplan.memory.products import is_sum
@@ -149,13 +150,26 @@ def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -
 
     >>> [waiting_for_blocks(1024, 4096 * 1024, 1024, width) for width in (4, 2)]
     [3.3125, 6.625]
+
+    More rows are summed up in two steps, so many parts first as have about so many rows each.
+
+    >>> round(waiting_for_blocks(256, 8192 * 256, 256), 3)
+    0.207
     """
-    if not read or read > WHOLE * made:  # of nothing, or of what keeps the device busy
+    if not read:
         return 0.0
+    if read > WHOLE * made:
+        made *= _parts_of(round(read / made))
     own = max(1.0, min(columns, made))
     sizes = (4, 2) if width < 4 else (2,)
     of_block = next((size for size in sizes if own >= size * _WARP and columns % size == 0), 1) * _WARP
     return _BUSY * own / (-(-own // of_block) * made)
+
+
+@lru_cache
+def _parts_of(length: int) -> int:
+    """Into how many parts XLA cuts so many rows: the largest number up to their root that divides them."""
+    return next(parts for parts in range(isqrt(length), 0, -1) if length % parts == 0)
 
 
 def waiting_for_rows(read: float, made: float) -> float:
