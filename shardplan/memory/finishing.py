@@ -3,18 +3,21 @@
 Where neither what is reduced lies together nor what is kept (`shardplan.memory.sums`), XLA reduces the largest
 dimension first, and of many numbers parts. Kernels are joined with that first step, which reads all there is to read;
 what reads the result waits for a last one, which takes no time, but is a wait that something fills: with norms over
-groups of channels, or over images, the gradients of filters.
+groups of channels, or over images, the gradients of filters. So does what puts the sums side by side that one
+all-reduce sends, before that starts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.sums import adds_few, reduced_in
-from shardplan.memory.times import UNKNOWN, reduces_in_parts
+from shardplan.memory.times import BYTES_MOVED, UNKNOWN, reduces_in_parts
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
+from shardplan.steps import Step
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
@@ -39,6 +42,32 @@ def finish_reductions(graph: Graph) -> None:
                 needs -= {first}
             needs |= {last[value]} - {node}
     graph.finished.update(last)
+    _put_side_by_side(graph)
+
+
+def _put_side_by_side(graph: Graph) -> None:
+    """Adds a kernel to a graph for each all-reduce of several values, which makes one of them."""
+    schedule, kinds = graph.schedule, dict[int, set[str]]()
+    for index, end in graph.reduced.items():
+        operation = graph.program.operations[index]
+        for position in range(len(operation.results)):
+            _add_kind(kinds, end, schedule.result_steps(operation, position))
+    for gather, end in graph.gathers.items():
+        _add_kind(kinds, end, schedule.route(gather.value, gather.layout).steps)
+    for end in sorted(graph.merged):
+        start = graph.starts[end]
+        if kinds.get(end) == {"all-reduce"} and graph.needs[start]:
+            last = max(graph.place[need] for need in graph.needs[start])
+            takes = 2 * sum(graph.size_of(value) for value in graph.values[start]) / BYTES_MOVED
+            node = graph.add(last + 0.1, graph.needs[start], graph.values[start], takes)
+            graph.needs[start], graph.values[start] = {node}, set()
+            graph.place[start], graph.place[end] = last + 0.3, last + 0.6
+
+
+def _add_kind(kinds: dict[int, set[str]], end: int, steps: Sequence[Step]) -> None:
+    """Adds what kind of collective sends something last."""
+    sent = [step.kind for step in steps if step.kind != "slice"]
+    kinds.setdefault(end, set()).update(sent[-1:])
 
 
 def _takes_several(schedule: Schedule, operation: Operation) -> bool:

@@ -17,15 +17,17 @@ from shardplan.memory.accumulation import (
     waiting_for_sums,
 )
 from shardplan.memory.combining import Gather, gather_for, reducing
-from shardplan.memory.products import leaving_products
+from shardplan.memory.fusion import readers_in
+from shardplan.memory.products import PRODUCT, leaving_products
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in, layout_left, left_otherwise
 from shardplan.memory.times import BYTES_MOVED, merged_microseconds
 from shardplan.memory.unshared import read_behind_sum
 from shardplan.memory.workspaces import WORKSPACE_BYTES
 from shardplan.once import once
-from shardplan.program import Operation
+from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
+from shardplan.strategy import operand_type
 
 if TYPE_CHECKING:
     from shardplan.memory.held import Lifetime
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from shardplan.memory.liveness import Lifetimes
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose"})
+
+_MATRIX = 2
 
 _SHORT = 4.0
 """Microseconds: what takes columns out of merged products in less runs with what takes out the others, before all that
@@ -250,17 +254,42 @@ def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, in
 
 
 def _cut_out(graph: Graph, group: Sequence[int]) -> None:
-    """Adds the kernels to a graph that cut out of merged products what is reduced, which waits for them."""
+    """Adds the kernels to a graph that cut out of merged products what is reduced, which waits for them: one for each
+    of these, or for all together that are as large, where XLA turns the whole first."""
     starts = {index: graph.starts[graph.reduced[index]] for index in group if index in graph.reduced}
     for start in starts.values():
         graph.needs[start].discard(group[0])
+    turned, together = turned_results(graph.program), dict[float, int]()
     for index, start in starts.items():
         operation, strategy = graph.program.operations[index], graph.schedule.assignment.strategies[index]
         [result] = operation.results
-        left = layout_left(graph.schedule.problem, operation, strategy, 0)
-        takes = 2 * bytes_in(graph.schedule, result, left) / BYTES_MOVED
-        graph.needs[start].add(graph.add(index + 0.2, {group[0]}, {result}, takes))
+        size = bytes_in(graph.schedule, result, layout_left(graph.schedule.problem, operation, strategy, 0))
+        node = together.get(size)
+        if node is None:
+            node = graph.add(index + 0.2, {group[0]}, {result}, 0.0)
+            together |= {size: node} if result in turned else {}
+        graph.takes[node] += 2 * size / BYTES_MOVED
+        graph.needs[start].add(node)
         graph.values[start].discard(result)
+
+
+@once
+def turned_results(program: Program) -> frozenset[int]:
+    """Results of products that are transposed as a matrix: what the second operand keeps comes first then. XLA turns
+    those of merged products before it takes out parts; of two matrices it multiplies the second one by the first one
+    instead."""
+    readers, found = readers_in(program), set[int]()
+    for operation in program.operations:
+        if operation.primitive.name == PRODUCT:
+            (contracted, _), (batch, _) = operation.params["dimension_numbers"]
+            [result] = operation.results
+            rank = len(program.values[result].shape)
+            kept = len(operand_type(program, operation.operands[0]).shape) - len(contracted)
+            turned, reading = (*range(kept, rank), *range(kept)), readers.get(result, ())
+            matrices = len(contracted) == 1 and rank <= _MATRIX
+            if not matrices and not batch and all(r.params.get("permutation") == turned for r in reading):
+                found.add(result)
+    return frozenset(found)
 
 
 def _needed_for(

@@ -195,12 +195,12 @@ def through_values(graph: Graph) -> dict[int, set[int]]:
             if made is None or (made in graph.parts and made != node):
                 found[node].add(~value)
                 found.setdefault(~value, set()).update(() if made is None else (made,))
-    views: dict[int, int] = {}
+    views: dict[tuple[int, bool], int] = {}
     for node, shown in viewed(graph).items():
-        for one in sorted(shown):
+        for one, turned in sorted(shown):
             need = one if one in found[node] else made_by.get(~one, node)
             if need in found[node]:
-                view = views.setdefault(one, _FIRST_VIEW - len(views))
+                view = views.setdefault((one, turned), _FIRST_VIEW - len(views))
                 found[view] = {need}
                 found[node] = (found[node] - {need}) | {view}
     for needs in [*found.values()]:

@@ -168,8 +168,14 @@ def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -
 
 @lru_cache
 def _parts_of(length: int) -> int:
-    """Into how many parts XLA cuts so many rows: the largest number up to their root that divides them."""
-    return next(parts for parts in range(isqrt(length), 0, -1) if length % parts == 0)
+    """Into how many parts XLA cuts so many rows: the largest number up to their root that divides them, or the root,
+    where only far smaller ones do (it adds zeros then).
+
+    >>> [_parts_of(length) for length in (8192, 17640, 8191)]
+    [64, 126, 90]
+    """
+    root = isqrt(length)
+    return next((parts for parts in range(root, root // 2, -1) if length % parts == 0), root)
 
 
 def waiting_for_rows(read: float, made: float) -> float:

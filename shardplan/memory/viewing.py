@@ -3,7 +3,8 @@
 A library reads matrices: what has more dimensions, or fewer, it reads through a view of another shape, and so does a
 collective read what a library made. The scheduler places a view at once, as it does what is taken from several
 results, and what it shows can start a microsecond later (`shardplan.memory.placing`). A kernel takes views in, and has
-none.
+none. A matrix that one product reads the other way round than another one (the gradient of a layer's result, for its
+weights' gradient) is there in two views, so that placing either product lets another one be placed.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def ranks(*shape):
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
 
 
-def viewed(graph: Graph) -> dict[int, set[int]]:
+def viewed(graph: Graph) -> dict[int, set[tuple[int, bool]]]:
     """Per node, what it reads through a view: values, by their complement, and nodes: kernels that copy, and ends of
-    collectives."""
-    found = dict[int, set[int]]()
+    collectives; each with whether it reads that the other way round, in which case the view is another one."""
+    found = dict[int, set[tuple[int, bool]]]()
     products = {part: node for node in graph.needs for part in _products(graph, node)}
     otherwise = read_otherwise(graph.schedule)
     for index, node in products.items():
@@ -46,12 +47,15 @@ def viewed(graph: Graph) -> dict[int, set[int]]:
             if isinstance(operand, int):
                 layouts = [layout for value, layout in otherwise.get(index, ()) if value == operand]
                 gathers = [gather_for(graph.schedule, product, operand, layout) for layout in layouts]
-                found.setdefault(node, set()).update(_through(graph, product, position, operand, gathers))
+                batch = product.params["dimension_numbers"][1][0]  # of several matrices, a library reads either way
+                turned = not batch and _is_turned(product, position)
+                through = _through(graph, product, position, operand, gathers)
+                found.setdefault(node, set()).update((one, turned) for one in through)
         added = graph.adding.get(node)
         if added is not None and added.in_place and _rank(graph, added.onto) != _rank(graph, product.results[0]):
-            found.setdefault(node, set()).add(~added.onto)
+            found.setdefault(node, set()).add((~added.onto, False))
     for start in graph.starts.values():
-        made = {~value for value in graph.values.get(start, ()) if _is_flat(graph, value)}
+        made = {(~value, False) for value in graph.values.get(start, ()) if _is_flat(graph, value)}
         found.setdefault(start, set()).update(made)
     return found
 
