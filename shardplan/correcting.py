@@ -67,7 +67,8 @@ _VERY_WIDE, _LEAST_FILLED = 0.3, 0.25
 MISSED = 1.001
 
 _HARDLY = 1.005
-"""What a first search finds that exceeds the limit by so little is made to fit, whatever it costs."""
+"""What a first search finds that exceeds the limit by so little is made to fit, whatever it costs: the next one is
+asked for that much less."""
 
 
 class Corrections:

@@ -30,7 +30,7 @@ def straightened(problem: Problem, choices: NDArray[np.int64]) -> NDArray[np.int
     """The choices of a problem's variables, with mesh axes in the mesh's order wherever that costs no more."""
     turning = {v: int(to[choices[v]]) for v, to in _turned(problem).items() if to[choices[v]] != choices[v]}
     found = choices.copy()
-    for group, beside in _groups(problem, turning):
+    for group, beside in _groups(problem, turning) if turning else ():
         turned = found.copy()
         turned[group] = [turning[variable] for variable in group]
         if _cost(problem, group, beside, turned) <= _cost(problem, group, beside, found):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 def finish_reductions(graph: Graph) -> None:
-    """Adds a kernel to a graph for the last step of each reduction that takes several."""
+    """Adds a kernel to a graph for the last step of each reduction that takes several, and for what puts sums side by
+    side."""
     program = graph.program
     owner = {part: node for node, parts in graph.joined.items() for part in parts}
     last = dict[int, int]()

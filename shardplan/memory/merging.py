@@ -287,7 +287,8 @@ def turned_results(program: Program) -> frozenset[int]:
             kept = len(operand_type(program, operation.operands[0]).shape) - len(contracted)
             turned, reading = (*range(kept, rank), *range(kept)), readers.get(result, ())
             matrices = len(contracted) == 1 and rank <= _MATRIX
-            if not matrices and not batch and all(r.params.get("permutation") == turned for r in reading):
+            alike = reading and all(reader.params.get("permutation") == turned for reader in reading)
+            if alike and not matrices and not batch:
                 found.add(result)
     return frozenset(found)
 
