@@ -11,11 +11,9 @@ from numpy.typing import NDArray
 from shardplan.errors import InfeasibleError
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import ending_at_reductions
-from shardplan.memory.convolutions import CONVOLUTION, copied_with_neighbours
-from shardplan.memory.greedy_order import greedy_order, weights_gradients
+from shardplan.memory.convolutions import convolutions_of, copied_with_neighbours
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_profile
-from shardplan.memory.order import execution_order
 from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
@@ -171,28 +169,16 @@ class Counts:
 def _counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) -> Found:
     """What is found, with what it holds in the order that XLA is taken to keep."""
     schedule = best[0]
-    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_in(schedule)))
+    kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_in(schedule, _copied(schedule))))
     order, sending = hiding_order(schedule, kernels)
     lifetimes = Lifetimes(problem, order, kernels, sending)
     peak = float(memory_profile(lifetimes, schedule, search.donated, sending).max())
-    return _with_copies(problem, Found(schedule, best[1], peak, lifetimes, sending), search)
+    return Found(schedule, best[1], peak, lifetimes, sending)
 
 
-def _with_copies(problem: Problem, found: Found, search: Search) -> Found:
-    """What is found, in the order of a program whose convolutions copy their images with rows of neighbours first."""
-    copied = copied_with_neighbours(problem, found.schedule.assignment.strategies)
-    if not copied:
-        return found
-    program = problem.program
-    # XLA's simplifications, which let images and filters change places, do not look into islands
-    islands = [
-        o.index for o in program.operations if o.primitive.name == CONVOLUTION and found.schedule.island_dtype(o)
-    ]
-    kernels = kernels_in(found.schedule, {*copied, *((index, 0) for index in islands)})
-    kernels = adding_products(found.schedule, kernels)
-    lifetimes = Lifetimes(problem, range(len(program.operations)), kernels).held
-    greedy = greedy_order(program, kernels.fused, lifetimes, copied, weights_gradients(program))
-    orders = (execution_order(program, kernels.fused), greedy)
-    counts = [Lifetimes(problem, order, kernels) for order in orders]
-    peaks = [float(memory_profile(one, found.schedule, search.donated).max()) for one in counts]
-    return replace(found, peak_bytes=min(peaks), lifetimes=counts[int(np.argmin(peaks))], sending=Sending())
+def _copied(schedule: Schedule) -> set[tuple[int, int]]:
+    """The operands of convolutions that are copied: images with rows of neighbours, and those of islands beside, since
+    XLA's simplifications, which let images and filters change places, do not look into islands."""
+    copied = copied_with_neighbours(schedule.problem, schedule.assignment.strategies)
+    convolutions = convolutions_of(schedule.program) if copied else ()
+    return {*copied, *((o.index, 0) for o in convolutions if schedule.island_dtype(o))}

@@ -2,7 +2,7 @@
 
 Where neither what is reduced lies together nor what is kept (`shardplan.memory.sums`), XLA reduces the largest
 dimension first, and of many numbers parts. Kernels are joined with that first step, which reads all there is to read;
-what reads the result waits for a last one, which takes no time, but is a wait that something fills: with norms over
+what reads the result waits for a last one, which is soon done, but is a wait that something fills: with norms over
 groups of channels, or over images, the gradients of filters. So does what puts the sums side by side that one
 all-reduce sends, before that starts.
 """
@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.sums import adds_few, reduced_in
-from shardplan.memory.times import BYTES_MOVED, UNKNOWN, reduces_in_parts
-from shardplan.program import Operation
-from shardplan.schedule import Schedule
+from shardplan.memory.times import BYTES_MOVED, UNKNOWN, finishing_microseconds
 from shardplan.steps import Step
 
 if TYPE_CHECKING:
@@ -32,8 +30,10 @@ def finish_reductions(graph: Graph) -> None:
     for index in sorted(graph.reads):
         operation, node = program.operations[index], owner.get(index, index)
         reduces = operation.primitive.name in REDUCTIONS and not adds_few(program, operation)
-        if reduces and node in graph.needs and _takes_several(graph.schedule, operation):
-            last[operation.results[0]] = graph.add(index + 0.1, {node}, set(), UNKNOWN)
+        takes = finishing_microseconds(graph.schedule, operation) if reduces and node in graph.needs else 0.0
+        several = takes or (reduces and len(reduced_in(program, operation)) > 1)
+        if several and node in graph.needs:
+            last[operation.results[0]] = graph.add(index + 0.1, {node}, set(), max(takes, UNKNOWN))
     for node, needs in graph.needs.items():
         for value in graph.values[node] & last.keys():
             maker = graph.maker(value)
@@ -69,8 +69,3 @@ def _add_kind(kinds: dict[int, set[str]], end: int, steps: Sequence[Step]) -> No
     """Adds what kind of collective sends something last."""
     sent = [step.kind for step in steps if step.kind != "slice"]
     kinds.setdefault(end, set()).update(sent[-1:])
-
-
-def _takes_several(schedule: Schedule, operation: Operation) -> bool:
-    """Whether a reduction takes several steps: of dimensions that lie apart, or since there are many numbers."""
-    return len(reduced_in(schedule.program, operation)) > 1 or reduces_in_parts(schedule, operation)

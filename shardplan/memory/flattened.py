@@ -17,10 +17,11 @@ each through a view of its own, XLA counts that the kernel goes through it twice
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from shardplan.memory.fusion import pointwise_operations, readers_of
+from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.products import is_multiplied
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -47,6 +48,7 @@ class _Moving:
         self.shapes: dict[int, Shape] = {}
         self._program, self._pointwise = problem.program, pointwise_operations(problem)
         self._generated = problem.generated
+        self._orders = lying_of(problem.program, self._pointwise).orders
         self._readers = readers_of(problem.program.operations)
         self._waiting: dict[int, int] = {}  # per operation, how many of its operands are no views yet
         self._candidates: dict[int, Operation] = {}
@@ -89,12 +91,19 @@ class _Moving:
                 self._waiting[index] = self._waiting.get(index, len(set(self._reads(reader)))) - 1
                 if not self._waiting[index]:
                     self._candidates[index] = reader
-            elif reader.primitive.name == "reshape" and self._program.values[reader.results[0]].shape != shape:
+            elif (
+                reader.primitive.name == "reshape" and self._program.values[reader.results[0]].shape != shape
+            ) or self._stays(reader):
                 self._show(reader.results[0], shape)
+
+    def _stays(self, operation: Operation) -> bool:
+        """Whether an operation is a transposition that moves nothing."""
+        result = operation.results[0] if operation.primitive.name == "transpose" else None
+        return result is not None and lies_in(self._program, self._orders, result) != result
 
     def _moves(self, reader: Operation, moving: Mapping[int, Shape]) -> bool:
         """Whether an operation reads no view, or moves it."""
-        ends = reader.primitive.name == "reshape" or is_multiplied(self._program, reader)
+        ends = reader.primitive.name == "reshape" or is_multiplied(self._program, reader) or self._stays(reader)
         return ends or reader.index in moving or not self.shapes.keys().isdisjoint(reader.results)
 
     def _reads(self, operation: Operation) -> Iterator[int]:
@@ -113,17 +122,21 @@ class _Moving:
         if others:
             return None
         spread = [o for o in operation.operands if isinstance(o, int) and o not in self.shapes]
-        kept = [_is_spread(self._program, self._program.makers[o], *shape) for o in spread]
+        order = self._orders.get(operation.results[0], range(len(shape[1])))
+        kept = [_is_spread(self._program, self._program.makers[o], *shape, order) for o in spread]
         return shape[0] if all(kept) else None
 
 
-def _is_spread(program: Program, spreading: Operation, flat: Shape, shape: Shape) -> bool:
-    """Whether something can be spread to another shape as well: a number, a vector, or what has dimensions of both."""
+def _is_spread(program: Program, spreading: Operation, flat: Shape, shape: Shape, order: Sequence[int]) -> bool:
+    """Whether something can be spread to another shape as well: a number, a vector, or what has dimensions of both.
+    ``order``: the dimensions as they lie, from the outermost inwards."""
     tensor, dimensions = operand_type(program, spreading.operands[0]), spreading.params["broadcast_dimensions"]
     if sum(size > 1 for size in tensor.shape) <= 1:
         return True
     same = {(prod(flat[:place]), size) for place, size in enumerate(flat)}
-    return all((prod(shape[:dimension]), shape[dimension]) in same for dimension in dimensions)
+    lying = [shape[dim] for dim in order]
+    places = [order.index(dimension) for dimension in dimensions]
+    return all((prod(lying[:place]), lying[place]) in same for place in places)
 
 
 def matrices_of(program: Program, product: Operation) -> Shape:

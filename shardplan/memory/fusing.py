@@ -3,6 +3,10 @@
 How long a kernel takes is XLA's count (`shardplan.memory.growing`): of the cycles that it computes, and of the bytes
 that it moves, those that it goes through again from caches. A sum down columns whose threads keep too little of the
 device busy is slower, the more so where it reads narrower numbers: what widens them is fused into it last.
+
+A kernel that goes through rows which it has reduced is written in tiles of whole rows. It reads a number for each row
+by itself, and what all rows share once in a while; others go through either for each element. It becomes part of a sum
+down columns where a tile of all that is summed up, in rows as long, is not too large.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from shardplan.memory.fusion import BLOCK, CUMULATIVE, pointwise_operations
 from shardplan.memory.growing import BY_ITSELF, ONE_NUMBER, OWN, Kernel, quicker, time_of
 from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.products import PRODUCT
+from shardplan.memory.rows import LONGEST
 from shardplan.memory.sums import LAUNCH, waiting_for_blocks, waiting_for_rows
 from shardplan.problem import Problem
 from shardplan.program import Operation
@@ -28,6 +33,9 @@ _WARP = 32
 _APART = 400
 """Elements that a warp computes together, and cycles, by XLA's count, for an element of what is put together from
 parts that warps do not divide."""
+
+_NEARLY = 0.9
+"""What has at least such a part of as many elements has as many, and one for each row."""
 
 _SPREADING = frozenset({"broadcast_in_dim", PRODUCT})
 
@@ -57,7 +65,6 @@ class Fusion:
         self._quicker = {value: quicker(size) for value, size in self._around.items()}
         self._kernels: dict[int, Kernel] = {}
         self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
-        self._sources: dict[int, dict[tuple[float, float], float]] = {}  # per value, what computing it so often reads
         self._gains: dict[int, float] = {}
         self._queue: list[tuple[float, int]] = []
         self._renamed: set[int] = set()
@@ -127,6 +134,8 @@ class Fusion:
             cycles, elements = _APART * (len(batch) + 1), self._elements[result]
         cycles += REDUCING_CYCLES if computing.rows else 0
         kernel = Kernel(reads, elements * cycles, computing.branches, sums=computing.sums)
+        kernel.elements = elements
+        kernel.length = self._problem.program.values[result].shape[-1] if computing.rows else 0
         kernel.rows, kernel.tiles, kernel.apart = computing.rows, computing.tiles, frozenset(computing.apart)
         kernel.by_element, kernel.whole = pointwise and name != "transpose", operation.index in self._absorbed
         kernel.turned = self._bytes[result] * (result in self._moving)
@@ -140,6 +149,7 @@ class Fusion:
         if computing.columns is not None:
             kernel.columns = (computing.columns[0], elements, computing.columns[1] * self._elements[result])
             waiting = self._waiting(kernel.columns, read)
+            kernel.begun = kernel.columns[2] * _jax.item_bytes(self._problem.program.values[result].dtype)
             kernel.again, kernel.slower = min(waiting, 1.0), max(waiting, 1.0)
             kernel.cycles *= kernel.slower
         return kernel
@@ -159,13 +169,13 @@ class Fusion:
         width = min([_jax.item_bytes(self._problem.program.values[value].dtype) for value in values], default=4)
         return waiting_for_blocks(side_by_side, read, made, width)
 
-    def _slower(self, own: Kernel, kernel: Kernel, value: int) -> float:
-        """By how much a kernel becomes slower where it computes a value instead of reading it: it may read narrower
-        numbers then."""
+    def _slower(self, own: Kernel, kernel: Kernel, value: int) -> tuple[float, float]:
+        """By how much a kernel becomes slower where it computes a value instead of reading it, since it may read
+        narrower numbers then; and the least time in which it reads from caches there."""
         if kernel.columns is None or not kernel.columns[0]:
-            return 1.0
+            return 1.0, kernel.again
         waiting = self._waiting(kernel.columns, (kernel.reads.keys() - {value}) | own.reads.keys())
-        return max(waiting, 1.0) / kernel.slower
+        return max(waiting, 1.0) / kernel.slower, min(waiting, 1.0)
 
     def _of_element(self, value: int, result: int) -> dict[int, float]:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""
@@ -191,19 +201,27 @@ class Fusion:
     def _moved(self, value: int) -> float:
         """The bytes that a kernel reads and writes."""
         kernel = self._kernels[value]
-        read = sum([self._reading(v, times, kernel.again) for v, times in kernel.times.items()])
+        read = sum([self._reading(v, times, kernel, kernel.length) for v, times in kernel.times.items()])
         read += 0.0 if kernel.by_element else BY_ITSELF * kernel.turned
         for place in kernel.apart:
             read += sum([self._apart(v) for v, places in kernel.reads.items() if place in places])
-        read += kernel.generated + kernel.scalars * max(kernel.again, ONE_NUMBER)
+        read += kernel.generated + kernel.scalars * max(kernel.again, ONE_NUMBER) + kernel.begun * kernel.again
         return kernel.slower * (kernel.writes + read)
 
-    def _reading(self, value: int, times: float, again: float) -> float:
-        """The bytes that could be read in the time in which a kernel goes through a value so often."""
+    def _reading(self, value: int, times: float, kernel: Kernel, length: int) -> float:
+        """The bytes that could be read in the time in which a kernel goes through a value so often; ``length``: of the
+        rows through which it goes in tiles, if it does."""
+        own, rows = self._elements[value], kernel.elements / max(length, 1)
+        if length and own < _NEARLY * rows:  # all that is spread along the tiles is read once, or a number for each row
+            return self._bytes[value]
+        if length and _NEARLY * own < rows:
+            return own * READ_AT_ONCE
+        if value in self._narrow:
+            times = max(times, kernel.elements / max(own, 1e-9))
         size = times * self._bytes[value]
         if size <= (first := self._around[value]):  # of a part of a buffer, XLA takes as many bytes to be new
             return size
-        return first + (size - first) * max(again, 1.0 / self._quicker[value])
+        return first + (size - first) * max(kernel.again, 1.0 / self._quicker[value])
 
     def _apart(self, value: int) -> float:
         """The bytes that are read besides where each element of a value is read by itself."""
@@ -216,7 +234,8 @@ class Fusion:
             kernel = self._kernels[reader]
             if (own.sums and kernel.sums) or (own.whole and not kernel.rows):
                 return False
-            if (own.rows or kernel.rows) and not (own.tiles and kernel.tiles):
+            tile = max(own.rows * own.length, kernel.rows * kernel.length)
+            if tile and not (own.tiles and kernel.tiles and tile * kernel.summed <= LONGEST):
                 return False
             copies = len(kernel.reads[value])
             branches = copies * own.branches + kernel.branches
@@ -243,44 +262,47 @@ class Fusion:
     def _saving(self, value: int, reader: int) -> float:
         """The time that a kernel takes less where it computes a value instead of reading it."""
         own, kernel = self._kernels[value], self._kernels[reader]
-        times, again = kernel.times[value], kernel.again
-        moved = times * (own.generated + own.scalars * max(again, ONE_NUMBER)) - self._reading(value, times, again)
+        times, again, length = kernel.times[value], kernel.again, max(own.length, kernel.length)
+        moved = times * (own.generated + own.scalars * max(again, ONE_NUMBER))
+        moved -= self._reading(value, times, kernel, kernel.length)
         apart = own.times.keys().isdisjoint(kernel.times)  # as most are, which spares going through all that it reads
-        moved += (
-            self._reading_apart(value, times, again) if apart else self._reading_more(own, kernel, kernel.reads[value])
-        )
+        if apart:
+            moved += sum([self._reading(v, times * share, kernel, length) for v, share in own.times.items()])
+        else:
+            moved += self._reading_more(own, kernel, kernel.reads[value], length)
+        if own.length and not kernel.length:
+            moved += self._in_tiles(value, kernel, length)
         if not kernel.by_element:  # reads each element that is moved by itself
             moved += BY_ITSELF * times * own.turned
         for place in kernel.apart:
             if place in kernel.reads[value]:
-                sources = [v for v, places in own.reads.items() if OWN in places]
                 moved -= self._apart(value)
-                moved += sum([self._apart(v) for v in sources if place not in kernel.reads.get(v, ())])
+                moved += sum([self._apart(v) for v in own.reads if place not in kernel.reads.get(v, ())])
         rows, cycles = max(own.rows, kernel.rows), kernel.cycles + kernel.slower * times * own.cycles
-        moved, slower = kernel.moved + kernel.slower * moved, self._slower(own, kernel, value)
+        slower, later = self._slower(own, kernel, value)
+        moved = kernel.moved + kernel.slower * (moved + kernel.begun * (later - again))
         return kernel.time - time_of(slower * cycles, slower * moved, rows)
 
-    def _reading_apart(self, value: int, times: float, again: float) -> float:
-        """The bytes that a kernel which computes a value so often reads for it, if it reads none of them anyway."""
-        known = self._sources.setdefault(value, {})
-        if (times, again) not in known:
-            shares = self._kernels[value].times.items()
-            known[times, again] = sum([self._reading(source, times * share, again) for source, share in shares])
-        return known[times, again]
+    def _in_tiles(self, value: int, kernel: Kernel, length: int) -> float:
+        """The bytes more that a kernel reads of other values where it becomes one in tiles, since it computes one."""
+        others = [(v, times) for v, times in kernel.times.items() if v != value]
+        more = [self._reading(v, times, kernel, length) - self._reading(v, times, kernel, 0) for v, times in others]
+        return sum(more)
 
-    def _reading_more(self, own: Kernel, kernel: Kernel, places: Mapping[int, float]) -> float:
-        """Likewise, of a kernel that reads some of them anyway; ``places``: how often it goes through the value."""
-        moved, times, again = 0.0, sum(places.values()), kernel.again
+    def _reading_more(self, own: Kernel, kernel: Kernel, places: Mapping[int, float], length: int) -> float:
+        """The bytes that a kernel which computes a value reads for it, some of which it reads anyway; ``places``: how
+        often it goes through the value."""
+        moved, times = 0.0, sum(places.values())
         for source, share in own.times.items():
             known = kernel.reads.get(source)
             if known is None:
-                moved += self._reading(source, times * share, again)
+                moved += self._reading(source, times * share, kernel, length)
                 continue
             before = kernel.times[source]
             now = before + times * share
             if OWN in own.reads[source]:  # what it reads for these elements already is not read again
                 now -= sum([share for place, share in known.items() if place in places])
-            moved += self._reading(source, now, again) - self._reading(source, before, again)
+            moved += self._reading(source, now, kernel, length) - self._reading(source, before, kernel, length)
         return moved
 
     def _fuse(self, value: int) -> None:
@@ -310,7 +332,7 @@ class Fusion:
     def _take_in(self, value: int, reader: int) -> None:
         """Lets one kernel compute a value that it has read."""
         own, kernel = self._kernels[value], self._kernels[reader]
-        slower = self._slower(own, kernel, value)
+        slower, kernel.again = self._slower(own, kernel, value)
         places, times = kernel.reads.pop(value), kernel.times.pop(value)
         for source, shares in own.reads.items():
             merged = kernel.reads.setdefault(source, {})
@@ -318,6 +340,8 @@ class Fusion:
                 if place == OWN:
                     merged |= places
                 else:
+                    if not kernel.apart.isdisjoint(places):
+                        kernel.apart |= {place}
                     merged[place] = merged.get(place, 0.0) + share * times
             kernel.times[source] = sum(merged.values())
             self._saved[source].setdefault(reader, 0.0)
@@ -331,7 +355,7 @@ class Fusion:
         kernel.branches += len(places) * own.branches
         kernel.sums |= own.sums
         kernel.rows = max(kernel.rows, own.rows)
+        kernel.length = max(kernel.length, own.length)
         kernel.tiles &= own.tiles
         kernel.moved = self._moved(reader)
         kernel.time = kernel.duration()
-        self._sources.pop(reader, None)

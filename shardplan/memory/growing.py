@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE
+from shardplan.memory.sums import tile_of_column
 
 _CACHES = ((270e3, 20.0), (50e6, 2.5))
 """What fits into an H100's caches, in bytes, and how much quicker it is to read it from there once more. Of the first
@@ -30,18 +31,19 @@ class Kernel:
 
     ``reads`` has the values that it reads, and how often it goes through each of them: once for its own elements
     (`OWN`), whatever is computed from them, and once more for each value of which it takes parts, or elements at
-    other places, as a slice, a broadcast or a sum does; ``times`` has the sums of these. ``sums``: whether it adds up
-    many numbers to one. ``rows``: where it goes through rows that it has reduced, how much it computes for each
-    element, else 0. ``whole``: whether it reduces rows, and can be part of kernels that go through them. ``tiles``:
-    whether tiles can be cut of all that it computes. ``slower``: how much longer it takes to read and to compute than
-    one that keeps the whole device busy; ``again``: the least time of reading from caches,
-    as a share of that from memory. ``writes``: the bytes of what it makes; ``scalars``: of elements that it computes
-    with one number each; ``generated``: of what is read in the time in which it reads what depends on nothing,
-    ``masks``: of that part of it which is soon computed. ``turned``: the bytes of what it moves from where a product
-    wrote it (`shardplan.memory.transposed`), ``by_element``: whether it does so in tiles; ``apart``: values of which it
-    goes through each element by itself (`shardplan.memory.coalescing`). ``time`` is how long it takes. ``columns``:
-    of a sum, the columns that lie side by side, 0 where it adds up rows, the numbers that it adds up, and how many it
-    makes of them.
+    other places, as a slice, a broadcast or a sum does; ``times`` has the sums of these. ``elements``: how many it goes
+    through. ``sums``: whether it adds up many numbers to one. ``rows``: where it goes through rows that it has reduced,
+    how much it computes for each element, else 0; ``length``: of such a row. ``whole``: whether it reduces rows, and
+    can be part of kernels that go through them. ``tiles``: whether tiles can be cut of all that it computes.
+    ``slower``: how much longer it takes to read and to compute than one that keeps the whole device busy; ``again``:
+    the least time of reading from caches, as a share of that from memory; ``begun``: the bytes of what its sums begin
+    with, which it reads so. ``writes``: the bytes of what it makes; ``scalars``: of elements that it computes with one
+    number each; ``generated``: of what is read in the time in which it reads what depends on nothing, ``masks``: of
+    that part of it which is soon computed. ``turned``: the bytes of what it moves from where a product wrote it
+    (`shardplan.memory.transposed`), ``by_element``: whether it does so in tiles; ``apart``: places at which it goes
+    through each element by itself (`shardplan.memory.coalescing`). ``time`` is how long it takes. ``columns``: of a
+    sum, the columns that lie side by side, 0 where it adds up rows, the numbers that it adds up, and how many it makes
+    of them.
     """
 
     reads: dict[int, dict[int, float]]
@@ -51,10 +53,13 @@ class Kernel:
     moved: float = 0.0
     sums: bool = False
     rows: float = 0.0
+    length: int = 0
+    elements: float = 0.0
     tiles: bool = True
     slower: float = 1.0
     writes: float = 0.0
     again: float = 0.0
+    begun: float = 0.0
     scalars: float = 0.0
     generated: float = 0.0
     masks: float = 0.0
@@ -65,6 +70,12 @@ class Kernel:
     time: float = 0.0
     apart: frozenset[int] = frozenset()
     columns: tuple[int, float, float] | None = None
+
+    @property
+    def summed(self) -> int:
+        """How many numbers of a column a tile has of which it makes one number."""
+        side_by_side, read, made = self.columns or (0, 0.0, 0.0)
+        return tile_of_column(read, made) if side_by_side and made else 1
 
     def duration(self) -> float:
         """How long it takes, by what it computes and moves."""

@@ -8,7 +8,8 @@ reduce the same dimensions of as many: a loss, added up over everything, is not 
 waits. Each of several results is taken from them. Those that read parts of a value which do not overlap (a layer's
 weights, of all layers' stacked ones) stay apart.
 
-A kernel that goes through rows which it has reduced is written in tiles (`shardplan.memory.rows`), and has one result.
+A kernel that goes through rows which it has reduced is written in tiles (`shardplan.memory.rows`), and has one result;
+what reads that stays apart, unless it reads something else in common.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class _Joining:
     def join_readers(self, made: int | Gather) -> None:
         """Makes kernels one that read something larger than a number, and do not need each other."""
         values, value = self._graph.program.values, made if isinstance(made, int) else made.value
-        if value < len(values) and values[value].elements == 1:
+        by_rows = isinstance(made, int) and self._graph.maker(made) in self._graph.by_rows
+        if by_rows or (value < len(values) and values[value].elements == 1):
             return
         nodes = [*dict.fromkeys(self.last(node) for node in reversed(self._reading[made]) if node in self._counts)]
         nodes.sort(key=lambda node: (node not in self._joined, node in self._plain))

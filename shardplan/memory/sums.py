@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import groupby
-from math import isqrt, prod
+from math import ceil, isqrt, prod
 
 from shardplan import _jax
 from shardplan.memory.products import is_sum
@@ -159,7 +159,7 @@ def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -
     if not read:
         return 0.0
     if read > WHOLE * made:
-        made *= _parts_of(round(read / made))
+        made *= parts_of(round(read / made))
     own = max(1.0, min(columns, made))
     sizes = (4, 2) if width < 4 else (2,)
     of_block = next((size for size in sizes if own >= size * _WARP and columns % size == 0), 1) * _WARP
@@ -167,15 +167,26 @@ def waiting_for_blocks(columns: int, read: float, made: float, width: int = 4) -
 
 
 @lru_cache
-def _parts_of(length: int) -> int:
+def parts_of(length: int) -> int:
     """Into how many parts XLA cuts so many rows: the largest number up to their root that divides them, or the root,
     where only far smaller ones do (it adds zeros then).
 
-    >>> [_parts_of(length) for length in (8192, 17640, 8191)]
+    >>> [parts_of(length) for length in (8192, 17640, 8191)]
     [64, 126, 90]
     """
     root = isqrt(length)
     return next((parts for parts in range(root, root // 2, -1) if length % parts == 0), root)
+
+
+def tile_of_column(read: float, made: float) -> int:
+    """How many numbers a tile has of each column that is summed up, at first: all, up to the next power of two.
+
+    >>> tile_of_column(48 * 512, 512), tile_of_column(8192 * 512, 512)
+    (64, 128)
+    """
+    length = ceil(read / made - 1e-9)
+    length = -(-length // parts_of(length)) if length > WHOLE else length
+    return 2 ** max(length - 1, 0).bit_length()
 
 
 def waiting_for_rows(read: float, made: float) -> float:

@@ -14,7 +14,7 @@ from shardplan.memory.cycles import CYCLES_PER_BYTE, cycles_in_kernel
 from shardplan.memory.measured import SIZES, product_microseconds
 from shardplan.memory.products import PRODUCT, is_sum
 from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.sums import WHOLE, WHOLE_ROW, columns_of, waiting_for_blocks
+from shardplan.memory.sums import WHOLE, WHOLE_ROW, columns_of, parts_of, waiting_for_blocks, waiting_for_rows
 from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
@@ -78,16 +78,23 @@ def waiting_in_columns(schedule: Schedule, operation: Operation, reads: Collecti
     return waiting_for_blocks(columns, read, then * made, width)
 
 
-def reduces_in_parts(schedule: Schedule, operation: Operation) -> bool:
-    """Whether a reduction reduces so much to each number, on one device, that parts of that are reduced first."""
+def finishing_microseconds(schedule: Schedule, operation: Operation) -> float:
+    """Microseconds in which sums of parts are added up on one device, where a reduction reduces so much to each number
+    that parts of that are reduced first, else 0."""
     strategy, read = schedule.assignment.strategies.get(operation.index), operation.operands[0]
     layout = strategy.operands[0] if strategy is not None else None
     if strategy is None or layout is None or not isinstance(read, int):
-        return False
+        return 0.0
     result, left = operation.results[0], layout_left(schedule.problem, operation, strategy, 0)
-    made = bytes_in(schedule, result, left) / _jax.item_bytes(schedule.program.values[result].dtype)
+    width = _jax.item_bytes(schedule.program.values[result].dtype)
+    made = bytes_in(schedule, result, left) / width
     elements = bytes_in(schedule, read, layout) / _jax.item_bytes(schedule.program.values[read].dtype)
-    return elements > (WHOLE if columns_of(schedule.program, operation)[0] else WHOLE_ROW) * made
+    columns, then = columns_of(schedule.program, operation)
+    if not made or elements <= (WHOLE if columns else WHOLE_ROW) * made:
+        return 0.0
+    parts = parts_of(round(elements / (then * made))) * then * made
+    slower = waiting_for_blocks(columns, parts, made, width) if columns else waiting_for_rows(parts, made)
+    return max(slower, 1.0) * parts * width / BYTES_MOVED
 
 
 def is_timed(program: Program, operation: Operation) -> bool:
