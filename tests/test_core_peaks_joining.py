@@ -1,13 +1,18 @@
 """Predicted order: kernels that XLA:GPU makes one, with several results."""
 
+from importlib.util import find_spec
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import shardplan
+from shardplan.audit import audit
 from shardplan.memory.hiding import Graph
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.recomputing import kernels_of
+from shardplan.target import gpu_mesh
 
 
 def _joined(step, *shapes):
@@ -156,3 +161,22 @@ def test_a_product_of_rows_and_a_vector_is_added_up_by_the_kernel_that_makes_wha
     joined, named = _joined(step, (512, 512), (rows, 512), (512,), (rows,))
     [alone] = named["reduce_sum"]
     assert any({alone, product} <= kernel for kernel in joined for product in named["dot_general"]) == together
+
+
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize("classes", [1024, 8192])
+def test_the_largest_logits_are_found_with_the_sum_of_their_exponentials(classes):
+    """How often the largest is the right one keeps no logits in memory: .78 and .76 of what was predicted before."""
+
+    def step(w, x, labels):
+        def loss(w):
+            logits = (x @ w).astype("float32")
+            right = jnp.mean(jnp.argmax(logits, axis=-1) == labels)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), right
+
+        return jax.grad(loss, has_aux=True)(w)
+
+    shapes, dtypes = ((512, classes), (16, 1024, 512), (16, 1024)), ("bfloat16", "bfloat16", "int32")
+    mesh = gpu_mesh("h100", (1,), ("x",))
+    plan = shardplan.plan(step, mesh, *map(jax.ShapeDtypeStruct, shapes, dtypes))
+    assert audit(plan, mesh=mesh).compiled.memory.peak / plan.peak_bytes == pytest.approx(1, abs=0.02)

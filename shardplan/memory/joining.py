@@ -19,12 +19,20 @@ from typing import TYPE_CHECKING
 
 from shardplan.memory.combining import Gather, reducing
 from shardplan.memory.copies import multiplies_apart
-from shardplan.memory.fusion import REDUCTIONS, fused_operations, is_scatter, pointwise_operations
+from shardplan.memory.fusion import (
+    REDUCTIONS,
+    fused_operations,
+    is_scatter,
+    merged_scatters,
+    pointwise_operations,
+    scatters_as_one,
+)
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import layout_left
 from shardplan.memory.sums import adds_few, reduced_in
+from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
@@ -78,6 +86,8 @@ class _Joining:
         self._joined = set[int]()  # kernels with several results
         ended = fused_operations(graph.schedule.problem) & reducing(graph.schedule) - kernels.adding.keys()
         computing = kernels.fused | {index for index in ended if not is_scatter(program, program.operations[index])}
+        self._written = _written_into(graph.schedule.problem)
+        computing |= self._written
         for node in graph.reads.keys() - graph.by_rows:
             operation = program.operations[node]
             sums = is_sum(program, operation) and not multiplies_apart(graph.schedule, operation)
@@ -145,7 +155,7 @@ class _Joining:
         if not isinstance(made, int) or maker is None or maker not in self._counts or maker in self._sums:
             return
         single = len(graph.program.operations[maker].results) == 1
-        if not single or maker in graph.reduced or maker in graph.tiled or maker in self.into:
+        if not single or maker in graph.reduced or maker in graph.tiled or maker in self.into or maker in self._written:
             return
         users = {self.last(node) for node in self._readers[maker]}
         if len(users) + (made in self._leaving) < 2 and users.isdisjoint(self._joined):
@@ -204,6 +214,7 @@ class _Joining:
         return (
             self._elements[node] == self._elements[other]
             and (None in sums or sums[0] == sums[1])
+            and (self._written.isdisjoint(self._parts[node]) or self._written.isdisjoint(self._parts[other]))
             and self._counts[node] + self._counts[other] <= _MOST_SUMS
             and len(self._read[node] | self._read[other]) + len(self._parts[node] + self._parts[other]) <= _MOST_VALUES
             and not _turns(self._graph, node, other)
@@ -302,6 +313,11 @@ class _Joining:
             self._sums.setdefault(kept, self._sums[gone])
         self._plain.discard(kept)
         self._joined.add(kept)
+
+
+def _written_into(problem: Problem) -> set[int]:
+    """The sums, by index, of which a kernel makes one part, to which a scatter then adds the other."""
+    return {*merged_scatters(problem).values()} - scatters_as_one(problem).keys()
 
 
 def _degree(schedule: Schedule, operation: Operation, *, reads: bool) -> float:
