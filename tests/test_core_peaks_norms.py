@@ -1,4 +1,4 @@
-"""Predicted peaks of convolutional nets with norms over space, against what is compiled: what is stored for them."""
+"""Predicted peaks of nets with norms over space, or over rows, against what is compiled: what is stored for them."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -32,8 +32,16 @@ def _instance_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
     return (y * gain + bias).astype(x.dtype)
 
 
+def _layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-5)
+    return (y * gain + bias).astype(x.dtype)
+
+
 def _step(norm: _Norm, dtype: Any, before: bool) -> Callable[..., Any]:
     def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+        if w.ndim == 2:
+            return x @ w.astype(dtype)
         numbers = ("NHWC", "HWIO", "NHWC")
         return jax.lax.conv_general_dilated(x, w.astype(dtype), (1, 1), "SAME", dimension_numbers=numbers)
 
@@ -54,10 +62,11 @@ def _step(norm: _Norm, dtype: Any, before: bool) -> Callable[..., Any]:
     return step
 
 
-def _arguments(layers: int) -> tuple[Any, ...]:
+def _arguments(layers: int, convolve: bool = True) -> tuple[Any, ...]:
     shape = jax.ShapeDtypeStruct
-    weights = [[shape((3, 3, 256, 256), jnp.float32), *[shape((256,), jnp.float32)] * 2]] * layers
-    return (weights, weights), shape((64, 32, 32, 256), jnp.float32)
+    filters = (3, 3, 256, 256) if convolve else (256, 256)
+    weights = [[shape(filters, jnp.float32), *[shape((256,), jnp.float32)] * 2]] * layers
+    return (weights, weights), shape((64, 32, 32, 256) if convolve else (64, 1024, 256), jnp.float32)
 
 
 @compiles_for_gpus
@@ -125,3 +134,26 @@ def test_a_factor_is_multiplied_by_what_is_spread_before_that_is() -> None:
     problem = shardplan.plan(scaled, 1, square, jax.ShapeDtypeStruct((256,), "float32"), square).schedule.problem
     renames = [computing_of(problem)[o.index].renames for o in problem.program.operations if o.primitive.name == "mul"]
     assert renames == [True, False, False, False]  # of two factors and two products
+
+
+@compiles_for_gpus
+@pytest.mark.parametrize(
+    ("before", "convolve", "dtype", "expected"),
+    [
+        (True, False, jnp.bfloat16, 0.953),
+        (False, False, jnp.bfloat16, 1.0),
+        (True, True, jnp.bfloat16, 0.960),
+        (False, True, jnp.bfloat16, 1.0),
+        (True, True, jnp.float32, 1.0),
+    ],
+)
+def test_norms_of_narrow_rows(before: bool, convolve: bool, dtype: Any, expected: float) -> None:
+    """What the gradients of gains add up is computed in tiles, and stored for that: just before, while sums of parts
+    are added up behind. Layers of products were .87 and .92 of what was predicted before, those of convolutions 1.12,
+    1.18 and 1.07."""
+    mesh, arguments = gpu_mesh("h100", (2, 4), ("x", "y")), _arguments(6, convolve)
+    step = _step(_layer_norm, dtype, before)
+    plan = shardplan.plan(step, mesh, *arguments, donate_argnums=0, memory_limit=float("inf"))
+    report = audit(plan, mesh=mesh)
+    assert report.compiled.communication_bytes == pytest.approx(plan.communication_bytes, rel=0.001)
+    assert report.compiled.memory.peak / plan.peak_bytes == pytest.approx(expected, abs=0.03)
