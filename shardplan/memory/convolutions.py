@@ -43,16 +43,11 @@ def convolutions_of(program: Program) -> tuple[Operation, ...]:
     return tuple(operation for operation in program.operations if operation.primitive.name == CONVOLUTION)
 
 
-def copied_with_neighbours(problem: Problem, strategies: Mapping[int, Strategy]) -> dict[tuple[int, int], float]:
+def copied_with_neighbours(problem: Problem, strategies: Mapping[int, Strategy]) -> set[tuple[int, int]]:
     """The operands of convolutions that are copied with rows of neighbours, by the operation's index and the operand's
-    position, and how many times as large as the operand's block the copy is."""
-    found = {}
-    for index, strategy in strategies.items():
-        operation = problem.program.operations[index]
-        for position in {halo.operand for halo in strategy.halos}:
-            if operation.primitive.name == CONVOLUTION:
-                found[index, position] = _times_larger(problem, operation, strategy, position)
-    return found
+    position."""
+    found = ((o.index, strategies[o.index].halos) for o in convolutions_of(problem.program) if o.index in strategies)
+    return {(index, halo.operand) for index, halos in found for halo in halos}
 
 
 def _times_larger(problem: Problem, operation: Operation, strategy: Strategy, position: int) -> float:

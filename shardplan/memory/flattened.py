@@ -1,9 +1,10 @@
 """What XLA computes as matrices, of what is computed from products of more dimensions.
 
 A product with several rows', columns' or batch dimensions is one of matrices, and its result a view of a matrix in
-another shape. XLA moves such views, and what the program reshapes, behind what is computed element by element, as long
-as all that reads a view can be computed so; what is left reads through a view. Of what two operations of a kernel read
-each through a view of its own, XLA counts that the kernel goes through it twice.
+another shape; so is a transposition of it that moves nothing. XLA moves such views, and what the program reshapes,
+behind what is computed element by element, as long as all that reads a view can be computed so; what is left reads
+through a view. Of what two operations of a kernel read each through a view of its own, XLA counts that the kernel goes
+through it twice.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def flat(function):

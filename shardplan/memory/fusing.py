@@ -35,7 +35,7 @@ _APART = 400
 parts that warps do not divide."""
 
 _NEARLY = 0.9
-"""What has at least such a part of as many elements has as many, and one for each row."""
+"""Of two numbers of elements that differ by less, since splits are uneven, one is taken to be the other."""
 
 _SPREADING = frozenset({"broadcast_in_dim", PRODUCT})
 

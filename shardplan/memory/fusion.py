@@ -15,7 +15,8 @@ from math import prod
 
 from shardplan import _jax
 from shardplan.memory.products import is_outer, is_sum
-from shardplan.memory.sums import adds_few
+from shardplan.memory.sums import REDUCTIONS as TO_ONE
+from shardplan.memory.sums import SEARCHES, adds_few
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
@@ -27,15 +28,12 @@ _MOVES = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
     | {"gather", "dynamic_slice", "split", "concatenate", "copy", "copy_p", "stop_gradient", "random_bits"}
 )
-REDUCTIONS = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
-)
+REDUCTIONS = TO_ONE | SEARCHES
 CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 BLOCK = 16
 """What adds up along a dimension: XLA:GPU reduces blocks of so many elements first, and computes each element on the
 way, from the blocks before it and the elements of its own."""
 
-_SEARCHES = frozenset({"argmax", "argmin"})
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
 _READS_ON_THE_WAY = frozenset(
     REDUCTIONS
@@ -62,7 +60,7 @@ def is_view(program: Program, operation: Operation) -> bool:
     name = operation.primitive.name
     if name in _VIEWS:
         return True
-    if name != "gather" and name not in REDUCTIONS - _SEARCHES:
+    if name != "gather" and name not in TO_ONE:
         return False
     own, made = operand_type(program, operation.operands[0]), program.values[operation.results[0]]
     return prod(own.shape) == prod(made.shape) and (name != "gather" or _places(program, operation) == 1)

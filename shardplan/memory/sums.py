@@ -31,7 +31,7 @@ from shardplan.strategy import operand_type
 
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"})
 
-_SEARCHES = frozenset({"argmax", "argmin"})
+SEARCHES = frozenset({"argmax", "argmin"})
 
 _WARP = 32
 _MANY = 16
@@ -68,7 +68,7 @@ def reduces_together(shape: Sequence[int], dims: Collection[int]) -> bool:
 
 def _operand(program: Program, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The shape of what an operation reduces, and the dimensions over which it does."""
-    if operation.primitive.name in REDUCTIONS | _SEARCHES:
+    if operation.primitive.name in REDUCTIONS | SEARCHES:
         return operand_type(program, operation.operands[0]).shape, tuple(operation.params["axes"])
     if is_sum(program, operation):
         shapes = [operand_type(program, operand).shape for operand in operation.operands]
