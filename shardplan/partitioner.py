@@ -333,6 +333,18 @@ def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...], am
         return False
     if exchanges and not in_groups and len(axes) == among:
         return True
+    return _split_one(strategy, axes)
+
+
+def order_of_devices(operation: Operation, strategy: Strategy, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """The order of axes in which XLA, left alone, names the devices of an all-reduce of partial sums: in which they
+    split what is summed, where this is one dimension of every operand that they split, else the mesh's."""
+    in_mesh = _exchanges_rows(operation, strategy) or _in_groups(operation) or not _split_one(strategy, axes)
+    return tuple(sorted(axes)) if in_mesh else axes
+
+
+def _split_one(strategy: Strategy, axes: tuple[int, ...]) -> bool:
+    """Whether axes, in their order, split one dimension of every operand that they split."""
     touching = [layout for layout in strategy.operands if layout and set(axes) & {a for group in layout for a in group}]
     return all(axes in layout for layout in touching)
 

@@ -216,14 +216,14 @@ def _read_by(program: Program, merged: tuple[tuple[int, ...], ...]) -> dict[int,
         for group in some:
             every = [o for index in group for o in operations[index].operands if isinstance(o, int)]
             read |= {index: every for index in group}
-        if _is_ordered(program, found | read):
+        if is_ordered(program, found | read):
             found |= read
         elif len(some) > 1:
             waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
     return found
 
 
-def _is_ordered(program: Program, read: Mapping[int, Collection[int]]) -> bool:
+def is_ordered(program: Program, read: Mapping[int, Collection[int]]) -> bool:
     """Whether no operation needs its own result where these read these values."""
     makers = program.makers
     opened, done = set[int](), set[int]()

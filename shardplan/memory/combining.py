@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
+from shardplan.memory.consumers import read_with_consumer
 from shardplan.memory.cutting import moved_results
 from shardplan.memory.fusion import is_scatter, is_view, pointwise_operations, readers_in
 from shardplan.memory.order import operands_first, operands_made, order_of
@@ -154,7 +155,7 @@ def read_before(schedule: Schedule) -> list[list[int]]:
     merges with others what these read too. Of equal values, it is the first one."""
     apart = apart_in(schedule)
     same, read = repeated_in(schedule.program, apart), [*_values_read(schedule.program, apart)]
-    for index, together in read_together(schedule).items():
+    for index, together in (read_with_consumer(schedule.problem) | read_together(schedule)).items():
         read[index] = [same.get(o, o) for o in together]
     return read
 
@@ -219,7 +220,7 @@ def with_partners(
     read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
     parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
     partners = _partners(schedule.problem, reducing(schedule), parts)
-    together = {**padded_together(schedule), **read_together(schedule)}
+    together = {**padded_together(schedule), **read_with_consumer(schedule.problem), **read_together(schedule)}
     if not changed:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))
     return _ordered(schedule.program, partners, {**together, **changed}, brought)

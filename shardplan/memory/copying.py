@@ -49,6 +49,7 @@ from shardplan.memory.coalescing import is_read_apart
 from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import pointwise_operations, readers_in
 from shardplan.memory.lying import PRODUCT, lying_of
+from shardplan.memory.padded import MOVING, is_moved, turned_before_padding, turns
 from shardplan.memory.products import ProductOperand
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.rows import made_by_rows
@@ -57,12 +58,6 @@ from shardplan.program import Operation, Program
 
 if TYPE_CHECKING:
     from shardplan.memory.hiding import Graph
-
-_MOVING = frozenset(
-    {"transpose", "reshape", "squeeze", "expand_dims", "slice", "split", "dynamic_slice", "gather", "rev"}
-    | {"broadcast_in_dim", "copy", "copy_p", "stop_gradient"}
-)
-
 
 _TILED = 8
 """The size of the innermost dimension from which on kernels that move it do so in tiles."""
@@ -111,6 +106,19 @@ def written_by(
     return {read: None if alone[read] else order[copy.first] for read, copy in found.items()}
 
 
+def written_otherwise(problem: Problem, place: Mapping[int, int], copies: Mapping[ProductOperand, Copy]) -> set[int]:
+    """The operations, by index, whose kernels write copies as well, in another order or larger: they read what they
+    compute these from elsewhere than where they write it."""
+    lying, makers = lying_of(problem.program, pointwise_operations(problem)).orders, problem.program.makers
+    found = set[int]()
+    for read, copy in copies.items():
+        maker = makers.get(read.value)
+        if maker is not None and place.get(maker.index) == copy.first:
+            written = [dim for dim in lying.get(read.value, sorted(read.order)) if dim in read.order]
+            found.update({maker.index} if [*read.order] != written or read.padding > 1 else ())
+    return found
+
+
 class _Copying:
     """Which kernels write copies, and where these run."""
 
@@ -121,6 +129,7 @@ class _Copying:
         self._lying, self._tiled = lying.orders, _turned_in_tiles(problem.program, lying.turned, kernels)
         self._makers = problem.program.makers
         in_memory = kernels.read | kernels.stored
+        self._padded = turned_before_padding(problem.program, self._pointwise, kernels.reshaped)
         self._by_rows = made_by_rows(problem.program, self._pointwise, kernels.fused, in_memory)
         self.places = {operation.index: place for place, operation in enumerate(order)}
         """Per operation, by index, its place in the order."""
@@ -131,14 +140,14 @@ class _Copying:
     def begins(self, copy: ProductOperand, reader: Operation) -> int:
         """Where a copy is written that a product reads first."""
         maker, value, place = self._makers.get(copy.value), copy.value, self.places[reader.index]
-        if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in _MOVING:
+        if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in MOVING:
             return self._moved.setdefault((self._moving_kernel(copy), reader.region), place)
         if value in self._by_rows:
             return place
         stored = value in self._kernels.read or value in self._kernels.stored
         made = self.places[maker.index] if stored else place
         if value in self._lying:
-            turned = self._turns(copy, self._lying[value])
+            turned = turns(self._program, value, copy.order, self._lying[value])
             if turned and not stored and is_read_apart(self._program, value, copy.order, self._lying[value]):
                 self._began.setdefault(value, place)
                 return self._began[value] or place
@@ -146,7 +155,8 @@ class _Copying:
             return place if alone else made
         if value not in self._began:
             written = range(len(self._program.values[value].shape))
-            apart = not stored and self._turns(copy, written) and self._is_moved(value)
+            apart = not stored and turns(self._program, value, copy.order, written)
+            apart = (apart and is_moved(self._program, self._pointwise, value)) or value in self._padded
             self._began[value] = None if apart else made
         began = self._began[value]
         return place if began is None else began
@@ -155,7 +165,7 @@ class _Copying:
         """The kernel that copies what is but moved on the way from a library's result, told apart from others."""
         values, value = self._program.values, copy.value
         part, taken = value, value  # the outermost part on the way, and what it is taken from
-        while (maker := self._makers.get(value)) is not None and maker.primitive.name in _MOVING:
+        while (maker := self._makers.get(value)) is not None and maker.primitive.name in MOVING:
             moved = maker.operands[0]
             if not isinstance(moved, int):
                 return copy
@@ -168,24 +178,6 @@ class _Copying:
         shape, viewed = values[copy.value].shape, len(values[taken].shape) > batch + 2
         tiles = (shape, copy.order) if _moves_in_tiles(shape, copy.order) else None
         return value if viewed else part, prod(shape), tiles
-
-    def _turns(self, copy: ProductOperand, lying: Sequence[int]) -> bool:
-        """Whether a copy has another dimension innermost than its value has, which lies in this order."""
-        innermost = [dim for dim in lying if self._program.values[copy.value].shape[dim] > 1][-1:]
-        return [*copy.order[-1:]] != innermost
-
-    def _is_moved(self, value: int) -> bool:
-        """Whether a value is computed element by element from one that a product made, is moved, or is an argument, and
-        from nothing else but what is repeated along dimensions."""
-        values = self._program.values
-        shape = values[value].shape
-        while (maker := self._makers.get(value)) is not None and maker.index in self._pointwise:
-            whole = [o for o in maker.operands if isinstance(o, int) and values[o].shape == shape]
-            whole = [o for o in whole if o not in self._makers or self._makers[o].primitive.name != "broadcast_in_dim"]
-            if len(whole) != 1:
-                return False
-            [value] = whole
-        return maker is None or maker.primitive.name in _MOVING or maker.primitive.name == PRODUCT
 
 
 def _turned_in_tiles(program: Program, turned: Mapping[int, Sequence[int]], kernels: Kernels) -> set[int]:

@@ -12,6 +12,7 @@ down columns where a tile of all that is summed up, in rows as long, is not too 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import inf, prod
 
@@ -63,6 +64,9 @@ class Fusion:
         self._elements = {value: values[value].elements / degree for value, (degree, _) in split.items()}
         self._around = {value: max(buffer, self._bytes[value]) for value, (_, buffer) in split.items()}
         self._quicker = {value: quicker(size) for value, size in self._around.items()}
+        first = dict[tuple[float, float, float, bool], int]()
+        self._alike = {value: first.setdefault(self._size_of(value), value) for value in split}
+        """Per value, the first that takes as long to read, however often."""
         self._kernels: dict[int, Kernel] = {}
         self._saved: dict[int, dict[int, float]] = {}  # per value, what each kernel that reads it would save
         self._gains: dict[int, float] = {}
@@ -177,6 +181,9 @@ class Fusion:
         waiting = self._waiting(kernel.columns, (kernel.reads.keys() - {value}) | own.reads.keys())
         return max(waiting, 1.0) / kernel.slower, min(waiting, 1.0)
 
+    def _size_of(self, value: int) -> tuple[float, float, float, bool]:
+        return self._bytes[value], self._elements[value], self._around[value], value in self._narrow
+
     def _of_element(self, value: int, result: int) -> dict[int, float]:
         """How often an operation element by element goes through an operand, which it may spread along dimensions."""
         values = self._problem.program.values
@@ -266,8 +273,9 @@ class Fusion:
         moved = times * (own.generated + own.scalars * max(again, ONE_NUMBER))
         moved -= self._reading(value, times, kernel, kernel.length)
         apart = own.times.keys().isdisjoint(kernel.times)  # as most are, which spares going through all that it reads
-        if apart:
-            moved += sum([self._reading(v, times * share, kernel, length) for v, share in own.times.items()])
+        if apart:  # of sums over all of a model's weights, one reads them all, and all updates it
+            own.alike = own.alike or Counter((self._alike[v], share) for v, share in own.times.items())
+            moved += sum([n * self._reading(v, times * share, kernel, length) for (v, share), n in own.alike.items()])
         else:
             moved += self._reading_more(own, kernel, kernel.reads[value], length)
         if own.length and not kernel.length:
@@ -333,7 +341,7 @@ class Fusion:
         """Lets one kernel compute a value that it has read."""
         own, kernel = self._kernels[value], self._kernels[reader]
         slower, kernel.again = self._slower(own, kernel, value)
-        places, times = kernel.reads.pop(value), kernel.times.pop(value)
+        places, times, kernel.alike = kernel.reads.pop(value), kernel.times.pop(value), None
         for source, shares in own.reads.items():
             merged = kernel.reads.setdefault(source, {})
             for place, share in shares.items():

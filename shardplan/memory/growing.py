@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE
@@ -43,7 +44,8 @@ class Kernel:
     (`shardplan.memory.transposed`), ``by_element``: whether it does so in tiles; ``apart``: places at which it goes
     through each element by itself (`shardplan.memory.coalescing`). ``time`` is how long it takes. ``columns``: of a
     sum, the columns that lie side by side, 0 where it adds up rows, the numbers that it adds up, and how many it makes
-    of them.
+    of them. ``alike``: of the values that it reads equally often and that take as long, the first, and how many they
+    are, once that is known.
     """
 
     reads: dict[int, dict[int, float]]
@@ -70,6 +72,7 @@ class Kernel:
     time: float = 0.0
     apart: frozenset[int] = frozenset()
     columns: tuple[int, float, float] | None = None
+    alike: Mapping[tuple[int, float], int] | None = None
 
     @property
     def summed(self) -> int:

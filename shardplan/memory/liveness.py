@@ -19,14 +19,9 @@ from shardplan.layout import Layout
 from shardplan.memory.accumulation import with_products_late
 from shardplan.memory.bringing import Sending, brought_spans, computed_in_parts, gathered_from, reduced_at
 from shardplan.memory.combining import Gather
-from shardplan.memory.convolutions import (
-    reading_copies,
-    reordered_in,
-    spread_copies,
-    spread_until,
-)
+from shardplan.memory.convolutions import reading_copies, reordered_in, spread_copies, spread_until
 from shardplan.memory.copies import beside_kernels
-from shardplan.memory.copying import product_copies
+from shardplan.memory.copying import product_copies, written_otherwise
 from shardplan.memory.exchanging import exchanged_copies
 from shardplan.memory.fusion import pointwise_operations, readers_of, updates_of
 from shardplan.memory.gathering import held_at_the_end
@@ -133,7 +128,8 @@ class Lifetimes:
     def _overwrite(self, kernels: Kernels, together: Collection[Sequence[int]] | None) -> None:
         """Gives results the memory of what their kernels read last."""
         spans = {value: (lifetime.start, lifetime.end) for value, lifetime in self.held.items()}
-        for value, span in overwritten(self._problem, self.order, kernels, spans, together):
+        apart = written_otherwise(self._problem, self.place, self.copies)
+        for value, span in overwritten(self._problem, self.order, kernels, spans, together, apart):
             self.held[value] = Lifetime(*span)
 
     def _handed_over(self) -> Iterator[tuple[int, tuple[Link, int]]]:

@@ -35,6 +35,7 @@ from shardplan.memory.combining import (
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
+from shardplan.partitioner import order_of_devices
 from shardplan.program import Operation
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.steps import Step
@@ -129,14 +130,16 @@ def _reductions(schedule: Schedule) -> dict[int, tuple[list[_Reduction], list[_R
         for operand, layout in otherwise.get(operation.index, ()):
             steps = schedule.route(operand, layout).steps
             if steps and steps[-1].kind in REDUCTIONS:
-                kind = operation.region, *_kind(schedule, operand, steps, "sum")
+                kind = operation.region, *_kind(schedule, operand, _reducing(steps), "sum")
                 gather = gather_for(schedule, operation, operand, layout)
                 here[_is_scattered(steps)].append(_Reduction(gather, operand, layout, kind))
         if operation.index in made and operation.results[0] not in same:
             steps = tuple(step for step in schedule.result_steps(operation, 0) if step.kind in REDUCTIONS)
             if steps:
-                reducer = schedule.assignment.strategies[operation.index].reducers[0]
-                kind = operation.region, *_kind(schedule, operation.results[0], steps, reducer)
+                strategy, over = schedule.assignment.strategies[operation.index], _reducing(steps)
+                if schedule.island_dtype(operation) is None:
+                    over = [(name, order_of_devices(operation, strategy, axes)) for name, axes in over]
+                kind = operation.region, *_kind(schedule, operation.results[0], over, strategy.reducers[0])
                 reduction = _Reduction(operation.index, operation.results[0], steps[-1].layout, kind)
                 here[_is_scattered(steps)].append(reduction)
     return found
@@ -146,11 +149,15 @@ def _is_scattered(steps: Sequence[Step]) -> bool:
     return any(step.kind == "reduce-scatter" for step in steps)
 
 
-def _kind(schedule: Schedule, value: int, steps: Sequence[Step], reducer: str | None) -> tuple[object, ...]:
-    # what all devices get is the same in whatever order these are named, but not what each gets a part of
-    found = [(step.kind, step.axes) for step in steps if step.kind in REDUCTIONS]
-    reducing = tuple((kind, tuple(sorted(axes)) if kind == "all-reduce" else axes) for kind, axes in found)
-    return reducing, reducer, schedule.program.values[value].dtype
+def _reducing(steps: Sequence[Step]) -> list[tuple[str, tuple[int, ...]]]:
+    """The reductions among steps, with their axes in the order in which an island names these."""
+    return [(step.kind, step.axes) for step in steps if step.kind in REDUCTIONS]
+
+
+def _kind(
+    schedule: Schedule, value: int, reducing: Sequence[tuple[str, tuple[int, ...]]], reducer: str | None
+) -> tuple[object, ...]:
+    return tuple(reducing), reducer, schedule.program.values[value].dtype
 
 
 def without_leading(schedule: Schedule, groups: Iterable[Sequence[Reduced]]) -> list[list[Reduced]]:

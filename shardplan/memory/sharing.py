@@ -3,7 +3,8 @@
 XLA gives the result of a kernel the memory of a value that the kernel reads element by element and for the last time,
 where another kernel has made that value and nothing else. A library's result comes with its workspace, a loop's with
 the other carries, a stored value with what its kernel computes from it besides, and a scatter's memory is already that
-of what it scatters into: these are not overwritten. So a product and what is computed from it lie side by side.
+of what it scatters into: these are not overwritten. So a product and what is computed from it lie side by side. Nor is
+anything where a kernel writes its result in another order of dimensions as well, for a product.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> from shardplan.memory.liveness import Lifetimes
@@ -46,10 +47,11 @@ def overwritten(
     kernels: Kernels,
     held: Mapping[int, tuple[int, int]],
     together: Collection[Sequence[int]] | None,
+    apart: Collection[int] = (),
 ) -> Iterator[tuple[int, tuple[int, int]]]:
     """From where to where values are held, if it is not as ``held`` says: where kernels with several results
     (``together``, the operations of each, if they are known) hold all that they make, and read last, while they run;
-    and where the memory of a value is a later result's."""
+    and where the memory of a value is a later result's, which is not made by the operations ``apart``."""
     place, makers = {operation.index: number for number, operation in enumerate(order)}, problem.program.makers
     kernels_places = [sorted(place[index] for index in kernel) for kernel in together or ()]
     since = {number: places[0] for places in kernels_places for number in places}
@@ -64,7 +66,7 @@ def overwritten(
         merged = _made_with_others(problem, order, kernels)
     else:
         merged = frozenset(result for number in until for result in order[number].results)
-    for value, number in _overwritten_values(problem, order, kernels, spans, until, merged):
+    for value, number in _overwritten_values(problem, order, kernels, spans, until, merged, apart):
         yield value, (spans[value][0], since.get(number, number) - 1)
 
 
@@ -75,6 +77,7 @@ def _overwritten_values(
     held: Mapping[int, tuple[int, int]],
     until: Mapping[int, int],
     merged: Collection[int],
+    apart: Collection[int],
 ) -> Iterator[tuple[int, int]]:
     """The values whose memory a later result takes, with the place in the order of the operation that makes it.
 
@@ -99,7 +102,7 @@ def _overwritten_values(
         elif operation.index in kernels.adding:
             added = kernels.adding[operation.index]
             candidates = [added.onto] if added.in_place and _fits(problem, added.onto, operation) else []
-        elif operation.index in fused and until.get(place, place) in ending:
+        elif operation.index in fused and operation.index not in apart and until.get(place, place) in ending:
             others = [order[other] for other in together.get(until.get(place, -1), ())]
             read = [read_in_kernel(problem, fused, held, other) for other in others]
             candidates = list(_overwritable(problem, fused, held, operation))

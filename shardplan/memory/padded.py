@@ -1,0 +1,75 @@
+"""What XLA:GPU turns before it pads it for a product: a value in memory, which other products read as well.
+
+Products of 16 bits read copies that are padded to multiples of 8. A kernel that moves another dimension to the
+innermost place does so in tiles, and pads nothing: that is the next kernel's. Keys with a bias, of 197 tokens, so are
+stored as they are turned for the scores. The gradient of the queries, which needs them in another order, is computed
+from these, and not from the result of the product that made them.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> def turned(tokens):
+...     def step(x, w, bias, q):
+...         keys = jnp.einsum("btf,fhd->bthd", x, w) + bias
+...         scores = jnp.einsum("bqhd,bkhd->bhqk", q, keys)
+...         return jnp.einsum("bhqk,bkhd->bqhd", scores, keys)
+...     shapes = (2, tokens, 64), (64, 4, 32), (4, 32), (2, 16, 4, 32)
+...     program = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)).program
+...     pointwise = frozenset(o.index for o in program.operations if o.primitive.name == "add")
+...     return [program.makers[value].primitive.name for value in turned_before_padding(program, pointwise)]
+>>> turned(96), turned(97)
+([], ['add'])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from shardplan.memory.lying import lying_of
+from shardplan.memory.products import PRODUCT, product_operands
+from shardplan.once import once
+from shardplan.program import Program
+
+MOVING = frozenset(
+    {"transpose", "reshape", "squeeze", "expand_dims", "slice", "split", "dynamic_slice", "gather", "rev"}
+    | {"broadcast_in_dim", "copy", "copy_p", "stop_gradient"}
+)
+"""Primitives that move what they read, or repeat it."""
+
+
+@once
+def turned_before_padding(
+    program: Program, pointwise: Collection[int], reshaped: Collection[int] = frozenset()
+) -> frozenset[int]:
+    """The values that are stored as they are turned for the first product that reads them, which are then padded for
+    that: of such as are computed from a product's result alone, which products alone read, in several orders."""
+    lying, orders = lying_of(program, frozenset(pointwise)).orders, dict[int, list[tuple[tuple[int, ...], bool]]]()
+    for (_, _), read in sorted(product_operands(program, frozenset(pointwise), frozenset(reshaped)).items()):
+        orders.setdefault(read.value, []).append((read.order, read.padding > 1))
+    found = set[int]()
+    for value, ((first, padded), *others) in orders.items():
+        maker = program.makers.get(value)
+        if maker is None or maker.index not in pointwise or not padded or value in lying:
+            continue
+        written = range(len(program.values[value].shape))
+        if turns(program, value, first, written) and any(order != first for order, _ in others):
+            found.update({value} if is_moved(program, pointwise, value) else ())
+    return frozenset(found)
+
+
+def turns(program: Program, value: int, order: Sequence[int], lying: Sequence[int]) -> bool:
+    """Whether an order of a value's dimensions has another one innermost than that in which it lies."""
+    innermost = [dim for dim in lying if program.values[value].shape[dim] > 1][-1:]
+    return [*order[-1:]] != innermost
+
+
+def is_moved(program: Program, pointwise: Collection[int], value: int) -> bool:
+    """Whether a value is computed element by element from one that a product made, is moved, or is an argument, and
+    from nothing else but what is repeated along dimensions."""
+    values = program.values
+    shape = values[value].shape
+    while (maker := program.makers.get(value)) is not None and maker.index in pointwise:
+        whole = [o for o in maker.operands if isinstance(o, int) and values[o].shape == shape]
+        whole = [o for o in whole if o not in program.makers or program.makers[o].primitive.name != "broadcast_in_dim"]
+        if len(whole) != 1:
+            return False
+        [value] = whole
+    return maker is None or maker.primitive.name in MOVING or maker.primitive.name == PRODUCT
