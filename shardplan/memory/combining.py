@@ -22,7 +22,7 @@ from shardplan.memory.fusion import is_scatter, is_view, pointwise_operations, r
 from shardplan.memory.order import operands_first, operands_made, order_of
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import Apart, apart_in, padded_together, repeated_in
-from shardplan.memory.slicing import is_sliced
+from shardplan.memory.slicing import is_sliced, scattered_behind
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
@@ -219,7 +219,7 @@ def with_partners(
     pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
     read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
     parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
-    partners = _partners(schedule.problem, reducing(schedule), parts)
+    partners = _partners(schedule.problem, reducing(schedule), scattered_behind(schedule), parts)
     together = {**padded_together(schedule), **read_with_consumer(schedule.problem), **read_together(schedule)}
     if not changed:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))
@@ -227,9 +227,12 @@ def with_partners(
 
 
 @once
-def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[int, int]]) -> _Others:
-    """Per operation, those that a kernel reads together with it, where these are ``reduced`` over devices. What reads
-    ``parts`` of a value, as an operation and a value, is smaller than what reads all of it."""
+def _partners(
+    problem: Problem, reduced: frozenset[int], turned: frozenset[int], parts: frozenset[tuple[int, int]]
+) -> _Others:
+    """Per operation, those that a kernel reads together with it, where these are ``reduced`` over devices: not those
+    whose results lie ``turned``, which kernels of their own turn back. What reads ``parts`` of a value, as an operation
+    and a value, is smaller than what reads all of it."""
     program, pointwise = problem.program, pointwise_operations(problem)
     sources: dict[int, frozenset[int]] = {}  # per value, the reductions that its kernel reads, all as large
     behind: dict[int, int] = {}  # per value, the reductions that lead to it, as bits
@@ -248,7 +251,7 @@ def _partners(problem: Problem, reduced: frozenset[int], parts: frozenset[tuple[
             continue
         result = operation.results[0]
         if operation.index in reduced:
-            sources[result] = frozenset({operation.index})
+            sources |= {} if operation.index in turned else {result: frozenset({operation.index})}
         elif near and (operation.index in pointwise or is_view(program, operation)):
             size = program.values[result].elements
             read = [o for o in near if program.values[o].elements == size and (operation.index, o) not in parts]

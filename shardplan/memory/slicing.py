@@ -81,3 +81,21 @@ def _sliced(schedule: Schedule) -> dict[int, tuple[int, Layout]]:
             ):
                 found[result] = index, left
     return found
+
+
+@once
+def scattered_behind(schedule: Schedule) -> frozenset[int]:
+    """The operations, by index, whose results are scattered along a dimension that lies behind another one of more than
+    one element: it lies outermost then."""
+    operations, mesh = schedule.program.operations, schedule.space.mesh
+    found = set[int]()
+    for index in schedule.assignment.strategies:
+        if not operations[index].results:
+            continue
+        shape = schedule.program.values[operations[index].results[0]].shape
+        for step in schedule.result_steps(operations[index], 0):
+            if step.kind == "reduce-scatter":
+                split = max(dim for dim, axes in enumerate(step.layout) if {*step.axes} <= {*axes})
+                before = zip(shape[:split], step.layout[:split], strict=True)
+                found.update({index} if any(size > mesh.degree(axes) for size, axes in before) else ())
+    return frozenset(found)

@@ -24,6 +24,7 @@ from shardplan.memory.merging import needs_any
 from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.slicing import scattered_behind
 from shardplan.memory.times import BYTES_MOVED, UNKNOWN
 from shardplan.program import Operation
 
@@ -73,7 +74,20 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
     _spread_together(graph, nodes)
     _turn_products(graph, kernels)
     _unpack_exchanged(graph, kernels)
+    _turn_sent(graph)
     mask_rows(graph, kernels)
+
+
+def _turn_sent(graph: Graph) -> None:
+    """Takes in that what is sent lies as it is written: a kernel that computes it from what was scattered along another
+    dimension than its first, which lies outermost then, turns that in tiles."""
+    schedule, scattered = graph.schedule, scattered_behind(graph.schedule)
+    lying = {result for index in scattered for result in graph.program.operations[index].results}
+    for gather in graph.gathers if lying else ():
+        maker = graph.maker(gather.value)
+        sent = any(step.kind != "slice" for step in schedule.route(gather.value, gather.layout).steps)
+        if sent and maker is not None and not lying.isdisjoint(graph.reads[maker]):
+            graph.tiled.add(maker)
 
 
 def _spread_together(graph: Graph, nodes: Mapping[tuple[int, float], int]) -> None:
