@@ -35,6 +35,10 @@ _SPARE = 0.8
 """The gaps, to what is needed without a limit, above which a schedule that fits is searched on from while less than
 this share of the work is spent, and is held against what the joined mesh can do while there is work left."""
 
+_LATE = 2.5
+"""Where so many times the work that searches may take is spent, and nothing is found, what is leaner is looked for before
+what the joined mesh can do: it is found sooner."""
+
 _SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.75, 0.25
 """Of the work that searches may take: what those among the choices of a coarser mesh may, and the one among all choices
 that follows these, for its bound above all."""
@@ -160,7 +164,8 @@ class _Attempt:
             relieve(corrections, corrections.until_filled())
         if corrections.best is not None or again or corrections.least_bound > CLEARLY * corrections.limit_bytes:
             return
-        if not self.take_joined():
+        late = corrections.work > _LATE * corrections.patience
+        if late or not self.take_joined():
             self.leanest.begin()
             corrections.unreached = self.leanest.bound
             corrections.take_counted()
