@@ -23,7 +23,7 @@ from shardplan.search.solution import relative_gap
 # memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow. Where the
 # cheapest of what is found just does not fit, making it fit is worth as much work again.
 # Work is counted, not timed, so that a program gets the same plan on every machine.
-_TIMES_SLOWER_WITHIN_LIMIT = 0.7
+_TIMES_SLOWER_WITHIN_LIMIT = 0.8
 _SECONDS_PER_OPERATION, _SECONDS_PER_TABLE = 1.7e-4, 2.6e-4
 _TIMES_SEARCH = 1.8
 LEAST_PATIENCE = 0.15

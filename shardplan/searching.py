@@ -36,8 +36,8 @@ _SPARE = 0.8
 this share of the work is spent, and is held against what the joined mesh can do while there is work left."""
 
 _LATE = 2.5
-"""Where so many times the work that searches may take is spent, and nothing is found, what is leaner is looked for before
-what the joined mesh can do: it is found sooner."""
+"""Where so many times the work that searches may take is spent, and nothing is found, what is leaner is looked for
+before what the joined mesh can do: it is found sooner."""
 
 _SHARE_OF_PARTS, _SHARE_OF_WHOLE = 0.75, 0.25
 """Of the work that searches may take: what those among the choices of a coarser mesh may, and the one among all choices

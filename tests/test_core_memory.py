@@ -166,6 +166,8 @@ def test_what_reads_a_part_of_a_reduction_waits_for_no_other_kernel_that_reads_i
     )
     reduced = frozenset(o.index for o in (largest, total, picked))
     assert picked.index in dict(_partners(problem, reduced, frozenset()))[total.index]
+    turned = frozenset({total.index})  # scattered along the rows, which lie outermost then
+    assert not _partners(problem, reduced, frozenset(), turned)
     parts = frozenset({(log.index, log.operands[0])})  # the loss of a part of the rows
     assert not _partners(problem, reduced, parts)
     values = (total.results[0], log.operands[0])

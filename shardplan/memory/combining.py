@@ -219,7 +219,7 @@ def with_partners(
     pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
     read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
     parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
-    partners = _partners(schedule.problem, reducing(schedule), scattered_behind(schedule), parts)
+    partners = _partners(schedule.problem, reducing(schedule), parts, scattered_behind(schedule))
     together = {**padded_together(schedule), **read_with_consumer(schedule.problem), **read_together(schedule)}
     if not changed:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))
@@ -228,7 +228,10 @@ def with_partners(
 
 @once
 def _partners(
-    problem: Problem, reduced: frozenset[int], turned: frozenset[int], parts: frozenset[tuple[int, int]]
+    problem: Problem,
+    reduced: frozenset[int],
+    parts: frozenset[tuple[int, int]],
+    turned: frozenset[int] = frozenset(),
 ) -> _Others:
     """Per operation, those that a kernel reads together with it, where these are ``reduced`` over devices: not those
     whose results lie ``turned``, which kernels of their own turn back. What reads ``parts`` of a value, as an operation

@@ -10,7 +10,7 @@ from these, and not from the result of the product that made them.
 ...     def step(x, w, bias, q):
 ...         keys = jnp.einsum("btf,fhd->bthd", x, w) + bias
 ...         scores = jnp.einsum("bqhd,bkhd->bhqk", q, keys)
-...         return jnp.einsum("bhqk,bkhd->bqhd", scores, keys)
+...         return jnp.einsum("bhqk,bkhd->bhqd", scores, keys)
 ...     shapes = (2, tokens, 64), (64, 4, 32), (4, 32), (2, 16, 4, 32)
 ...     program = shardplan.plan(step, 1, *(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)).program
 ...     pointwise = frozenset(o.index for o in program.operations if o.primitive.name == "add")
