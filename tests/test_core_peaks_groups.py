@@ -11,7 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.audit import audit
+from shardplan.memory.hiding import Graph
+from shardplan.memory.recomputing import kernels_in
 from shardplan.memory.reductions import combined_reductions
+from shardplan.memory.slicing import read_slices
 from shardplan.target import gpu_mesh
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
@@ -110,3 +113,24 @@ def test_keys_that_are_padded_are_stored_as_they_are_turned(tokens: int, within:
     weights, biases = [_SHAPE((512, 8, 64), jnp.bfloat16)] * 3, [_SHAPE((8, 64), jnp.bfloat16)] * 3
     layers = [(weights, biases, _SHAPE((8, 64, 512), jnp.bfloat16))] * 4
     assert _ratio(jax.grad(loss), layers, _SHAPE((256, tokens, 512), jnp.bfloat16)) == pytest.approx(1, abs=within)
+
+
+def test_a_kernel_that_reads_a_slice_of_what_is_stored_moves_no_more_than_that() -> None:
+    """The norm of a gradient that all devices have, of which each updates a part: it took eight times as long, and what
+    fills waits came out in another order (a Llama-like step on eight devices 1.07 of what was predicted)."""
+
+    def step(x: jax.Array) -> Any:
+        whole = jnp.tanh(x)
+        return whole, jnp.sum(jnp.square(whole))
+
+    mesh = jax.sharding.AbstractMesh((8,), ("a",))
+    plan = shardplan.plan(step, mesh, _SHAPE((4096, 4096), "float32"), pins={"0": P()})
+    by_name = {operation.primitive.name: operation for operation in plan.program.operations}
+    square, summed = by_name["square"], by_name["reduce_sum"].index
+    value = square.operands[0]
+    assert isinstance(value, int)
+    plan.schedule.assignment.values[value] = ((), ())  # all devices have it
+    graph = Graph(plan.schedule, kernels_in(plan.schedule), [], [])
+    before = graph.takes[summed]
+    read_slices(graph, {square.index: [(value, ((0,), ()))]})
+    assert graph.takes[summed] == pytest.approx(before / 8, rel=0.01)

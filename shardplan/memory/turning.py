@@ -24,7 +24,7 @@ from shardplan.memory.merging import needs_any
 from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
-from shardplan.memory.slicing import scattered_behind
+from shardplan.memory.slicing import read_slices, scattered_behind
 from shardplan.memory.times import BYTES_MOVED, UNKNOWN
 from shardplan.program import Operation
 
@@ -75,6 +75,7 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
     _turn_products(graph, kernels)
     _unpack_exchanged(graph, kernels)
     _turn_sent(graph)
+    read_slices(graph, read_otherwise(graph.schedule))
     mask_rows(graph, kernels)
 
 
