@@ -165,17 +165,17 @@ def test_what_reads_a_part_of_a_reduction_waits_for_no_other_kernel_that_reads_i
         next(o for o in problem.program.operations if o.primitive.name == name) for name in names
     )
     reduced = frozenset(o.index for o in (largest, total, picked))
-    assert picked.index in dict(_partners(problem, reduced, frozenset()))[total.index]
+    assert picked.index in dict(_partners(problem, reduced, frozenset(), frozenset()))[total.index]
     turned = frozenset({total.index})  # scattered along the rows, which lie outermost then
     assert not _partners(problem, reduced, frozenset(), turned)
     parts = frozenset({(log.index, log.operands[0])})  # the loss of a part of the rows
-    assert not _partners(problem, reduced, parts)
+    assert not _partners(problem, reduced, parts, frozenset())
     values = (total.results[0], log.operands[0])
     reading = [(o, value) for o in problem.program.operations for value in values if value in o.operands]
     backward = [(o.index, value) for o, value in reading if o.primitive.name not in ("abs", "log")]
     assert len(backward) == 2
     parts = frozenset(backward)  # the backward pass of a part of the rows
-    assert total.index not in dict(_partners(problem, reduced, parts))
+    assert total.index not in dict(_partners(problem, reduced, parts, frozenset()))
 
 
 @pytest.mark.parametrize("split", ["classes", "rows"])

@@ -14,7 +14,7 @@ from shardplan.audit import audit
 from shardplan.memory.hiding import Graph
 from shardplan.memory.recomputing import kernels_in
 from shardplan.memory.reductions import combined_reductions
-from shardplan.memory.slicing import read_slices
+from shardplan.memory.turning import read_slices
 from shardplan.target import gpu_mesh
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

@@ -231,7 +231,7 @@ def _partners(
     problem: Problem,
     reduced: frozenset[int],
     parts: frozenset[tuple[int, int]],
-    turned: frozenset[int] = frozenset(),
+    turned: frozenset[int],
 ) -> _Others:
     """Per operation, those that a kernel reads together with it, where these are ``reduced`` over devices: not those
     whose results lie ``turned``, which kernels of their own turn back. What reads ``parts`` of a value, as an operation
@@ -254,7 +254,8 @@ def _partners(
             continue
         result = operation.results[0]
         if operation.index in reduced:
-            sources |= {} if operation.index in turned else {result: frozenset({operation.index})}
+            if operation.index not in turned:
+                sources[result] = frozenset({operation.index})
         elif near and (operation.index in pointwise or is_view(program, operation)):
             size = program.values[result].elements
             read = [o for o in near if program.values[o].elements == size and (operation.index, o) not in parts]

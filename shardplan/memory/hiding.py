@@ -133,7 +133,7 @@ class Graph(Nodes):
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.copied: dict[int, int] = {}  # per product that is added to a copy of something, what makes that
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
-        self.filled: dict[int, float] = {}  # the bytes of these
+        self.filled: dict[int, float] = {}  # the bytes of these, and of slices
         self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
         self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
         self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it

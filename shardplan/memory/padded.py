@@ -40,9 +40,9 @@ def turned_before_padding(
     program: Program, pointwise: Collection[int], reshaped: Collection[int] = frozenset()
 ) -> frozenset[int]:
     """The values that are stored as they are turned for the first product that reads them, which are then padded for
-    that: of such as are computed from a product's result alone, which products alone read, in several orders."""
+    that: of such as are computed from a product's result alone, and that products read in several orders."""
     lying, orders = lying_of(program, frozenset(pointwise)).orders, dict[int, list[tuple[tuple[int, ...], bool]]]()
-    for (_, _), read in sorted(product_operands(program, frozenset(pointwise), frozenset(reshaped)).items()):
+    for _, read in sorted(product_operands(program, frozenset(pointwise), frozenset(reshaped)).items()):
         orders.setdefault(read.value, []).append((read.order, read.padding > 1))
     found = set[int]()
     for value, ((first, padded), *others) in orders.items():

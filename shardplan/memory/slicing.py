@@ -10,21 +10,17 @@ beside it; what kernels read that come later was seen stored as a part. A librar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.layout import Layout
 from shardplan.memory.fusion import fuses_operands, readers_in
-from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.schedule import Schedule
-
-if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
 
 
 def is_sliced(source: Sequence[Sequence[Any]], target: Sequence[Sequence[Any]]) -> bool:
@@ -103,34 +99,3 @@ def scattered_behind(schedule: Schedule) -> frozenset[int]:
                 before = zip(shape[:split], step.layout[:split], strict=True)
                 found.update({index} if any(size > mesh.degree(axes) for size, axes in before) else ())
     return frozenset(found)
-
-
-def read_slices(graph: Graph, read: Mapping[int, Sequence[tuple[int, Layout]]]) -> None:
-    """Takes in that kernels which read a slice of what is stored read no more than that. ``read``: per operation, by
-    index, what it reads in other layouts than it is stored in."""
-    schedule, slices = graph.schedule, dict[tuple[int, Layout], int]()
-    for index, value, layout in ((index, *pair) for index, pairs in read.items() for pair in pairs):
-        if any(step.kind != "slice" for step in schedule.route(value, layout).steps):
-            continue
-        part = slices.setdefault((value, layout), -1 - len(slices))
-        graph.filled[part] = bytes_in(schedule, value, layout)
-        for node in _kernels_with(graph, index):
-            reads, made = graph.moves.get(node, (set[int](), set[int]()))
-            if value in reads:
-                graph.moves[node] = {part, *reads} - {value}, made
-                graph.takes[node] = graph.busy(graph.computing.get(node, 0.0), node)
-
-
-def _kernels_with(graph: Graph, index: int) -> set[int]:
-    """The kernels that an operation is part of, or ends."""
-    found, stack, seen, readers = set[int](), [index], {index}, readers_in(graph.program)
-    while stack:
-        operation = graph.program.operations[stack.pop()]
-        if operation.index in graph.reads:
-            found.add(operation.index)
-            continue
-        for reader in (reader for result in operation.results for reader in readers.get(result, ())):
-            if reader.index not in seen:
-                seen.add(reader.index)
-                stack.append(reader.index)
-    return found

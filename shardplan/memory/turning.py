@@ -8,9 +8,10 @@ is computed row by row on the way (a softmax, `shardplan.memory.rows`) fills the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from shardplan.layout import Layout
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.coalescing import bytes_apart, moves_apart
 from shardplan.memory.combining import Gather, gather_for, read_otherwise
@@ -24,8 +25,9 @@ from shardplan.memory.merging import needs_any
 from shardplan.memory.products import ProductOperand, copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.sizes import bytes_in
-from shardplan.memory.slicing import read_slices, scattered_behind
+from shardplan.memory.slicing import scattered_behind
 from shardplan.memory.times import BYTES_MOVED, UNKNOWN
+from shardplan.memory.zeros import kernels_with
 from shardplan.program import Operation
 
 if TYPE_CHECKING:
@@ -82,13 +84,27 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
 def _turn_sent(graph: Graph) -> None:
     """Takes in that what is sent lies as it is written: a kernel that computes it from what was scattered along another
     dimension than its first, which lies outermost then, turns that in tiles."""
-    schedule, scattered = graph.schedule, scattered_behind(graph.schedule)
-    lying = {result for index in scattered for result in graph.program.operations[index].results}
-    for gather in graph.gathers if lying else ():
-        maker = graph.maker(gather.value)
-        sent = any(step.kind != "slice" for step in schedule.route(gather.value, gather.layout).steps)
-        if sent and maker is not None and not lying.isdisjoint(graph.reads[maker]):
-            graph.tiled.add(maker)
+    scattered, operations = scattered_behind(graph.schedule), graph.program.operations
+    lying = {result for index in scattered for result in operations[index].results}
+    makers = (graph.maker(gather.value) for gather in graph.gathers if lying)
+    graph.tiled.update(maker for maker in makers if maker is not None and not lying.isdisjoint(graph.reads[maker]))
+
+
+def read_slices(graph: Graph, read: Mapping[int, Sequence[tuple[int, Layout]]]) -> None:
+    """Takes in that kernels which read a slice of what is stored read no more than that. ``read``: per operation, by
+    index, what it reads in other layouts than it is stored in."""
+    schedule, slices = graph.schedule, dict[tuple[int, Layout], int]()
+    here = {index: read[index] for index in graph.program.regions[graph.region].operations if index in read}
+    for index, value, layout in ((index, *pair) for index, pairs in here.items() for pair in pairs):
+        if any(step.kind != "slice" for step in schedule.route(value, layout).steps):
+            continue
+        part = slices.setdefault((value, layout), -1 - len(slices))
+        graph.filled[part] = bytes_in(schedule, value, layout)
+        for node in kernels_with(graph, index):
+            reads, made = graph.moves.get(node, (set[int](), set[int]()))
+            if value in reads:
+                graph.moves[node] = {part, *reads} - {value}, made
+                graph.takes[node] = graph.busy(graph.computing.get(node, 0.0), node)
 
 
 def _spread_together(graph: Graph, nodes: Mapping[tuple[int, float], int]) -> None:

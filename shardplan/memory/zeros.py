@@ -128,7 +128,7 @@ def fill_apart(graph: Graph, fused: Collection[int]) -> None:
             for index in here:
                 _read_filled(graph, index, index, size)
             for index in behind if here else ():
-                for node in _kernels_with(graph, index):
+                for node in kernels_with(graph, index):
                     _read_filled(graph, node, here[0], size)
             if here and not readers:
                 made = len(here) + bool(behind)
@@ -149,7 +149,7 @@ def _read_filled(graph: Graph, node: int, scatter: int, size: float) -> None:
         graph.takes[node] = graph.busy(graph.computing.get(node, 0.0), node)
 
 
-def _kernels_with(graph: Graph, index: int) -> set[int]:
+def kernels_with(graph: Graph, index: int) -> set[int]:
     """The kernels of a graph that compute an operation, on the way or at last."""
     found, seen, stack = set[int](), set[int](), [index]
     while stack:
