@@ -35,6 +35,10 @@ _SPARE = 0.8
 """The gaps, to what is needed without a limit, above which a schedule that fits is searched on from while less than
 this share of the work is spent, and is held against what the joined mesh can do while there is work left."""
 
+_ANOTHER, _MIXED = 1.7, 0.35
+"""Where what is found at last is far too dear for what is proven, and less than so many times the work is spent that
+searches may take, there is one more, and such a share of that work to mix what it finds."""
+
 _LATE = 2.5
 """Where so many times the work that searches may take is spent, and nothing is found, what is leaner is looked for
 before what the joined mesh can do: it is found sooner."""
@@ -114,8 +118,18 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         corrections.search_from_best()
     else:
         corrections.search_a_little_more()
+    _search_once_more(corrections)
     fill(corrections)
     return _straight(counts, corrections.best_proven(), search.limit_bytes)
+
+
+def _search_once_more(corrections: Corrections) -> None:
+    """One more search from the best schedule, where that is far above what is proven, and work is left."""
+    assert corrections.best is not None
+    gap = relative_gap(corrections.best.solution.cost, corrections.lower)
+    if gap > _FAR_TOO_DEAR and corrections.work < _ANOTHER * corrections.patience:
+        corrections.search_from_best()
+        corrections.until = max(corrections.until, corrections.work + _MIXED * corrections.patience)
 
 
 def _straight(counts: Counts, found: Found, limit_bytes: float) -> Found:

@@ -88,7 +88,7 @@ def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monk
     assert len(searched) == searches
 
 
-@pytest.mark.parametrize(("times", "searches"), [(20.0, 1), (1.02, 0)])
+@pytest.mark.parametrize(("times", "searches"), [(20.0, 2), (1.02, 0)])  # and once more, since that found nothing
 def test_what_is_far_too_dear_among_leaner_schedules_is_searched_on_from(monkeypatch, times, searches):
     searched = []
 
@@ -133,6 +133,28 @@ def test_where_much_work_is_left_and_the_gap_is_wide_half_as_much_is_searched_ag
     monkeypatch.setattr(searching, "fill", lambda known: None)
     plan_within()
     assert len(searched) == searches
+
+
+@pytest.mark.parametrize(("times", "done", "searches"), [(1.2, 1.5, 1), (1.05, 1.5, 0), (1.2, 1.8, 0)])
+def test_what_is_far_above_what_is_proven_is_searched_on_from_while_work_is_left(monkeypatch, times, done, searches):
+    searched, until = [], []
+
+    def follow(corrections, found, otherwise):
+        corrections.take(replace(found, peak_bytes=0.0))
+        corrections.spent += done * corrections.patience - corrections.work
+
+    def once(corrections, found, most):
+        searched.append(found)
+        corrections.spent += corrections.patience
+        return found, found
+
+    monkeypatch.setattr(Corrections, "follow", follow)
+    monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
+    monkeypatch.setattr(Corrections, "_search_once", once)
+    monkeypatch.setattr(searching, "fill", lambda known: until.append((known.until - known.work) / known.patience))
+    plan_within()
+    assert len(searched) == searches
+    assert until == [pytest.approx(0.35 if searches else 1.6 - done, abs=0.05)]  # what it finds is mixed, too
 
 
 def test_trials_end_where_three_of_them_find_nothing_lower(monkeypatch):
@@ -310,6 +332,7 @@ def test_what_fits_at_the_least_cost_is_not_searched_again_among_all_choices(mon
     monkeypatch.setattr(Corrections, "search_from_best", lambda known, most: searched.append(most))
     monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
     monkeypatch.setattr(searching, "fill", lambda known: None)
+    monkeypatch.setattr(searching, "_search_once_more", lambda corrections: None)
     plan_within(jax.sharding.AbstractMesh((2, 2, 2), ("x", "y", "z")))
     assert len(searched) == searches
 

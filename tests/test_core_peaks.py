@@ -192,8 +192,9 @@ def test_products_by_an_algorithm_read_operands_in_its_type(algorithm, narrow):
         )
 
     left, right = product_operands(trace_program(product, (wide, half), {})).values()
-    assert (left.padding, left.copied) == ((20 / 33, True) if narrow else (1, False))
+    assert (left.padding, left.copied) == ((0.5, True) if narrow else (1, False))  # 33 rows, not 40
     assert (right.padding, right.copied) == ((1, False) if narrow else (2, True))  # converted beside a wider one
+    assert (left.rounded, right.rounded) == (False, narrow)
 
 
 def test_a_batched_product_that_joins_dimensions_reads_them_in_one_order():

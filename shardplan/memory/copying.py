@@ -142,7 +142,7 @@ class _Copying:
         maker, value, place = self._makers.get(copy.value), copy.value, self.places[reader.index]
         if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in MOVING:
             return self._moved.setdefault((self._moving_kernel(copy), reader.region), place)
-        if value in self._by_rows:
+        if value in self._by_rows or copy.rounded:
             return place
         stored = value in self._kernels.read or value in self._kernels.stored
         made = self.places[maker.index] if stored else place
@@ -177,7 +177,7 @@ class _Copying:
         batch = len(maker.params["dimension_numbers"][1][0]) if maker.primitive.name == PRODUCT else 0
         shape, viewed = values[copy.value].shape, len(values[taken].shape) > batch + 2
         tiles = (shape, copy.order) if _moves_in_tiles(shape, copy.order) else None
-        return value if viewed else part, prod(shape), tiles
+        return value if viewed else part, prod(shape), tiles, copy.rounded
 
 
 def _turned_in_tiles(program: Program, turned: Mapping[int, Sequence[int]], kernels: Kernels) -> set[int]:

@@ -28,6 +28,7 @@ from shardplan.memory.gathering import held_at_the_end
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.masking import masked_rows
 from shardplan.memory.merging import beside_merged, merged_lifetimes
+from shardplan.memory.padded import padded_results
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import copied_operands, is_multiplied
 from shardplan.memory.recomputing import Kernels, kernels_of
@@ -67,7 +68,9 @@ class Lifetimes:
         self.spread = list(spread_copies(self.order, reading, self.put_beside))
         self._spread = spread_until(self.order, reading)
         reading_copied = kernels.masked, kernels.carried, kernels.reshaped
-        copied = copied_operands(program, pointwise_operations(problem), *reading_copied)
+        pointwise = pointwise_operations(problem)
+        self.padded = padded_results(program, pointwise, kernels.reshaped)
+        copied = copied_operands(program, pointwise, *reading_copied)
         self.from_copies = {read: copy for read, copy in copied.items() if read not in sending.side_by_side}
         self.copies = product_copies(problem, self.order, self.from_copies, kernels, self.put_beside)
         copying = (self.from_copies, self._spread, self.put_beside, self.turned)
@@ -329,7 +332,8 @@ def memory_held(
     program, sending = schedule.program, sending or Sending()
 
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
-        return Held(value, layout, bytes_in(schedule, value, layout), Lifetime(start, end))
+        size = lifetimes.padded.get(value, 1.0) * bytes_in(schedule, value, layout)
+        return Held(value, layout, size, Lifetime(start, end))
 
     merged, sliced = merged_lifetimes(lifetimes, schedule), sliced_on_the_way(schedule, lifetimes.fused)
     inputs = lifetimes.arguments

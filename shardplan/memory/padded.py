@@ -1,4 +1,5 @@
-"""What XLA:GPU turns before it pads it for a product: a value in memory, which other products read as well.
+"""What XLA:GPU pads for products: what it turns before, which is in memory and which other products read as well; and
+how large the products' results are then, of which the kernels that read them take a part.
 
 Products of 16 bits read copies that are padded to multiples of 8. A kernel that moves another dimension to the
 innermost place does so in tiles, and pads nothing: that is the next kernel's. Keys with a bias, of 197 tokens, so are
@@ -22,11 +23,14 @@ from these, and not from the result of the product that made them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import prod
 
+from shardplan.memory.fusion import readers_in
 from shardplan.memory.lying import lying_of
-from shardplan.memory.products import PRODUCT, product_operands
+from shardplan.memory.products import MULTIPLE, PRODUCT, product_operands
 from shardplan.once import once
-from shardplan.program import Program
+from shardplan.program import Operation, Program
+from shardplan.strategy import operand_type
 
 MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "slice", "split", "dynamic_slice", "gather", "rev"}
@@ -53,6 +57,31 @@ def turned_before_padding(
         if turns(program, value, first, written) and any(order != first for order, _ in others):
             found.update({value} if is_moved(program, pointwise, value) else ())
     return frozenset(found)
+
+
+@once
+def padded_results(
+    program: Program, pointwise: Collection[int], reshaped: Collection[int] = frozenset()
+) -> dict[int, float]:
+    """How many times as large the results of products with padded operands are in memory, by value: the kernels that
+    read them take a part of what the product wrote, where such kernels alone read them."""
+    operands, outputs = product_operands(program, pointwise, reshaped), {o for r in program.regions for o in r.outputs}
+    readers, found = readers_in(program), dict[int, float]()
+    for index in {index for (index, _), read in operands.items() if read.padding > 1}:
+        operation = program.operations[index]
+        [result] = operation.results
+        reading = readers.get(result, ())
+        if result not in outputs and reading and all(reader.primitive.name != PRODUCT for reader in reading):
+            sides = [size for size in _sides(program, operation) if size > 1]
+            found[result] = prod(-(-size // MULTIPLE) * MULTIPLE / size for size in sides)
+    return found
+
+
+def _sides(program: Program, product: Operation) -> list[int]:
+    """Of each operand of a product, the size of all that is neither summed over nor of the batch."""
+    sides = zip(product.operands, *product.params["dimension_numbers"], strict=True)
+    shapes = [(operand_type(program, operand).shape, {*summed, *batch}) for operand, summed, batch in sides]
+    return [prod(size for dim, size in enumerate(shape) if dim not in others) for shape, others in shapes]
 
 
 def turns(program: Program, value: int, order: Sequence[int], lying: Sequence[int]) -> bool:

@@ -38,7 +38,7 @@ _SUMMED = 1e7
 """A product of a vector and a matrix is a multiplication and a sum where the matrix has fewer elements than this on
 each device; one of two vectors always is."""
 
-_MULTIPLE = 8
+MULTIPLE = 8
 """Dimensions of products of 16-bit numbers are padded to multiples of this, which tensor cores need."""
 
 _MERGED_BYTES = 64 * 2**20
@@ -54,7 +54,8 @@ class ProductOperand:
     """What a product reads: a value in an ``order`` of its dimensions larger than 1, ``padding`` times as large.
 
     ``copied`` says whether it reads a copy; where it does not, transpositions on the way are part of the product. A
-    copy in a narrower type is less than once as large.
+    copy in a narrower type is less than once as large. What is ``rounded`` is converted to a wider type and back, for
+    products of numbers in two types that multiply in the narrower one: other products' copies do not serve these.
     """
 
     value: int
@@ -62,6 +63,7 @@ class ProductOperand:
     padding: float
     copied: bool
     masked: bool = False
+    rounded: bool = False
 
 
 def is_sum(program: Program, operation: Operation) -> bool:
@@ -197,8 +199,8 @@ def _product_operand(
     orders = [(*batch, *free, *contracted), (*batch, *contracted, *free)]
     sizes = [prod(value.shape[d] for d in side) for side in (free, contracted)]
     own = _jax.item_bytes(value.dtype)
-    read = _bytes_read(program, operation, own)
-    padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sizes if read == 2 and size > 1)
+    read, widest = _bytes_read(program, operation, own), _widest(program, operation)
+    padding = prod(-(-size // MULTIPLE) * MULTIPLE / size for size in sizes if read == widest == 2 and size > 1)
     middle = [(*free, *batch, *contracted), (*contracted, *batch, *free)]
     orders, middle = ([tuple(d for d in order if value.shape[d] > 1) for order in some] for some in (orders, middle))
     joined = batch and not alone and any(sum(value.shape[d] > 1 for d in side) > 1 for side in (free, contracted))
@@ -213,7 +215,7 @@ def _product_operand(
     fitting = (way for way in (as_it_is, *ways) if tuple(d for d in way if d not in gone) in known)
     order = next(fitting, orders[position])
     copied = padding > 1 or read != own or order != as_it_is
-    return ProductOperand(operand, order, padding * read / own, copied)
+    return ProductOperand(operand, order, padding * read / own, copied, rounded=read == own < widest)
 
 
 def _sorted_dimensions(product: Operation) -> tuple[Any, Any]:
@@ -232,7 +234,13 @@ def _bytes_read(program: Program, operation: Operation, own: int) -> int:
     are converted to the wider one's type, or to the type that the product asks for."""
     if operation.params["precision"] is jax.lax.DotAlgorithmPreset.BF16_BF16_F32:
         return min(own, 2)
-    return max(own, *(_jax.item_bytes(operand_type(program, operand).dtype) for operand in operation.operands))
+    return _widest(program, operation)
+
+
+def _widest(program: Program, operation: Operation) -> int:
+    """The bytes of an element of a product's wider operand, as they are given: padded are only products of numbers that
+    have 16 bits before they are rounded."""
+    return max(_jax.item_bytes(operand_type(program, operand).dtype) for operand in operation.operands)
 
 
 def merged_products(
