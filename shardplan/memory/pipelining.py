@@ -5,10 +5,11 @@ A reduce-scatter that an island states, and whose result a scan stacks, is sent 
 of a product, or of what stays partial until it is put into the form that is stacked, or is stacked (the gradient of a
 weight that another loop inside reads in each iteration). So the first iteration runs before the loop, as part of what
 is around it. It takes its slices from stacks as a gather leaves them, the gathered dimension first. The loop reads a
-copy of that in the usual order, so that both are in memory from the gather up to that iteration. Reduce-scatters that
-XLA makes of all-reduces come too late for this. Loops that stay whole read nothing but the copy: each stack is copied
-before the next one is gathered. So do the loops of a backward pass where the forward loop's gathers have what it stacks
-in such an order.
+copy of that in the usual order, so that both are in memory from the gather up to that iteration. So are weights that
+lie along another dimension than the first, and that the program turns for its loops. Reduce-scatters that XLA makes of
+all-reduces come too late for this. Loops that stay whole read nothing but the copy: each stack is copied before the
+next one is gathered. So do the loops of a backward pass where the forward loop's gathers have what it stacks in such an
+order.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(weights, x):
@@ -33,12 +34,12 @@ from typing import TYPE_CHECKING
 
 from shardplan.layout import Layout
 from shardplan.memory.combining import Gather
-from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.fusion import is_view, pointwise_operations
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.relaid import lies_turned
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
-from shardplan.program import Operation
+from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def peeled_loops(schedule: Schedule) -> frozenset[int]:
             if _reduces(schedule, source, schedule.link_layout(link)):
                 found.add(loop.index)
             value = source
-            while value in makers and value not in scattered and makers[value].primitive.name in _FORMATTING:
+            while value in makers and value not in scattered and _is_formatting(program, makers[value]):
                 operand = makers[value].operands[0]
                 value = operand if isinstance(operand, int) and reads[operand] == 1 else -1
             if value in scattered and makers[value].region in loop.bodies:
@@ -81,9 +82,14 @@ def _scatters_itself(schedule: Schedule, operation: Operation) -> bool:
     a value that stays partial until it is read."""
     if any(step.kind == "reduce-scatter" for step in schedule.result_steps(operation, 0)):
         return schedule.island_dtype(operation) is not None
-    if operation.primitive.name not in _FORMATTING or not isinstance(operation.operands[0], int):
+    if not _is_formatting(schedule.program, operation) or not isinstance(operation.operands[0], int):
         return False
     return _reduces(schedule, operation.operands[0], schedule.assignment.strategies[operation.index].operands[0])
+
+
+def _is_formatting(program: Program, operation: Operation) -> bool:
+    """Whether an operation changes no more than the form of what it reads: also a sum along what has one element."""
+    return operation.primitive.name in _FORMATTING or is_view(program, operation)
 
 
 def _reduces(schedule: Schedule, value: int, layout: Layout | None) -> bool:
@@ -107,6 +113,7 @@ def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[i
         for stack, first in _gathered_for(lifetimes, schedule, loop):
             if _is_copied(schedule, stack) and first < start:
                 found[stack] = first, max(found.get(stack, (first, start))[1], start)
+        found |= {stack: (place, start) for stack, place in _turned_for(lifetimes, schedule, loop) if place < start}
     largest: dict[int, tuple[float, Gather]] = {}
     for stack, place in gathered_before(lifetimes, schedule).items():
         size = bytes_in(schedule, stack.value, stack.layout)
@@ -178,6 +185,24 @@ def _gathered_for(lifetimes: Lifetimes, schedule: Schedule, loop: Operation) -> 
         if link.stacked and layout != values.get(value, layout) and last_gathered(schedule, value, layout) is not None:
             shared = layout == schedule.copy(value)
             yield Gather(value, layout), lifetimes.copied[value][0] if shared else lifetimes.start(loop)
+
+
+def _turned_for(lifetimes: Lifetimes, schedule: Schedule, loop: Operation) -> Iterator[tuple[Gather, int]]:
+    """What the program turns into stacks for a loop, where it is gathered for that, with the place where it is turned:
+    the iteration that runs apart takes its slices from what is not turned."""
+    program, assignment = schedule.program, schedule.assignment
+    for link, value in lifetimes.kept_around(loop):
+        maker = turned = program.makers.get(value)
+        if not link.stacked or turned is None or turned.primitive.name != "transpose":
+            continue
+        while maker is not None and (maker is turned or maker.primitive.name == "sharding_constraint"):
+            [operand], [layout] = maker.operands, assignment.strategies[maker.index].operands
+            if not isinstance(operand, int) or layout is None:
+                break
+            if layout != assignment.values[operand]:
+                yield Gather(operand, layout), lifetimes.place[turned.index]
+                break
+            maker = program.makers.get(operand)
 
 
 def _is_copied(schedule: Schedule, stack: Gather) -> bool:
