@@ -65,8 +65,8 @@ def padded_results(
 ) -> dict[int, float]:
     """How many times as large the results of products with padded operands are in memory, by value: the kernels that
     read them take a part of what the product wrote, where such kernels alone read them."""
-    operands, outputs = product_operands(program, pointwise, reshaped), {o for r in program.regions for o in r.outputs}
-    readers, found = readers_in(program), dict[int, float]()
+    operands, readers, found = product_operands(program, pointwise, reshaped), readers_in(program), dict[int, float]()
+    outputs = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
     for index in {index for (index, _), read in operands.items() if read.padding > 1}:
         operation = program.operations[index]
         [result] = operation.results
