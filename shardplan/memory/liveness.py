@@ -329,11 +329,10 @@ def memory_held(
 ) -> Iterator[Held]:
     """Everything that a device holds at some time, as `memory_profile` adds it up, but for what lies in the memory of
     results until these are made."""
-    program, sending = schedule.program, sending or Sending()
+    program, sending, padded = schedule.program, sending or Sending(), lifetimes.padded
 
     def hold(value: int, layout: Layout, start: int, end: int) -> Held:
-        size = lifetimes.padded.get(value, 1.0) * bytes_in(schedule, value, layout)
-        return Held(value, layout, size, Lifetime(start, end))
+        return Held(value, layout, padded.get(value, 1.0) * bytes_in(schedule, value, layout), Lifetime(start, end))
 
     merged, sliced = merged_lifetimes(lifetimes, schedule), sliced_on_the_way(schedule, lifetimes.fused)
     inputs = lifetimes.arguments
