@@ -54,8 +54,8 @@ def test_attention_that_rounds_before_its_products_copies_queries_and_keys_once_
 
 
 def test_products_of_two_types_pad_nothing_and_round_the_narrower_operand() -> None:
-    program = shardplan.plan(_attention_step(50, layers=1)[0], 1, *_attention_step(50, layers=1)[1:]).program
-    operands = product_operands(program).items()
+    step, *arguments = _attention_step(50, layers=1)
+    operands = product_operands(shardplan.plan(step, 1, *arguments).program).items()
     rounded = {index for (index, _), read in operands if read.rounded}
     assert len(rounded) == 2  # for the gradients of queries and of keys
     assert all(read.padding <= 1 for (index, _), read in operands if index in rounded)
@@ -64,7 +64,8 @@ def test_products_of_two_types_pad_nothing_and_round_the_narrower_operand() -> N
 
 @pytest.mark.parametrize(("tokens", "times"), [(50, (56 / 50) ** 2), (80, None)])
 def test_scores_are_as_large_as_the_product_of_padded_operands_writes_them(tokens: int, times: float | None) -> None:
-    schedule = shardplan.plan(_attention_step(tokens, layers=1)[0], 1, *_attention_step(tokens, layers=1)[1:]).schedule
+    step, *arguments = _attention_step(tokens, layers=1)
+    schedule = shardplan.plan(step, 1, *arguments).schedule
     program = schedule.program
     results = padded_results(program, pointwise_operations(schedule.problem))
     scores = {value: found for value, found in results.items() if program.values[value].shape[-1] == tokens}
