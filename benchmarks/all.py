@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-# `iopddl` needs a folder of problems that is not part of this repository, so it is not among them.
+# `iopddl` needs a folder of problems that is not part of this repository, and `devices` GPUs: they are not among them.
 TABLES = ("planning_time", "quality", "fidelity", "tofu", "scaling", "hosts", "large", "large_images", "xla")
 
 

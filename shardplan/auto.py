@@ -20,10 +20,10 @@ from shardplan.collecting import uncollected
 from shardplan.errors import ArgumentError, EnclosingTraceError, PlanMismatchError, warn
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
-from shardplan.mesh import GivenMesh, check_mesh, without_manual_axes
+from shardplan.mesh import GivenMesh, can_run, check_mesh, memory_for_arrays, without_manual_axes
 from shardplan.options import Options
 from shardplan.plan import Plan
-from shardplan.planning import rebuild
+from shardplan.planning import RESERVED_MEMORY, rebuild
 from shardplan.program import Program
 from shardplan.refine import refined
 from shardplan.tracing import trace_program
@@ -215,8 +215,14 @@ class _Runner:
             return results if self._retyped is None else jax.device_put(results, self._retyped)
 
     def _compile(self, call: Call) -> Callable[..., Any]:
+        if isinstance(self.mesh, Mesh) and not all(map(can_run, self.mesh.local_devices)):
+            raise ArgumentError(
+                f"the devices of the mesh {dict(self.mesh.shape)} are there to compile for, nothing runs on them: pass "
+                "a mesh of jax.devices() to run, or use lower(), shardplan.plan and shardplan.audit"
+            )
         ordered = [effect for effect in self.plan.program.effects if _jax.is_ordered_for_one_device(effect)]
         if not ordered or self.plan.device_count == 1:
+            self._warn_of_memory()
             self._shardings = self.plan.leaf_shardings(self.mesh)
             self._retyped = self.plan.retyped(self.mesh)
             return self.plan.jitted(self.mesh)
@@ -229,6 +235,16 @@ class _Runner:
             donate_argnums=[place for place in call.donated if isinstance(place, int)],
             donate_argnames=[place for place in call.donated if isinstance(place, str)],
         )
+
+    def _warn_of_memory(self) -> None:
+        """What does not fit fails after it is compiled, with XLA's words; JAX takes three quarters by itself."""
+        given = memory_for_arrays(self.mesh) if isinstance(self.mesh, Mesh) else None
+        if given is not None and self.plan.peak_bytes > given:
+            warn(
+                f"the plan takes {self.plan.peak_bytes / 1e9:.2f} GB of each device, of which JAX may give out "
+                f"{given / 1e9:.2f} GB: set XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVED_MEMORY:.2f} before JAX is "
+                f"imported, which is what plans count on (the default is 0.75), or plan with memory_limit={given}."
+            )
 
 
 def _place(leaf: Any, sharding: NamedSharding) -> Any:

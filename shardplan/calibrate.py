@@ -20,21 +20,21 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.measuring import Curve, collective, matrix_product, measure_curve, memory_traffic
-from shardplan.mesh import with_auto_axes
+from shardplan.mesh import can_run, memory_for_arrays, with_auto_axes
 from shardplan.plan import Plan
 from shardplan.tables import text_table
 
 _KINDS = ("all-reduce", "all-gather")
 """What is measured over each mesh axis where no plan says what it sends; latencies are read off these two."""
 
-_LARGEST_BYTES = 2**26
+_LARGEST_BYTES = 2**28
+"""Several times what a GPU's cache holds."""
 _LARGEST_SIDE = 4096
 
 
@@ -148,7 +148,7 @@ def _name(kind: str, axes: tuple[str, ...]) -> str:
 
 
 def _check(mesh: Mesh, plan: Plan | None) -> None:
-    if not isinstance(mesh, Mesh) or not all(_can_run(device) for device in mesh.devices.flat):
+    if not isinstance(mesh, Mesh) or not all(can_run(device) for device in mesh.devices.flat):
         raise ArgumentError(f"calibrate measures devices that are there: a jax.sharding.Mesh of them, got `{mesh}`")
     if plan is not None and dict(mesh.shape) != plan.mesh_axes:
         raise ArgumentError(f"the plan is for the mesh {plan.mesh_axes}, got {dict(mesh.shape)}")
@@ -161,13 +161,6 @@ def _check_path(path: str | os.PathLike[str]) -> None:
         raise ArgumentError(f"a profile is written as TOML, got the path `{path}`: end it in `.toml`")
     if not place.absolute().parent.is_dir():
         raise ArgumentError(f"cannot write the profile to `{path}`: there is no folder `{place.parent}`")
-
-
-def _can_run(device: jax.Device) -> bool:
-    try:
-        return device in jax.devices(device.platform)
-    except RuntimeError:  # a compile-only device, whose platform is not here
-        return False
 
 
 def _dtypes(plan: Plan | None) -> tuple[str, ...]:
@@ -247,10 +240,7 @@ def _line(kind: str, curve: Curve, count: int) -> tuple[float, float]:
 
 def _memory_bytes(mesh: Mesh) -> int:
     """What a device says that it has; of emulated devices, their part of the machine's."""
-    stats = mesh.devices.flat[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.size
+    return memory_for_arrays(mesh) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.size
 
 
 def _compared(mesh: Mesh, profile: HardwareProfile, curves: _Curves) -> list[Measured]:

@@ -31,7 +31,13 @@ _REPEATS = 7
 # So long may one run take about: 4096 rows of a large product take minutes on emulated devices.
 _MOST_SECONDS = 0.1
 
+# What takes a program longer is not blurred by the time to start it, else so many more repetitions tell what one takes.
+_LONG_SECONDS = 5e-3
+_MORE = 16
+
 Run = Callable[[], Any]
+Repeated = Callable[[int], Run]
+"""Per number of repetitions, a run of one program that does as much, one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +62,16 @@ class Curve:
 
 
 def measure_curve(
-    make: Callable[[int], Run], largest: int, unit: int = 1, clock: Callable[[Run, int], float] | None = None
+    make: Callable[[int], Repeated], largest: int, unit: int = 1, clock: Callable[[Repeated, int], float] | None = None
 ) -> Curve:
     """Times ``make(size)`` from ``largest`` downwards; all sizes are multiples of ``unit``, at least 8 units.
 
     ``largest`` is raised to 16 units where it is less, so that there are two points, and lowered to what takes about a
     tenth of a second.
     """
-    timed = clock or (lambda run, size: least_seconds(run))
+    timed = clock or (lambda repeated, size: seconds_of_one(repeated))
     found: dict[int, float] = {}
-    least = 16 * unit
-    once = clock(make(least), least) if clock else least_seconds(make(least), repeats=1)
-    largest = min(largest, int(least * _MOST_SECONDS / once)) if once > 0 else largest
-    size = max(largest // unit, 16) * unit
+    size = _affordable(make, max(largest // unit, 16) * unit, 16 * unit, clock) // unit * unit
     while True:
         found[size] = timed(make(size), size)
         half = size // 2 // unit * unit
@@ -82,6 +85,35 @@ def measure_curve(
     return Curve(tuple(sizes), tuple(found[size] for size in sizes), held_out)
 
 
+def _affordable(
+    make: Callable[[int], Repeated], largest: int, least: int, clock: Callable[[Repeated, int], float] | None
+) -> int:
+    """``largest``, or what takes about a tenth of a second, found from ``least`` upwards.
+
+    Time is taken to be linear in size only from where it is a hundredth of that: to start a program takes as long as
+    many a small size.
+    """
+    size = least
+    while True:
+        once = clock(make(size), size) if clock else least_seconds(make(size)(1), repeats=1)
+        if once > _MOST_SECONDS / 100:
+            return max(least, min(largest, int(size * _MOST_SECONDS / once)))
+        if size == largest:
+            return largest
+        size = min(largest, 16 * size)
+
+
+def seconds_of_one(repeated: Repeated) -> float:
+    """What one repetition takes on the devices, without what it takes to start a program there and to wait for it.
+
+    On a GPU that is as long as many a product: a step starts once, and its kernels follow one another.
+    """
+    once = least_seconds(repeated(1))
+    if once >= _LONG_SECONDS:
+        return once
+    return max((least_seconds(repeated(1 + _MORE)) - once) / _MORE, 1e-9)
+
+
 def least_seconds(run: Run, repeats: int = _REPEATS) -> float:
     """The least wall-clock seconds of several runs, after one that compiles and warms up."""
     jax.block_until_ready(run())
@@ -93,33 +125,26 @@ def least_seconds(run: Run, repeats: int = _REPEATS) -> float:
     return min(times)
 
 
-def matrix_product(mesh: Mesh, dtype: Any, side: int) -> Callable[[int], Run]:
-    """Per number of rows, which a plan splits: rows x side by side x side on the first device."""
+def matrix_product(mesh: Mesh, dtype: Any, side: int) -> Callable[[int], Repeated]:
+    """Per number of rows, which a plan splits: rows x side by side x side on the first device.
+
+    Of random numbers: a GPU multiplies zeros and ones by less power, and faster.
+    """
     device = mesh.devices.flat[0]
-
-    weights = jax.device_put(jnp.ones((side, side), dtype), device)
-    product = jax.jit(jnp.matmul)
-
-    def make(rows: int) -> Run:
-        operand = jax.device_put(jnp.ones((rows, side), dtype), device)
-        return lambda: product(operand, weights)
-
-    return make
+    weights = _random((side, side), dtype, device) / side**0.5  # so that products of products stay as large
+    return lambda rows: _on_results(jnp.matmul, _random((rows, side), dtype, device), weights)
 
 
-def memory_traffic(mesh: Mesh) -> Callable[[int], Run]:
-    """Per size in bytes: reading and writing that much float32 on the first device."""
+def memory_traffic(mesh: Mesh) -> Callable[[int], Repeated]:
+    """Per size in bytes: reading and writing that much float32 on the first device.
+
+    Not on the result before: XLA:CPU, which leaves barriers out early, would make one kernel of all.
+    """
     device = mesh.devices.flat[0]
-
-    def make(size: int) -> Run:
-        operand = jax.device_put(jnp.ones(size // 4, jnp.float32), device)
-        double = jax.jit(lambda x: x * 2)
-        return lambda: double(operand)
-
-    return make
+    return lambda size: _one_by_one(lambda x: x * 2, _random((size // 4,), jnp.float32, device))
 
 
-def collective(mesh: Mesh, kind: str, axes: tuple[str, ...]) -> Callable[[int], Run]:
+def collective(mesh: Mesh, kind: str, axes: tuple[str, ...]) -> Callable[[int], Repeated]:
     """Per size b in bytes of float32 (a device's operand; of an all-gather, its result): one collective."""
     count = int(np.prod([mesh.shape[axis] for axis in axes]))
     rotated = [(place, (place + 1) % count) for place in range(count)]
@@ -131,14 +156,55 @@ def collective(mesh: Mesh, kind: str, axes: tuple[str, ...]) -> Callable[[int], 
         "collective-permute": lambda x: jax.lax.ppermute(x, axes, rotated),
     }
     whole = PartitionSpec(tuple(mesh.axis_names))
-    run = jax.jit(jax.shard_map(bodies[kind], mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))
+    body = jax.shard_map(bodies[kind], mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
-    def make(size: int) -> Run:
+    def make(size: int) -> Repeated:
         local = size // 4 // (count if kind == "all-gather" else 1)
-        operand = jax.device_put(jnp.ones(local * mesh.size, jnp.float32), NamedSharding(mesh, whole))
-        return lambda: run(operand)
+        operand = _random((local * mesh.size,), jnp.float32, NamedSharding(mesh, whole))
+        if kind in ("all-gather", "reduce-scatter"):
+            return _one_by_one(body, operand)
+        return _on_results(body, operand)
 
     return make
+
+
+def _on_results(body: Callable[..., Any], operand: jax.Array, *others: jax.Array) -> Repeated:
+    """Runs of ``body``, whose result is like its operand, each on the result of the one before."""
+
+    def repeated(times: int) -> Run:
+        def chain(x: Any, *rest: Any) -> Any:
+            for _ in range(times):
+                x = jax.lax.optimization_barrier(body(x, *rest))
+            return x
+
+        program = jax.jit(chain)
+        return lambda: program(operand, *others)
+
+    return repeated
+
+
+def _one_by_one(body: Callable[[Any], Any], operand: jax.Array) -> Repeated:
+    """Runs of ``body``, each of which waits for the one before, on operands of their own: of equals XLA makes one.
+
+    Every result is one of the program: what is none is left out, and with it the wait.
+    """
+
+    def repeated(times: int) -> Run:
+        def chain(operands: list[Any]) -> list[Any]:
+            results = [body(operands[0])]
+            for x in operands[1:]:
+                x, results[-1] = jax.lax.optimization_barrier((x, results[-1]))
+                results.append(body(x))
+            return results
+
+        program, operands = jax.jit(chain), [operand, *(jnp.copy(operand) for _ in range(times - 1))]
+        return lambda: program(operands)
+
+    return repeated
+
+
+def _random(shape: tuple[int, ...], dtype: Any, place: Any) -> jax.Array:
+    return jax.device_put(jax.random.normal(jax.random.key(0), shape, dtype), place)
 
 
 def _above(found: dict[int, float], size: int) -> int:

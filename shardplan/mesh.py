@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardplan.errors import ArgumentError
@@ -56,6 +57,20 @@ def without_manual_axes(mesh: Mesh) -> Mesh:
     """The same mesh with axes of type Auto for those of type Manual, which no results outside of a shard_map have."""
     kinds = [AxisType.Auto if kind == AxisType.Manual else kind for kind in mesh.axis_types]
     return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(kinds))
+
+
+def can_run(device: jax.Device) -> bool:
+    """Whether a device is more than a target to compile for."""
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:  # a compile-only device, whose platform is not here
+        return False
+
+
+def memory_for_arrays(mesh: Mesh) -> int | None:
+    """Bytes that JAX's allocator may give out on a device of a mesh that is here; None where it does not say (CPUs)."""
+    stats = mesh.local_devices[0].memory_stats() if mesh.local_devices else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
 
 def hosts_by_devices(text: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -178,6 +179,12 @@ def test_what_reads_values_of_a_trace_around_it_runs_unplanned(mesh: Mesh, trans
     assert_equal_trees(found, transform(lambda w: jnp.sin(X) @ w)(X), 1e-6)
     with pytest.raises(shardplan.CallError, match="`<lambda>` reads values of another function that is being traced"):
         jax.eval_shape(lambda w: shardplan.plan(lambda x: x @ w, mesh, X).gap, X)
+
+
+def test_what_jax_would_give_no_memory_for_is_said_before_it_is_compiled(mesh: Mesh, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys.modules["shardplan.auto"], "memory_for_arrays", lambda mesh: 1)
+    with pytest.warns(shardplan.ShardplanWarning, match="XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"):
+        shardplan.auto(lambda x: x @ x, mesh)(X)
 
 
 # ---- plans are kept

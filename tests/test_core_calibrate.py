@@ -13,7 +13,7 @@ import pytest
 import shardplan
 from shardplan.calibrate import Calibration, calibrate, profile_toml, sent_bytes
 from shardplan.hardware import load
-from shardplan.measuring import collective, measure_curve
+from shardplan.measuring import collective, matrix_product, measure_curve, memory_traffic
 from shardplan.target import gpu_mesh
 
 
@@ -37,9 +37,40 @@ def test_what_takes_long_is_measured_up_to_a_tenth_of_a_second():
     assert 500 < curve.sizes[-1] <= 1000
 
 
-@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"])
+def test_what_is_measured_is_not_what_a_program_needs_to_start():
+    """To start takes a tenth of a millisecond on a GPU: a small size says nothing of what a large one takes."""
+    curve = measure_curve(lambda size: size, 2**28, 32, clock=lambda size, _: 1e-4 + size / 3e12)
+    assert curve.sizes[-1] == 2**28
+
+
+KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_collective_runs(kind):
-    assert np.isfinite(jax.block_until_ready(collective(_mesh(), kind, ("x",))(1024)())).all()
+    for found in jax.tree.leaves(collective(_mesh(), kind, ("x",))(1024)(3)()):
+        assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("kind", ["product", "memory", *KINDS])
+def test_repetitions_are_all_there_when_compiled(kind, monkeypatch):
+    """XLA leaves out what is computed before, and what nothing reads, and makes one kernel of what it can."""
+    texts = []
+
+    class Compiled:
+        def __init__(self, function):
+            self.jitted = jit(function)
+
+        def __call__(self, *args):
+            texts.append(self.jitted.lower(*args).compile().as_text())
+
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", Compiled)
+    made = {"product": lambda: matrix_product(_mesh(), "float32", 64), "memory": lambda: memory_traffic(_mesh())}
+    made.get(kind, lambda: collective(_mesh(), kind, ("x",)))()(1024)(5)()
+    name = {"product": "dot|custom-call|fusion", "memory": "multiply|fusion"}.get(kind, kind)
+    entry = texts[-1][texts[-1].index("ENTRY") :]
+    assert len(re.findall(rf" (?:{name})\(", entry)) == 5
 
 
 def test_bytes_sent_are_those_of_rings():
@@ -100,9 +131,11 @@ def test_a_profile_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
-def test_compile_only_devices_are_not_measured():
+def test_compile_only_devices_are_not_measured_and_nothing_runs_on_them():
     with pytest.raises(shardplan.ArgumentError, match="devices that are there"):
         calibrate(gpu_mesh("h100", (2,), ("x",)))
+    with pytest.raises(shardplan.ArgumentError, match="nothing runs on them"):
+        shardplan.auto(jnp.sin, gpu_mesh("h100", (2,), ("x",)))(jnp.ones(4))
 
 
 def test_what_cannot_run_is_not_measured():
