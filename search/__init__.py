@@ -1,5 +1,7 @@
 """Search over networks of cost tables; see `shardplan.search.network` for what they are."""
 
+from shardplan.search.descending import Descent as Descent
+from shardplan.search.descending import descents as descents
 from shardplan.search.methods import METHODS as METHODS
 from shardplan.search.methods import solve as solve
 from shardplan.search.mixing import Mixtures as Mixtures

@@ -89,6 +89,8 @@ class Corrections:
         """The least peak that is looked for, whatever the limit is."""
         self.best: Found | None = None
         """The cheapest schedule within the limit, in its own order."""
+        self.stood = b""
+        """The choices of the last best schedule of which no change was left to take over."""
         self.unlimited = first.solution.lower_bound
         self.orders = 0
         self.unreached = 0.0
@@ -146,6 +148,7 @@ class Corrections:
     def go_on_from(self, others: Corrections) -> None:
         """Likewise, and searches on where these did."""
         self.take_over(others)
+        self.stood = others.stood
         self.count_in(others.lifetimes)
         self.places, self.prices = {*others.places}, {**others.prices}
         self.until = self.work + others.until - others.work

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.correcting import LEAST_SECONDS, Corrections
+from shardplan.descending import descend
 from shardplan.errors import InfeasibleError
 from shardplan.filling import fill
 from shardplan.finding import CLEARLY, ENOUGH, Counts, Found, Search, find
@@ -97,6 +98,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         return found is None or (relative_gap(found.solution.cost, free) > gap and corrections.work < share * patience)
 
     main.follow()
+    descend(corrections)
     if dear(_JOINED, 1.0):
         main.take_joined()
     # all choices find lower peaks sooner than a mesh with two axes joined, but later than one with two of three
@@ -108,6 +110,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
             corrections.take_leaner(attempt.leanest.take_spent())
     if corrections.best is None:
         raise _too_little(counts.problem, search, attempts, whole.leanest.bound, deadline)
+    descend(corrections)
     if main is not whole:
         whole.corrections.go_on_from(corrections)
         corrections = whole.corrections
@@ -120,6 +123,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         corrections.search_a_little_more()
     _search_once_more(corrections)
     fill(corrections)
+    descend(corrections)
     return _straight(counts, corrections.best_proven(), search.limit_bytes)
 
 
