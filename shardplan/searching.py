@@ -101,6 +101,7 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     descend(corrections)
     if dear(_JOINED, 1.0):
         main.take_joined()
+        descend(corrections)
     # all choices find lower peaks sooner than a mesh with two axes joined, but later than one with two of three
     attempts = [whole, *filter(None, [main.taken])] if main is whole else [main, whole]
     for attempt in attempts:
@@ -108,9 +109,11 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
             attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
             attempt.leanest.look()
             corrections.take_leaner(attempt.leanest.take_spent())
+            descend(corrections)
+            if corrections.best is not None:
+                corrections.count_in(corrections.best.lifetimes)
     if corrections.best is None:
         raise _too_little(counts.problem, search, attempts, whole.leanest.bound, deadline)
-    descend(corrections)
     if main is not whole:
         whole.corrections.go_on_from(corrections)
         corrections = whole.corrections
