@@ -63,7 +63,8 @@ def search_within(problem: Problem, search: Search) -> Found:
     begun: list[Solution] = []
 
     def serves(choices: NDArray[np.int64]) -> bool:
-        known = Solution(choices, np.inf, -np.inf, "feasible", search.method)
+        # as it would be found: in another order of mesh axes it may hold less
+        known = Solution(straightened(problem, choices), np.inf, -np.inf, "feasible", search.method)
         if not begun:  # whatever the limit is: it has decided nothing so far
             begun.append(known)
         return any(counts.own(known).peak_bytes <= CLEARLY * limit_bytes for counts in ways)

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import shardplan
+from shardplan import searching
 from shardplan.descending import descend
 from shardplan.finding import Counts, Search
 from shardplan.models import dlrm
@@ -81,13 +82,19 @@ def test_cheaper_choices_that_need_each_other_are_one_change():
     assert [(round(one.gain, 6), one.choices) for one in found] == [(2.2, {first: 1, second: 1}), (0.1, {apart: 1})]
 
 
-def test_a_plan_within_a_limit_leaves_nothing_cheaper_that_fits():
+@pytest.fixture(scope="module")
+def within_limit():
+    """Arguments of a plan, the plan without a limit, and the least peak."""
     training = dlrm.training(dlrm.SMALL)
     arguments = (training.train_step, MESH, training.state, training.batch)
     free = shardplan.plan(*arguments, donate_argnums=0)
     with pytest.raises(shardplan.InfeasibleError) as nothing:
         shardplan.plan(*arguments, donate_argnums=0, memory_limit=1)
-    least = nothing.value.least_peak_bytes
+    return arguments, free, nothing.value.least_peak_bytes
+
+
+def test_a_plan_within_a_limit_leaves_nothing_cheaper_that_fits(within_limit):
+    arguments, free, least = within_limit
     limit = least + 0.75 * (free.peak_bytes - least)
     plan = shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit)
     assert plan.peak_bytes <= limit
@@ -96,6 +103,22 @@ def test_a_plan_within_a_limit_leaves_nothing_cheaper_that_fits():
     if sum(descent.gain for descent in cheaper) > 0.01 * plan.objective:
         for descent in cheaper:
             choices[[*descent.choices]] = [*descent.choices.values()]
-        donated = frozenset(range(len(jax.tree.leaves(training.state))))
+        donated = frozenset(range(len(jax.tree.leaves(arguments[2]))))
         counts = Counts(problem, Search("auto", 60.0, limit, donated))
         assert counts.own(Solution(choices, np.inf, -np.inf, "feasible", "auto")).peak_bytes > limit
+
+
+def test_a_search_is_asked_about_what_its_result_becomes(within_limit, monkeypatch):
+    """It ended before it had proven anything, where the same in another order of mesh axes fitted."""
+    arguments, free, limit = within_limit
+    monkeypatch.setattr(searching, "CLEARLY", 1.0)
+    lean = np.array(shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit).recipe.choices)
+
+    def find(problem, network, search, seconds, serves):
+        raise RuntimeError(str(serves(np.array(free.recipe.choices))))
+
+    monkeypatch.setattr(searching, "find", find)
+    for straightened, answer in ((lambda problem, choices: choices, "False"), (lambda problem, choices: lean, "True")):
+        monkeypatch.setattr(searching, "straightened", straightened)
+        with pytest.raises(RuntimeError, match=answer):
+            shardplan.plan(*arguments, donate_argnums=0, memory_limit=limit)
