@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.connecting import leaders
 from shardplan.search.network import Network
 
 __all__ = ["Descent", "descents"]
@@ -44,10 +45,9 @@ def descents(network: Network, choices: NDArray[np.int64]) -> list[Descent]:
     for u, v, index in network.edges:
         edges[u].append((v, network.tables[index]))
         edges[v].append((u, network.tables[index].T))
-    tied = _together(len(network), network.ties)
-    first = {v: variables[0] for variables in tied for v in variables}
-    waiting = {variables[0]: variables for variables in tied}
-    groups = dict(waiting)
+    groups = {variables[0]: variables for variables in _together(len(network), network.ties)}
+    first = {v: place for place, variables in groups.items() for v in variables}
+    waiting = groups
     for _ in range(_MOST_ROUNDS):
         changed = dict[int, None]()
         for place, variables in waiting.items():
@@ -69,38 +69,20 @@ def descents(network: Network, choices: NDArray[np.int64]) -> list[Descent]:
         if first[w] in number
     )
     return [
-        Descent(
-            sum(gains[found[n]] for n in part),
-            {v: int(taken[v]) for n in part for v in groups[found[n]]},
-        )
+        Descent(sum(gains[found[n]] for n in part), {v: int(taken[v]) for n in part for v in groups[found[n]]})
         for part in _together(len(found), touching)
     ]
 
 
 def _together(count: int, pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """The numbers below a count, those together that pairs connect."""
-    first = list(range(count))
-
-    def root(n: int) -> int:
-        while first[n] != n:
-            first[n] = n = first[first[n]]
-        return n
-
-    for one, other in pairs:
-        low, high = sorted((root(one), root(other)))
-        first[high] = low
     groups: dict[int, list[int]] = {}
-    for n in range(count):
-        groups.setdefault(root(n), []).append(n)
+    for n, leader in enumerate(leaders(count, pairs)):
+        groups.setdefault(leader, []).append(n)
     return list(groups.values())
 
 
-def _costs(
-    network: Network,
-    tied: list[int],
-    edges: _Edges,
-    choices: NDArray[np.int64],
-) -> NDArray[np.float64]:
+def _costs(network: Network, tied: list[int], edges: _Edges, choices: NDArray[np.int64]) -> NDArray[np.float64]:
     """Per choice of tied variables, what they and their edges cost."""
     total = np.zeros(network.costs[tied[0]].size)
     for v in tied:

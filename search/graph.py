@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from shardplan.search.connecting import leaders
 from shardplan.search.network import Network
 from shardplan.search.tables import Tables
 
@@ -92,28 +93,28 @@ class Graph:
         hint: a valid assignment of the network, to be carried along. kept: a variable, and its choices that are left.
         """
         graph = cls(len(network))
-        leaders = _merge_ties(network)
+        leader_of = leaders(len(network), network.ties)
         tables = graph.tables = Tables.shared_by(network.derived)
         for v, costs in enumerate(network.costs):
             values = tables.scale(tables.unique(tables.excluded(costs)), network.multiplicities[v])
-            u = leaders[v]
+            u = leader_of[v]
             known = graph.costs[u]
             graph.costs[u] = values if known is None else tables.add(known, values)
         unique = [tables.unique(tables.excluded(table)) for table in network.tables]
         graph.exclusions = any(np.isinf(array).any() for array in [*unique, *(c for c in graph.costs if c is not None)])
         for u, v, index in network.edges:
-            graph.add_edge(leaders[u], leaders[v], unique[index])
+            graph.add_edge(leader_of[u], leader_of[v], unique[index])
         for usage in network.usages if network.usage_limit is not None else ():
-            graph.spans[leaders[usage.variable]].append((tables.unique(usage.amounts), usage.start, usage.end))
+            graph.spans[leader_of[usage.variable]].append((tables.unique(usage.amounts), usage.start, usage.end))
         graph.usage_limit = network.usage_limit
-        graph.twins = {v: labels for v, labels in network.twins.items() if leaders[v] == v}
-        followers = [(v, u) for v, u in enumerate(leaders) if v != u]
+        graph.twins = {v: labels for v, labels in network.twins.items() if leader_of[v] == v}
+        followers = [(v, u) for v, u in enumerate(leader_of) if v != u]
         for v, u in followers:
             graph.undo.append(Follow(v, u, np.arange(network.costs[v].size)))
         if hint is not None:
             graph.hint = {v: int(hint[v]) for v in graph.live()}
         if kept is not None:
-            graph.restrict(leaders[kept[0]], kept[1])
+            graph.restrict(leader_of[kept[0]], kept[1])
         graph.make_consistent()
         return graph
 
@@ -314,19 +315,3 @@ class Graph:
             else:
                 picked[v] = int(step.kept[picked[v]])
         return np.asarray(picked, dtype=np.int64)
-
-
-def _merge_ties(network: Network) -> list[int]:
-    """Per variable the least id that it is tied to, directly or not."""
-    leaders = list(range(len(network)))
-
-    def find(v: int) -> int:
-        while leaders[v] != v:
-            leaders[v] = leaders[leaders[v]]
-            v = leaders[v]
-        return v
-
-    for u, v in network.ties:
-        a, b = find(u), find(v)
-        leaders[max(a, b)] = min(a, b)
-    return [find(v) for v in range(len(network))]

@@ -28,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.graph.python import max_flow
 
+from shardplan.search.connecting import leaders
+
 __all__ = ["PLACEMENTS", "WorkGraph", "place"]
 
 _TOLERANCE = 0.05
@@ -99,18 +101,7 @@ class _Clusters:
 
     @staticmethod
     def of(graph: WorkGraph) -> _Clusters:
-        leader = list(range(len(graph.seconds)))
-
-        def find(operation: int) -> int:
-            while leader[operation] != operation:
-                leader[operation] = leader[leader[operation]]
-                operation = leader[operation]
-            return operation
-
-        for a, b in graph.together:
-            a, b = find(a), find(b)
-            leader[max(a, b)] = min(a, b)
-        leaders, number = np.unique([find(operation) for operation in leader], return_inverse=True)
+        leading, number = np.unique(leaders(len(graph.seconds), graph.together), return_inverse=True)
         links: dict[tuple[int, int], float] = {}
         for operation, tensors in enumerate(graph.reads):
             for tensor in tensors:
@@ -119,14 +110,14 @@ class _Clusters:
                     links[link] = links.get(link, 0.0) + graph.sizes[tensor]
         shares = []
         for weights in (graph.seconds, graph.held_bytes):
-            total = np.bincount(number, weights=weights, minlength=len(leaders))
-            shares.append(total / total.sum() if total.sum() > 0 else np.zeros(len(leaders)))
-        given = [share for share in shares if share.any()] or [np.full(len(leaders), 1 / max(1, len(leaders)))]
+            total = np.bincount(number, weights=weights, minlength=len(leading))
+            shares.append(total / total.sum() if total.sum() > 0 else np.zeros(len(leading)))
+        given = [share for share in shares if share.any()] or [np.full(len(leading), 1 / max(1, len(leading)))]
         ends = np.array(list(links), dtype=np.int64).reshape(-1, 2)
         return _Clusters(
             graph,
             number,
-            np.bincount(number, weights=graph.seconds, minlength=len(leaders)).astype(np.float64),
+            np.bincount(number, weights=graph.seconds, minlength=len(leading)).astype(np.float64),
             np.mean(given, axis=0),
             ends[:, 0],
             ends[:, 1],

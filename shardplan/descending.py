@@ -59,9 +59,9 @@ def _own(known: Corrections, choices: NDArray[np.int64]) -> float:
     return known.count(choices).peak_bytes
 
 
-def _changed(choices: NDArray[np.int64], descents: list[Descent]) -> NDArray[np.int64]:
+def _changed(choices: NDArray[np.int64], cheaper: list[Descent]) -> NDArray[np.int64]:
     changed = choices.copy()
-    for descent in descents:
+    for descent in cheaper:
         changed[[*descent.choices]] = [*descent.choices.values()]
     return changed
 
