@@ -66,7 +66,7 @@ _VERY_WIDE, _LEAST_FILLED = 0.3, 0.25
 
 MISSED = 1.001
 
-_HARDLY = 1.005
+HARDLY = 1.005
 """What a first search finds that exceeds the limit by so little is made to fit, whatever it costs: the next one is
 asked for that much less."""
 
@@ -178,7 +178,7 @@ class Corrections:
             found, own = self._search_once(found)
             near = own.peak_bytes <= CLEARLY * self.limit_bytes
             just, above = number == 0 and self._just_missed(found), own.peak_bytes / self.limit_bytes
-            hardly = 1 < above <= _HARDLY
+            hardly = 1 < above <= HARDLY
             if self.best is None:
                 again = hardly or (near and found.solution.cost <= CLEARLY * self.unlimited)
                 otherwise(just or (number == 0 and again))
@@ -196,7 +196,7 @@ class Corrections:
                 self.count_in(own.lifetimes)
                 # what is under way is not counted in the order alone
                 missed = found.peak_bytes / own.peak_bytes if found.peak_bytes <= self.limit_bytes else 1.0
-                missed -= hardly * (_HARDLY - 1)  # else the same may be found once more
+                missed -= hardly * (HARDLY - 1)  # else the same may be found once more
                 self.search = replace(self.search, limit_bytes=missed * self.limit_bytes)
             elif fits or (near and (number >= _MANY or own.peak_bytes <= MISSED * found.peak_bytes)):
                 lower = self.limit_bytes * min(found.peak_bytes, self.limit_bytes) / own.peak_bytes

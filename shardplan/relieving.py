@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import NEARLY_FULL, Corrections, counted_at, highest
+from shardplan.correcting import HARDLY, NEARLY_FULL, Corrections, counted_at, highest
 from shardplan.finding import Found
 from shardplan.memory.bringing import Sending
 from shardplan.memory.usages import Usages
@@ -40,10 +40,13 @@ def relieve(known: Corrections, until: float) -> None:
 
 
 def _relieve(known: Corrections, base: Found, until: float) -> None:
-    """Takes parts of leaner schedules over into one above the limit, and into what comes out, until that fits."""
+    """Takes parts of leaner schedules over into one above the limit, and into what comes out, until that fits; where
+    nothing else does, what hardly exceeds it is worth that whatever the work is: a search for what is leaner takes
+    longer."""
     target, fits, mixed = known.limit_bytes, known.best is not None, list[Found]()
     for _ in range(_MOST_COUNTED):
-        if known.work > until:
+        nearly = known.best is None and base.peak_bytes <= HARDLY * known.limit_bytes
+        if known.work > until and not nearly:
             return
         mixture = _leaner(known, base, target, mixed)
         if mixture is None and mixed:

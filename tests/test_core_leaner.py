@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -365,3 +367,21 @@ def test_on_three_axes_searches_with_two_joined_take_their_share_of_the_work_of_
     with pytest.raises(InterruptedError):
         plan_within(jax.sharding.AbstractMesh((2, 2, 2), ("x", "y", "z")))
     assert followed == [pytest.approx(0.75 * made[0].patience)]
+
+
+@pytest.mark.parametrize(("peak", "counted"), [(100.4, 1), (110.0, 0)])
+def test_what_hardly_exceeds_the_limit_is_made_to_fit_whatever_the_work_is(
+    monkeypatch: pytest.MonkeyPatch, peak: float, counted: int
+) -> None:
+    """Where nothing else fits: what would come next, a search for what is leaner, takes far longer."""
+    made = list[np.ndarray]()
+
+    def count(mixture: np.ndarray) -> SimpleNamespace:
+        made.append(mixture)
+        return SimpleNamespace(peak_bytes=99.0)
+
+    monkeypatch.setattr(relieving, "_leaner", lambda known, base, target, mixed: np.zeros(1))
+    known: Any = SimpleNamespace(limit_bytes=100.0, best=None, work=2.0, count=count, cost=lambda mixture: 1.0)
+    base: Any = SimpleNamespace(peak_bytes=peak)
+    relieving._relieve(known, base, until=1.0)
+    assert len(made) == counted
