@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation, Program
+from shardplan.program import Operation, Program
 from shardplan.strategy import Strategy, operand_type
 
 _SCALING = frozenset({"mul", "div", "add", "sub", "max", "min"})
@@ -357,31 +357,4 @@ def reading_copies(
         for position, operand in enumerate(operation.operands):
             if isinstance(operand, int) and (operation.index, position) in spread:
                 found.setdefault((operand, spread[operation.index, position]), []).append((place, position))
-    return found
-
-
-@once
-def rectifiers_of_poolings(program: Program) -> dict[int, list[Operation]]:
-    """Per pooling gradient of images that were rectified, by index: the rectifier whose kernel makes its zeros, and
-    where there are several, the gradients of rectifiers after it.
-
-    XLA scatters into the zeros that rectifiers of such images compare with: equal values are one, and what is needed
-    in memory is made in the kernel of the first that computes with it. That kernel stores what it rectifies as well.
-    Gradients of several rectifiers read these zeros again, so that the pooling's gradient scatters into a copy.
-    """
-    rectifiers: dict[tuple[object, ...], list[Operation]] = {}
-    found: dict[int, list[Operation]] = {}
-    scattering: dict[tuple[object, ...], list[Operation]] = {}
-    for operation in program.operations:
-        if not operation.results:
-            continue
-        value = program.values[operation.results[0]]
-        shape = *value.shape, value.dtype
-        constants = [operand.value for operand in operation.operands if isinstance(operand, Constant)]
-        if operation.primitive.name == "max" and constants == [0]:
-            rectifiers.setdefault(shape, []).append(operation)
-        elif operation.primitive.name == POOLING_GRADIENT and shape in rectifiers:
-            found[operation.index] = scattering[shape] = [rectifiers[shape][0]]
-        elif operation.primitive.name == "select_n" and shape in scattering and len(rectifiers[shape]) > 1:
-            scattering[shape].append(operation)
     return found

@@ -13,7 +13,7 @@ from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.held import Held, Lifetime
-from shardplan.memory.poolings import IMAGE, zeros_of_poolings
+from shardplan.memory.poolings import IMAGE, times_padded, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sharing import read_by_element, read_by_several
 from shardplan.memory.sizes import bytes_in, layout_left
@@ -43,7 +43,9 @@ def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Hel
         operation, place = schedule.program.operations[index], lifetimes.place[index]
         if operation.primitive.name == POOLING_GRADIENT:
             first = lifetimes.put_beside.get((index, IMAGE), place)
-            yield Held(None, (), window_bytes(operation, schedule.problem, strategy), Lifetime(first, place))
+            places, largest = window_bytes(operation, schedule.problem, strategy)
+            yield Held(None, (), places, Lifetime(first, place))
+            yield Held(None, (), largest, Lifetime(first, first))
         if strategy.halos:
             size = neighbour_bytes(schedule.problem, operation, strategy)
             yield Held(None, (), size, Lifetime(place, place))
@@ -62,7 +64,8 @@ def convolution_copies(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Hel
     for gradient, first, last in zeros_of_poolings(lifetimes, schedule.program):
         image, layout = gradient.operands[1], schedule.assignment.strategies[gradient.index].operands[1]
         if isinstance(image, int) and layout is not None:
-            yield Held(None, layout, bytes_in(schedule, image, layout), Lifetime(first, last))
+            size = times_padded(gradient, schedule.program) * bytes_in(schedule, image, layout)
+            yield Held(None, layout, size, Lifetime(first, last))
 
 
 def _turned_gathers(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

@@ -25,7 +25,7 @@ from shardplan.groups import MATRICES, RAGGED, turns_matrices
 from shardplan.memory.absorbing import sums_within_rows
 from shardplan.memory.accumulation import Accumulation, accumulations, merged_anywhere, own_position
 from shardplan.memory.coalescing import is_read_apart
-from shardplan.memory.convolutions import CONVOLUTION, rectifiers_of_poolings, spread_operands, unreversed
+from shardplan.memory.convolutions import CONVOLUTION, forward_convolutions, spread_operands, unreversed
 from shardplan.memory.fusion import (
     REDUCTIONS,
     fused_operations,
@@ -38,6 +38,7 @@ from shardplan.memory.fusion import (
 from shardplan.memory.leaving import transposed_results
 from shardplan.memory.lying import lies_in, lying_of
 from shardplan.memory.padded import turned_before_padding
+from shardplan.memory.pooled import added_poolings, rectifiers_of_poolings
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import PRODUCT, is_multiplied, is_outer, loses_batch, product_operands, turned_carries
 from shardplan.memory.repeated import Apart, apart_in
@@ -103,6 +104,7 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
             found[result] = problem.domain(result).parts[left]
     running = running_sums(schedule)
     added = running.union(problem.program.operations[index].results[0] for index in accumulations(schedule))
+    added |= _images_added_to(schedule)
     buffers = tuple(_merged_buffers(schedule))
     reshaped = frozenset(_reshaped(schedule))
     apart = apart_in(schedule)
@@ -112,6 +114,14 @@ def kernels_in(schedule: Schedule, copied: Collection[tuple[int, int]] = ()) -> 
     turned = dict(_turned_matrices(schedule, kernels))
     carried = frozenset[int]() if schedule.running else turned_carries(schedule.program)
     return replace(kernels, views=frozenset(_views(schedule, kernels)), turned=turned, carried=carried)
+
+
+def _images_added_to(schedule: Schedule) -> frozenset[int]:
+    """The images that convolutions add themselves to: XLA has cuDNN read these before it fuses anything."""
+    program, convolutions = schedule.program, forward_convolutions(schedule.program)
+    adding = accumulations(schedule).values() if convolutions else ()
+    images = (one.onto for one in adding if one.product in convolutions and one.onto >= 0)
+    return frozenset(image for image in images if len(program.values[image].shape) > 1)
 
 
 def _views(schedule: Schedule, kernels: Kernels) -> Iterator[int]:
@@ -264,6 +274,7 @@ def _unfused(problem: Problem, copied: frozenset[tuple[int, int]], reshaped: fro
     spread = spread_operands(problem.program, problem.program.operations, copied)
     fused, read = fused_operations(problem), _read_from_memory(problem, spread.keys() | copied, reshaped)
     read |= {first.results[0] for first, *_ in rectifiers_of_poolings(problem.program).values()}
+    read |= {*added_poolings(problem.program).values()}
     read |= _turned(problem, fused, read) | frozenset(_turned_updates(problem, fused))
     return Kernels(fused, read, frozenset(), copied, reshaped=reshaped)
 

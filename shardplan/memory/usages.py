@@ -49,7 +49,7 @@ from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
 from shardplan.memory.pipelining import held_twice
-from shardplan.memory.poolings import IMAGE, zeros_of_poolings
+from shardplan.memory.poolings import IMAGE, times_padded, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.workspaces import WORKSPACE_BYTES, window_bytes
@@ -338,8 +338,10 @@ class Usages:
             variable, runs = self._own(operation), place in running
             if variable is not None and operation.primitive.name == POOLING_GRADIENT:
                 strategies = self.problem.choices[operation.index].strategies
-                amounts = [window_bytes(operation, self.problem, strategy) for strategy in strategies]
-                yield Usage(variable, np.array(amounts), beside.get((operation.index, IMAGE), place), place + 1)
+                places, largest = np.array([window_bytes(operation, self.problem, s) for s in strategies]).T
+                first = beside.get((operation.index, IMAGE), place)
+                yield Usage(variable, places, first, place + 1)
+                yield Usage(variable, largest, first, first + 1)
             elif variable is not None and operation.primitive.name == RAGGED:
                 strategies = self.problem.choices[operation.index].strategies
                 for position in masked_positions(operation):
@@ -357,7 +359,7 @@ class Usages:
         for reader, position, times, first, last in self.lifetimes.spread:
             yield from self._operand_copy(reader, position, times, (first, last))
         for gradient, first, last in zeros_of_poolings(self.lifetimes, self.program):
-            yield from self._operand_copy(gradient, 1, 1.0, (first, last))
+            yield from self._operand_copy(gradient, IMAGE, times_padded(gradient, self.program), (first, last))
         for stored in stored_beside(self.lifetimes, self.program):
             yield from self._operand_copy(*stored)
         for operation, times in exponentials_in_parts(self.lifetimes, self.problem):

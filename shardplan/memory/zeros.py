@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardplan.layout import Layout
-from shardplan.memory.convolutions import rectifiers_of_poolings
 from shardplan.memory.fusion import is_scatter, readers_in, scatters_as_one
+from shardplan.memory.pooled import rectifiers_of_poolings
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.once import once
@@ -170,13 +170,14 @@ def kernels_with(graph: Graph, index: int) -> set[int]:
 def copy_for_poolings(graph: Graph) -> None:
     """Adds a kernel to a graph for each copy of zeros that a pooling's gradient scatters into, where others read these
     zeros after it."""
-    for index, (_, *others) in rectifiers_of_poolings(graph.program).items():
+    for index, (rectifier, *others) in rectifiers_of_poolings(graph.program).items():
         strategy = graph.schedule.assignment.strategies.get(index)
         if index in graph.reads and others and strategy is not None:
             result = graph.program.operations[index].results[0]
             left = layout_left(graph.schedule.problem, graph.program.operations[index], strategy, 0)
             takes = 2 * bytes_in(graph.schedule, result, left) / BYTES_MOVED
-            graph.filling[index] = graph.add(index - 0.5, set(), set(), takes)
+            maker = graph.maker(rectifier.results[0])
+            graph.filling[index] = graph.add(index - 0.5, set() if maker is None else {maker}, set(), takes)
             graph.needs[index].add(graph.filling[index])
 
 
