@@ -8,6 +8,7 @@ import pytest
 
 import shardplan
 from shardplan.memory.combining import ending_at_reductions, read_otherwise
+from shardplan.memory.flattened import flattened
 from shardplan.memory.fusion import scatters_as_one
 from shardplan.memory.hiding import Graph, hiding_order
 from shardplan.memory.joining import join_kernels
@@ -319,3 +320,16 @@ def test_scatters_of_which_one_is_reduced_before_they_are_added_are_two():
     assert fused.issuperset(scatters) and written == [added]
     [(written, _, _)] = _alike(schedule, filling, fused - {second}).values()
     assert written == [second]  # the other one is scattered into what this makes
+
+
+def test_what_is_spread_from_a_view_is_no_view():
+    """As keys that all prompts of an image share, to which each adds its own: that ended with a KeyError."""
+
+    def attended(image, points):
+        keys = image.reshape(4, 1, 64, 16)
+        return jnp.tanh(jnp.broadcast_to(keys, (4, 3, 64, 16)) + 2 * points)
+
+    shapes = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 8, 8, 16), (4, 3, 64, 16)))
+    problem = shardplan.plan(attended, 1, *shapes).schedule.problem
+    [(view, shape)] = flattened(problem).items()
+    assert problem.program.makers[view].primitive.name == "reshape" and shape == (4, 8, 8, 16)

@@ -88,7 +88,7 @@ class _Moving:
         self.shapes[value] = shape
         for index in dict.fromkeys(reader.index for reader in self._readers.get(value, ())):
             reader = self._program.operations[index]
-            if index in self._pointwise and not known:
+            if index in self._pointwise and not known and reader.primitive.name != "broadcast_in_dim":
                 self._waiting[index] = self._waiting.get(index, len(set(self._reads(reader)))) - 1
                 if not self._waiting[index]:
                     self._candidates[index] = reader
