@@ -153,7 +153,7 @@ def _units(program: Program) -> dict[int, tuple[int, tuple[int, ...]]]:
 
 
 @once
-def _read_counts(program: Program) -> Counter[int]:
+def read_counts(program: Program) -> Counter[int]:
     """How often each value is read, by operations or as what leaves a region."""
     counts = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
     counts.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
@@ -299,7 +299,7 @@ class _Graph:
         program = schedule.program
         self._schedule, self._program = schedule, program
         self._makers = program.makers
-        self._reads = _read_counts(program)
+        self._reads = read_counts(program)
         self.open: dict[int, _Open] = {}
 
     def operand(self, operation: Operation, position: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+from shardplan.memory.accumulation import read_counts
 from shardplan.memory.convolutions import POOLING_GRADIENT
 from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
@@ -15,15 +14,17 @@ _ADDITIONS = frozenset({"add", "add_any"})
 def added_poolings(program: Program) -> dict[int, int]:
     """The gradients of poolings, by index, that are added to another gradient of the same image, and that: XLA scatters
     into it, unless something is put around the image, which is cut off before."""
-    makers = program.makers
-    counts = Counter(o for one in program.operations for o in one.operands if isinstance(o, int))
+    makers, counts = program.makers, read_counts(program)
     found = dict[int, int]()
     for addition in program.operations:
         if addition.primitive.name in _ADDITIONS:
             for operand, other in (addition.operands, addition.operands[::-1]):
                 maker = makers.get(operand) if isinstance(operand, int) and counts[operand] == 1 else None
-                if maker is not None and maker.primitive.name == POOLING_GRADIENT and isinstance(other, int):
-                    found |= {} if any(map(any, maker.params["padding"])) else {maker.index: other}
+                if maker is None or maker.primitive.name != POOLING_GRADIENT or not isinstance(other, int):
+                    continue
+                if not any(map(any, maker.params["padding"])):
+                    found[maker.index] = other
+                    break  # of two, the other one is scattered into zeros before
     return found
 
 
