@@ -9,11 +9,11 @@ INSTALLED := $(VENV)/.installed
 demo: $(INSTALLED)
 	$(BIN)/shardplan demo
 
-# The quick tests and the doctests.
+# All tests but the long ones, and the doctests.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not long"
 
-# The slow ones too: wheels, notebooks, whole models compiled for GPUs.
+# The long ones too: wheels, notebooks, whole models compiled for GPUs.
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m ""
 

@@ -274,6 +274,7 @@ def test_a_text_without_an_entry_is_an_error():
         collectives("stablehlo.module { }")
 
 
+@pytest.mark.slow
 def test_reading_takes_linear_time():
     def seconds(lines: int) -> float:
         padding = '"padding":"' + "x" * 300 + '"'

@@ -13,7 +13,7 @@ from shardplan.models import NAMES, load, mlp
 QUICK = {("mlp", "FSDP x Megatron 2 x 4")}
 TITLED = lambda value: value.title if isinstance(value, Baseline) else value  # noqa: E731
 CASES = [
-    pytest.param(name, baseline, marks=[] if (name, baseline.title) in QUICK else [pytest.mark.slow])
+    pytest.param(name, baseline, marks=[] if (name, baseline.title) in QUICK else [pytest.mark.long])
     for name in NAMES
     for baseline in baselines_of(name)
 ]
@@ -23,6 +23,7 @@ def mesh_of(baseline: Baseline):
     return jax.make_mesh((baseline.data, baseline.tensor), AXES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "baseline"), CASES, ids=lambda value: value.title if isinstance(value, Baseline) else value
 )

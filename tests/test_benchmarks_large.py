@@ -9,6 +9,7 @@ import shardplan
 large = pytest.importorskip("benchmarks.large")
 
 
+@pytest.mark.slow
 def test_what_just_exceeds_the_memory_of_eight_devices_is_made_to_fit() -> None:
     """A model of 20 billion parameters: the first search finds what exceeds the limit by a thousandth. Instead of that,
     what was searched next took half of the memory, and sent 6 % more."""

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import tofu
 from shardplan.models import lstm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 TINY = replace(lstm.SMALL, layers=1, hidden=512, embed=256, sequence=2, batch=64)
 
 

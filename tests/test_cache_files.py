@@ -69,6 +69,7 @@ def test_second_planning_does_not_search(folder: Path, monkeypatch: pytest.Monke
     assert_same(first, second)
 
 
+@pytest.mark.slow
 def test_kept_plan_runs_and_explains(folder: Path) -> None:
     mesh = mesh_of((2, 4))
     args = tuple(jnp.asarray(np.random.default_rng(0).normal(size=s.shape) * 0.1, s.dtype) for s in ARGS)
@@ -125,6 +126,7 @@ def test_versions_are_those_of_all_files_that_plan() -> None:
     assert {path for path in loaded if "models" not in path.parts} <= set(cache._files())
 
 
+@pytest.mark.slow
 def test_other_descriptions_are_planned_anew(folder: Path) -> None:
     make()
     shardplan.rules.describe("a foreign function", "i j -> i j")
@@ -259,7 +261,7 @@ def test_oldest_entries_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(path.stem for path in folder.iterdir()) == ["key2", "key3", "key4"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_processes_find_it(folder: Path) -> None:
     make()
     script = "import tests.test_cache_files as t; print(t.make().statistics['cached'])"

@@ -132,6 +132,7 @@ def test_what_is_gathered_for_each_product_merges_none() -> None:
     assert merged_anywhere(Schedule(plan.schedule.problem, replace(assignment, copies=kept))) == []
 
 
+@pytest.mark.slow
 def test_gathers_for_further_readers_change_nothing_that_is_computed() -> None:
     mesh = mesh_of((8,))
     plan, schedule = _planned(4, 64, mesh)
@@ -183,6 +184,7 @@ def test_until_when_operations_are_computed_is_that_of_the_last_kernel_that_thei
     assert later > 4
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 def test_weights_gathered_for_each_pass_are_in_memory_for_each_alone() -> None:
     mesh = gpu_mesh("h100", (8,), ("x",))

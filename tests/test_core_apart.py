@@ -46,7 +46,7 @@ def test_blocks_give_what_the_whole_gives(program: str):
         assert_equal_trees(run(plan, mesh, x, jnp.int32(start)), function(x, jnp.int32(start)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_any_layouts_give_what_the_whole_gives(program: str):
     mesh, function = mesh_of((2, 4)), PROGRAMS[program]
@@ -56,7 +56,7 @@ def test_any_layouts_give_what_the_whole_gives(program: str):
         assert_equal_trees(run(scrambled(plan, seed), mesh, x, jnp.int32(40)), function(x, jnp.int32(40)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - {"select_and_scatter_add"}))
 def test_any_layouts_send_what_was_planned(program: str):

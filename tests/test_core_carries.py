@@ -27,6 +27,7 @@ def _params(width, words, layers=3):
     return {"layers": weights, "words": jax.random.normal(keys[0], (width, words)) / 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", [None, {"1": jax.P(None, "x", None)}])
 def test_sums_that_loops_begin_with_zeros_are_those_without_a_plan(pins):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -66,7 +67,7 @@ def test_carries_of_loops_that_read_arguments_alone_are_filled_as_they_are():
     assert not filled_late(shardplan.plan(step, 1, jax.ShapeDtypeStruct((8, 64), "float32")).schedule)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sums_of_weights_gradients_are_not_in_memory_before_their_loops(monkeypatch):
     params = jax.eval_shape(lambda: _params(1024, 4096))
     x = jax.ShapeDtypeStruct((16, 512, 1024), "float32")

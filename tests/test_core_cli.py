@@ -63,6 +63,7 @@ def documented() -> list[str]:
     return [line[2:] for line in DOCUMENT.splitlines() if line.startswith("$ shardplan ")]
 
 
+@pytest.mark.slow
 def test_the_documented_commands_work(capsys: pytest.CaptureFixture[str]):
     commands = documented()
     assert len(commands) > 5
@@ -158,6 +159,7 @@ def test_a_plan_saved_from_python_does_not_name_its_step(capsys: pytest.CaptureF
     assert "does not say which step it is for" in errors and "--plan plan.json" in errors
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_refined_by_the_compiler(capsys: pytest.CaptureFixture[str]):
     status, output, _ = run("plan train:step --mesh data=8 --refine 2 --json", capsys)
@@ -243,6 +245,7 @@ def test_tolerances_that_nothing_can_keep(tolerance: str, capsys: pytest.Capture
     assert status == 2 and f"a fraction of 0 or more, as 0.02, got `{float(tolerance)}`" in errors
 
 
+@pytest.mark.slow
 def test_rules(capsys: pytest.CaptureFixture[str]):
     status, output, _ = run("rules --json", capsys)
     records = {record["name"]: record for record in json.loads(output)}
@@ -250,6 +253,7 @@ def test_rules(capsys: pytest.CaptureFixture[str]):
     assert "Sum" in records["dot_general"]["expression"]
 
 
+@pytest.mark.slow
 def test_as_a_program(folder: Path):
     """In a process of its own, without a platform set, as users run it."""
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
@@ -277,6 +281,7 @@ def test_the_demo_is_run_by_name(capsys: pytest.CaptureFixture[str]):
     assert "shardplan demo" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module_and_warns_in_one_line(folder: Path):
     command = [sys.executable, "-m", "shardplan", "plan", "steps:odd", "--mesh", "data=8"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

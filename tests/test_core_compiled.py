@@ -93,7 +93,7 @@ def test_a_mean_that_the_variance_computes_again_is_sent_once() -> None:
     assert measure(plan.lower(mesh), mesh_axes=plan.mesh_axes).communication_bytes == rows
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("sizes", "tolerance"), [((8,), 0.03), ((2, 4), 0.1), ((2, 2, 2), 0.1)], ids=str)
 @pytest.mark.parametrize("name", SMALL)
 def test_small_steps(name: str, sizes: tuple[int, ...], tolerance: float) -> None:
@@ -106,6 +106,7 @@ def test_one_small_step() -> None:
     assert compiled_over_predicted(descend(loss), (params, batch), (8,)) == pytest.approx(1, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", [None, {"1": P("x", "y")}], ids=str)
 def test_numbers_drawn_in_a_row(pins: Any) -> None:
     """Where an inner dimension were split, XLA would bring all numbers to each device."""
@@ -118,7 +119,7 @@ def test_numbers_drawn_in_a_row(pins: Any) -> None:
     assert ratio == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize("along", [None, 0])
 @pytest.mark.parametrize("spec", [P("x"), P("y"), P(("x", "y"))], ids=str)
@@ -133,7 +134,7 @@ def test_looked_up_elements(spec: Any, along: int | None, mode: str) -> None:
     assert ratio == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize(("sizes", "tolerance"), [((8,), 0.03), ((2, 4), 0.1)], ids=str)
 @pytest.mark.parametrize("name", ["gpt", "mlp", "resnet"])
@@ -152,7 +153,7 @@ def test_models(name: str, sizes: tuple[int, ...], tolerance: float, reduce_dtyp
     assert ratio == pytest.approx(1, abs=tolerance)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rematerialised_layers_are_not_kept_until_the_end() -> None:
     """XLA computes weights' gradients at the end of a step, for which it kept what all six layers compute again."""
 

@@ -116,6 +116,7 @@ def test_axes_of_other_types_may_split_more_of_an_argument() -> None:
     assert [sharding.spec for sharding in plan.leaf_shardings()] == [P("x", "y"), P("x", "y")]
 
 
+@pytest.mark.slow
 def test_steps_with_explicit_arguments_run_and_are_planned_once() -> None:
     mesh = mesh_of((2, 4), explicit=True)
     w = jax.device_put(jnp.eye(8) + 0.1 * X, NamedSharding(mesh, P(None, "x")))
@@ -133,6 +134,7 @@ def test_steps_with_explicit_arguments_run_and_are_planned_once() -> None:
     assert planned.plan(first, x) is made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True])
 def test_islands_of_a_step_that_is_traced_inside_of_set_mesh(explicit: bool) -> None:
     """Their operations run on a device's blocks: the mesh that they were traced in is not that of an island."""

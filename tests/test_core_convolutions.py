@@ -38,11 +38,12 @@ def gradients(module: nn.Module, shape: tuple[int, ...]):
     return step, weights, images
 
 
-PINS = [P(None, ("x", "y")), P(("x", "y")), pytest.param(P(None, "x", None, "y"), marks=pytest.mark.slow)]
+PINS = [P(None, ("x", "y")), P(("x", "y")), pytest.param(P(None, "x", None, "y"), marks=pytest.mark.long)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin", PINS, ids=["space", "batch", "space and channels"])
-@pytest.mark.parametrize("name", [n if n[:2] == "tr" else pytest.param(n, marks=pytest.mark.slow) for n in STEPS])
+@pytest.mark.parametrize("name", [n if n[:2] == "tr" else pytest.param(n, marks=pytest.mark.long) for n in STEPS])
 def test_gradients_are_those_of_the_unplanned_step(name: str, pin: P, tmp_path: Path):
     step, weights, images = gradients(STEPS[name], (8, 32, 16, 16))
     key = jax.random.key(0)
@@ -56,7 +57,7 @@ def test_gradients_are_those_of_the_unplanned_step(name: str, pin: P, tmp_path: 
 
 @pytest.mark.parametrize(
     "sizes",
-    [(2, 4), pytest.param((2, 2, 2), marks=pytest.mark.slow), pytest.param((4, 2), marks=pytest.mark.slow)],
+    [(2, 4), pytest.param((2, 2, 2), marks=pytest.mark.long), pytest.param((4, 2), marks=pytest.mark.long)],
     ids=str,
 )
 def test_space_and_channels_split_at_once(sizes: tuple[int, ...]):
@@ -78,7 +79,7 @@ def test_space_and_channels_split_at_once(sizes: tuple[int, ...]):
     np.testing.assert_allclose(found, convolve(images, kernel), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["depthwise", "convolution"])
@@ -98,7 +99,7 @@ def test_a_search_whose_merging_decides_all_is_proven():
     assert plan.gap < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", ["transposed", "transposed, overlapping", "convolution"])
@@ -111,7 +112,7 @@ def test_compiled_bytes_are_the_planned_ones(name: str, sizes: tuple[int, ...]):
     assert audit.ok()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("order", [("x", "y"), ("y", "x")], ids="".join)
 @pytest.mark.parametrize("name", ["grouped", "depthwise"])
@@ -135,7 +136,7 @@ def test_without_islands_nothing_is_summed_over_dilated_space():
     assert 100 * plans[0].communication_bytes < plans[1].communication_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("size", [512, 64], ids=["space alone", "channels too"])
 def test_sums_over_two_dimensions_of_space_are_not_scattered_nor_split_by_channels(size: int):
@@ -145,6 +146,7 @@ def test_sums_over_two_dimensions_of_space_are_not_scattered_nor_split_by_channe
     assert shardplan.audit(plan).ok()
 
 
+@pytest.mark.slow
 def test_weights_gradients_for_each_example_run_in_an_island_that_sends_nothing():
     def norms(w, images):
         def loss(w, image):
@@ -164,7 +166,7 @@ def test_weights_gradients_for_each_example_run_in_an_island_that_sends_nothing(
     np.testing.assert_allclose(found, norms(w, images), rtol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("order", [("x", "y"), ("y", "x")], ids="".join)
 @pytest.mark.parametrize("images", [P(None, ("x", "y")), P(None, ("y", "x")), P(None, "y", "x")], ids=str)

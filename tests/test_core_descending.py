@@ -93,6 +93,7 @@ def within_limit():
     return arguments, free, nothing.value.least_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_within_a_limit_leaves_nothing_cheaper_that_fits(within_limit):
     arguments, free, least = within_limit
     limit = least + 0.75 * (free.peak_bytes - least)
@@ -108,6 +109,7 @@ def test_a_plan_within_a_limit_leaves_nothing_cheaper_that_fits(within_limit):
         assert counts.own(Solution(choices, np.inf, -np.inf, "feasible", "auto")).peak_bytes > limit
 
 
+@pytest.mark.slow
 def test_a_search_is_asked_about_what_its_result_becomes(within_limit, monkeypatch):
     """It ended before it had proven anything, where the same in another order of mesh axes fitted."""
     arguments, free, limit = within_limit

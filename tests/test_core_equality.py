@@ -131,7 +131,7 @@ def test_functions(name: str) -> None:
     assert_equal_trees(shardplan.auto(fn, mesh)(*args), jax.jit(fn)(*args))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -142,6 +142,7 @@ def test_functions_in_layouts_that_nobody_would_choose(name: str, sizes: tuple[i
     assert_equal_trees(run(plan, mesh, *args), jax.jit(fn)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulation"])
 def test_some_functions_in_layouts_that_nobody_would_choose(name: str) -> None:
     fn, args = FUNCTIONS[name]
@@ -205,14 +206,14 @@ def check_random_program(seed: int, sizes: tuple[int, ...], explicit: bool, scra
         assert_equal_trees(shardplan.auto(step, mesh, time_limit=5)(params, batch), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(seed=st.integers(0, 10**6), sizes=st.sampled_from(MESHES), explicit=st.booleans(), scramble=st.booleans())
 def test_random_programs(seed: int, sizes: tuple[int, ...], explicit: bool, scramble: bool) -> None:
     check_random_program(seed, sizes, explicit, scramble)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(seed=st.integers(0, 10**6), sizes=st.sampled_from(MESHES), explicit=st.booleans(), scramble=st.booleans())
 def test_random_programs_of_more_operations(seed: int, sizes: tuple[int, ...], explicit: bool, scramble: bool) -> None:
@@ -222,6 +223,7 @@ def test_random_programs_of_more_operations(seed: int, sizes: tuple[int, ...], e
         check_random_program(seed, sizes, explicit, scramble)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scramble", [False, True])
 def test_a_short_random_program(scramble: bool) -> None:
     check_random_program(3, (2, 4), explicit=True, scramble=scramble, length=4)
@@ -260,7 +262,7 @@ def test_pins_and_constraints(seed: int, sizes: tuple[int, ...]) -> None:
     check_random_pins(seed, sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(seed=st.integers(0, 10**6), sizes=st.sampled_from(MESHES))
 def test_random_pins_and_constraints(seed: int, sizes: tuple[int, ...]) -> None:
@@ -302,6 +304,7 @@ def test_five_training_steps(sizes: tuple[int, ...], explicit: bool) -> None:
     check_training(mlp_step, state, batch, mesh_of(sizes, explicit), donate_argnums=() if explicit else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pins",
     [{"0/params/*": P("y")}, {"0/*/up": P("x", "y"), "1/*": P(None, ("y", "x"))}],

@@ -65,7 +65,7 @@ def test_a_sum_over_all_devices_is_reduced_inside_each_host_before_it_crosses():
     assert sent == {("device",): weight * 7 / 8, ("host",): weight / 8}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 def test_what_crosses_hosts_is_compiled_as_planned():
     audit = shardplan.audit(_hierarchical())

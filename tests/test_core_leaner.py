@@ -249,6 +249,7 @@ def test_parts_are_taken_over_into_what_may_cost_least_within_the_limit(monkeypa
     assert [next(n for n, one in enumerate(counted) if one is base) for base in bases] == expected
 
 
+@pytest.mark.slow
 def test_what_is_brought_counts_for_as_long_as_in_what_was_mixed_before():
     model = load("gpt")
     training = model.training(model.SMALL)
@@ -290,7 +291,7 @@ def test_trials_take_any_schedule_that_is_not_far_too_dear_and_prune_nothing(mon
     assert 0.2 not in pruned
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_fits_in_no_order_of_a_search_is_counted_in_its_own(monkeypatch):
     model = load("gpt")
     training = model.training(model.BENCHMARK)

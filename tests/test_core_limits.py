@@ -48,7 +48,7 @@ def test_a_lowered_limit_is_searched_though_memory_is_short_at_no_other_place():
     assert corrections.lower <= found.solution.cost  # what was found keeps within the limit itself
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_higher_limit_never_sends_more():
     """What the orders of the schedules found first leave of a limit would decide otherwise."""
     step, state, batch = training()
@@ -62,7 +62,8 @@ def test_a_higher_limit_never_sends_more():
     assert sent[1] < sent[0]  # what is left of the higher limit is used
 
 
-@pytest.mark.parametrize(("sizes", "times"), [((4,), 1.0), pytest.param((2, 4), 1.003, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "times"), [((4,), 1.0), pytest.param((2, 4), 1.003, marks=pytest.mark.long)])
 def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
@@ -247,6 +248,7 @@ def test_what_is_found_among_leaner_schedules_is_filled_up_in_its_own_order_for_
     assert work < patience < work + correcting.LEAST_PATIENCE
 
 
+@pytest.mark.slow
 def test_mixing_ends_where_its_work_is_over(monkeypatch):
     tried = []
     within = Mixtures.within

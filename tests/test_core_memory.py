@@ -350,7 +350,7 @@ def test_a_search_within_a_limit_counts_the_zeros_of_a_pooling_gradient():
     assert counted == pytest.approx(exact, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_least_peak_is_near_its_bound_and_no_higher_on_a_finer_mesh():
     step, state, batch = _training()
     least = []

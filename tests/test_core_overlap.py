@@ -116,7 +116,7 @@ def test_a_plan_says_where_its_time_goes() -> None:
     assert "ms of work" not in str(other) and other.step_time.seconds >= plan.step_time.seconds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 def test_an_audit_has_predicted_time_beside_compiled() -> None:
     pins = {"0/*": PartitionSpec("x")}

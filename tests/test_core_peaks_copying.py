@@ -147,7 +147,7 @@ def test_what_goes_through_rows_writes_one_copy_in_the_shortest_time_and_its_oth
     assert all(copy.first == lifetimes.place[copy.reader.index] for copy in copies.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("shared", "dtype"), [(4, "float32"), (16, "float32")])
 def test_the_peak_of_attention_is_what_is_compiled(shared, dtype):
     def step(weights, x):
@@ -163,7 +163,7 @@ def test_the_peak_of_attention_is_what_is_compiled(shared, dtype):
     assert shardplan.audit(plan).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("together", [3, 4])
 def test_odd_numbers_of_heads_that_share_their_keys_are_copied_for_the_backward_pass_in_the_forward_pass(together):
     """Numbers of 16 bits are packed in pairs where a kernel turns them in tiles, which three heads are not."""
@@ -225,7 +225,7 @@ def test_probabilities_are_computed_anew_where_all_products_copy_them_in_other_o
     assert [operation.primitive.name for operation in made] == stored
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("together", "near"), [(2, 1e-3), (4, 1e-3), (8, 0.1)])
 def test_the_peak_of_masked_heads_that_share_their_keys_is_what_is_compiled(together, near):
     plan = _masked_attention(together, 3)

@@ -75,6 +75,7 @@ def test_what_a_step_reports_is_computed_by_the_kernel_that_divides_by_it(report
     assert _groups(step, [P("a", None), P()]) == (groups, groups)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 def test_gradients_of_scores_that_are_copied_for_a_product_overwrite_nothing() -> None:
     """Of heads that share their keys, the kernel that computes the gradient of the scores writes it in two orders: in
@@ -95,6 +96,7 @@ def test_gradients_of_scores_that_are_copied_for_a_product_overwrite_nothing() -
     assert _ratio(jax.grad(loss), layers, _SHAPE((32, 1024, 1024), jnp.bfloat16)) == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize(("tokens", "within"), [(256, 0.02), (197, 0.05)])
 def test_keys_that_are_padded_are_stored_as_they_are_turned(tokens: int, within: float) -> None:

@@ -82,6 +82,7 @@ def _shape(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeSt
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize(
     ("layer", "shapes", "x"),
@@ -106,6 +107,7 @@ def test_steps_of_two_layers(layer: Any, shapes: tuple[tuple[int, ...], ...], x:
     assert report.compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.015)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 def test_weights_that_leave_whole_are_gathered_at_the_end() -> None:
     """Where they are not said to be, the gradients of the last layer fill other waits: 1.07 of what was predicted."""
@@ -129,6 +131,7 @@ def test_weights_that_leave_whole_are_gathered_at_the_end() -> None:
     assert audit(plan, mesh=mesh).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize(
     "layer",

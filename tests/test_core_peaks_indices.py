@@ -35,6 +35,7 @@ def _largest(k: int) -> Callable[[jax.Array], Any]:
     return lambda x: jax.lax.top_k(x, k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "shapes"),
     [

@@ -247,7 +247,7 @@ def test_all_turned_results_are_copied_at_the_end_also_those_that_one_kernel_mak
     assert len(kernels.leaving) == len(copies) == 2 and len({*map(frozenset, map(graph.needs.get, copies))}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_peak_of_tables_with_split_columns_is_what_is_compiled():
     """Zeros for the tables' gradients are made while the gradients of what is dense are reduced, since what follows
     that takes longer than the last sum over devices: scatters and updates that read them, and copies of results."""
@@ -290,7 +290,7 @@ def test_parts_that_are_cut_out_in_a_loop_are_in_its_order_alone(monkeypatch):
     assert split.region and not Graph(schedule, kernels_in(schedule), [], []).cut
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("reads", [1, 2, 3])
 def test_the_peak_of_the_gradient_of_a_table_that_is_read_several_times_is_what_is_compiled(reads):
     """XLA makes one scatter of those that are added, whatever shape the indices have."""

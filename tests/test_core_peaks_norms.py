@@ -69,6 +69,7 @@ def _arguments(layers: int, convolve: bool = True) -> tuple[Any, ...]:
     return (weights, weights), shape((64, 32, 32, 256) if convolve else (64, 1024, 256), jnp.float32)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize(
     ("norm", "dtype", "before"),
@@ -94,6 +95,7 @@ def test_convolutions_with_norms(norm: _Norm, dtype: Any, before: bool) -> None:
     assert "sub" in makers
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("before", [False, True])
 def test_products_with_norms_in_16_bits(before: bool) -> None:
@@ -122,6 +124,7 @@ def test_a_factor_is_multiplied_by_what_is_spread_before_that_is() -> None:
     assert renames == [True, False, False, False]  # of two factors and two products
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize(
     ("before", "convolve", "dtype", "expected"),

@@ -39,6 +39,7 @@ def _peaks(loss: Any, *arguments: Any) -> tuple[float, float]:
     return audit(plan, mesh=mesh).compiled.memory.peak, plan.peak_bytes
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize(
     ("window", "padding"),

@@ -61,6 +61,7 @@ def test_an_image_is_in_memory_until_its_places_are_found_and_zeros_from_where_t
     assert filled and all(operation in gradients for operation in filled)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 def test_compiled_poolings_need_what_is_predicted() -> None:
     mesh = gpu_mesh("h100", (8,), ("x",))

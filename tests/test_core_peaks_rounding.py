@@ -39,6 +39,7 @@ def _attention_step(tokens: int, layers: int = 4, width: int = 512, heads: int =
     return step, weights, _SHAPE((1024, tokens, width), "bfloat16")
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("tokens", [50, 80])
 def test_attention_that_rounds_before_its_products_copies_queries_and_keys_once_more_for_their_gradients(

@@ -27,6 +27,7 @@ def _ratio(step: Callable[..., Any], *arguments: Any) -> float:
     return float(report.compiled.memory.peak / plan.peak_bytes)
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize(("batch", "length"), [(16, 512), (64, 512), (256, 128)])
 def test_gradients_of_scores_are_stored_where_a_tile_of_all_rows_that_are_summed_is_too_large(

@@ -72,7 +72,7 @@ def test_what_is_added_up_down_few_columns_is_multiplied_apart(columns):
     assert plan.peak_bytes % size < WORKSPACE_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("solves", [True, False])
 def test_what_products_with_vectors_take_is_what_is_compiled(solves):
     def step(matrix, vector):

@@ -226,7 +226,7 @@ def test_the_objective_is_what_the_plan_does(name: str, sizes: tuple[int, ...], 
     assert plan.objective == pytest.approx(priced_anew(plan), rel=1e-4, abs=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("seed", range(30))
 def test_the_objective_is_at_least_what_random_plans_do(seed: int) -> None:

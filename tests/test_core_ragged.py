@@ -100,7 +100,7 @@ def runner(plan: shardplan.Plan, mesh: Mesh) -> Any:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_any_layouts_give_what_one_device_gives_for_all_kinds_of_group_sizes(seed: int):
     mesh, keys = mesh_of((2, 4)), jax.random.split(jax.random.key(0), 3)
@@ -111,7 +111,7 @@ def test_any_layouts_give_what_one_device_gives_for_all_kinds_of_group_sizes(see
         assert_equal_trees(planned(rows, weights, sizes), experts(rows, weights, sizes))
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_strategy_gives_what_one_device_gives(form: str, every: bool):
     function: Any
@@ -137,7 +137,7 @@ def test_rows_are_split_where_their_matrices_are_small():
     assert plan.gap <= 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_compiled_sends_what_was_planned(form: str):
@@ -217,6 +217,7 @@ def test_matrices_in_another_type_are_gone_before_the_gradients_that_read_them_t
     assert plan.peak_bytes == pytest.approx(held, rel=0.01)  # compiled: 774.9 MB
 
 
+@pytest.mark.slow
 def test_gradients_go_through_matrices_that_are_made_from_nothing() -> None:
     def step(x: Any, sizes: Any) -> Any:
         return jax.grad(lambda x: jnp.sum(jax.lax.ragged_dot(x, jnp.full((4, 64, 64), 0.5) * 1.0, sizes) ** 2))(x)

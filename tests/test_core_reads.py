@@ -59,7 +59,7 @@ def test_a_window_of_two_dimensions_in_a_program_of_64_bits() -> None:
         assert_equal_trees(run(plan, mesh, x), read(x))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [P("y"), P(None, ("x", "y")), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", READS)
 def test_any_layouts_give_what_the_whole_gives(name: str, spec: P) -> None:
@@ -69,7 +69,7 @@ def test_any_layouts_give_what_the_whole_gives(name: str, spec: P) -> None:
         assert_equal_trees(run(scrambled(plan, seed), mesh, X, jnp.int32(place)), read(X, jnp.int32(place)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("name", ["row", "row, filled", "row, clipped", "constant place"])
 def test_the_window_is_sent_and_nothing_else(name: str) -> None:

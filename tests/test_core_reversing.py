@@ -35,6 +35,7 @@ def test_no_zeros_are_written_between_the_elements_of_a_strided_convolutions_gra
     assert compiled.communication_bytes == planned.communication_bytes
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_unplanned_step():
     keys = jax.random.split(jax.random.key(0))
     w, g = jax.random.normal(keys[0], (3, 3, 16, 64)), jax.random.normal(keys[1], (8, 32, 32, 64))

@@ -128,6 +128,7 @@ def test_every_product_of_a_running_sum_is_added_up_in_place():
     assert least < 0.75 * most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"x": 8}, {"x": 2, "y": 4}], ids=str)
 def test_a_step_with_running_sums_computes_what_it_does_without_a_plan(sizes):
     mesh = mesh_of([*sizes.values()])
@@ -138,6 +139,7 @@ def test_a_step_with_running_sums_computes_what_it_does_without_a_plan(sizes):
     assert_equal_trees(run(plan, mesh, weight, x), _recurrent(weight, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"x": 8}, {"x": 2, "y": 4}], ids=str)
 def test_a_product_that_is_merged_waits_for_the_sum_that_takes_it_in(sizes):
     mesh, keys = mesh_of([*sizes.values()]), jax.random.split(jax.random.key(0), 3)
@@ -176,6 +178,7 @@ def test_what_is_read_behind_a_sum_merges_no_products_and_is_put_side_by_side_be
         assert graph.maker(waiting[index]) in graph.needs[beside]
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_scattered_lies_as_its_products_until_then():
     mesh, shapes = mesh_of([4, 2]), _shapes(1024, 512)
     pins = {"0": PartitionSpec(None, None, ("y", "x")), "1": PartitionSpec("x", None)}
@@ -192,7 +195,7 @@ def test_a_sum_that_is_scattered_lies_as_its_products_until_then():
 
 
 @compiles_for_gpus
-@pytest.mark.slow
+@pytest.mark.long
 def test_xla_holds_one_sum_and_the_product_that_it_takes_in():
     mesh, shapes = AbstractMesh((2, 4), ("x", "y")), _shapes(4096, 2048)
     free = shardplan.plan(_recurrent, mesh, *shapes, memory_limit=inf)

@@ -55,6 +55,7 @@ def test_rotated_halves_are_left_alone() -> None:
     assert [o.primitive.name for o in program.operations] == ["slice", "neg", "slice", "concatenate"]
 
 
+@pytest.mark.slow
 def test_values() -> None:
     mesh, step = mesh_of((2, 4)), lambda x: STENCILS["all but the edges"](STENCILS["edges repeated"](jnp.cos(x)))
     plan = shardplan.plan(step, mesh, X, pins={"0": P(("x", "y"))})
@@ -62,7 +63,7 @@ def test_values() -> None:
     np.testing.assert_allclose(run(plan, mesh, X), step(X), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", STENCILS)
 def test_any_layouts_give_what_the_whole_gives(name: str) -> None:
     mesh, stencil = mesh_of((2, 4)), lambda x: STENCILS[name](jnp.cos(x))
@@ -71,7 +72,7 @@ def test_any_layouts_give_what_the_whole_gives(name: str) -> None:
         assert_equal_trees(run(scrambled(plan, seed), mesh, X), stencil(X))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize(
     ("name", "rows"),

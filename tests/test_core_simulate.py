@@ -171,6 +171,7 @@ def test_loops_and_branches():
     assert seconds[1] > 20 * seconds[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", PLACEMENT_METHODS)
 def test_placements_do_all_the_work_once(method: str):
     training = lstm.training(lstm.SMALL)

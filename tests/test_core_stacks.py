@@ -222,7 +222,7 @@ def test_what_is_held_to_its_order_is_updated_as_without_a_plan(step):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5), got, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_gradients_of_logits_lie_as_these_where_their_maxima_are_gathered():
     model = load("gpt")
     training = model.training(model.BENCHMARK)
@@ -252,6 +252,7 @@ def _layers(number, reverse):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("spec", [P(), P(None, "x"), P(None, None, "x")])
 def test_stacks_begin_with_numbers_of_what_their_loop_reads_and_hold_what_it_stacks(reverse, spec):
@@ -279,7 +280,7 @@ def test_stacks_of_keys_and_of_loops_that_read_arguments_alone_begin_with_zeros(
     assert not begun_apart(plan.schedule)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stacks_of_later_loops_are_not_in_memory_while_the_first_one_runs():
     w, x = jax.ShapeDtypeStruct((4, 256, 256), "float32"), jax.ShapeDtypeStruct((64, 256, 256), "float32")
     plan = shardplan.plan(_layers(4, False), jax.sharding.AbstractMesh((1,), ("x",)), w, x)
@@ -301,6 +302,7 @@ def _lstm(params, x):
     return jnp.mean(jax.nn.logsumexp(x @ params["words"], axis=-1))
 
 
+@pytest.mark.slow
 def test_stacks_begin_with_numbers_of_what_their_loop_reads_as_parts_of_a_sum():
     """The gradient of the last layer's results is read as it comes from the words that each device has."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -156,6 +156,7 @@ def test_what_begins_with_a_slice_is_told_of_all_targets_at_once() -> None:
         assert begins.tolist() == [bool(steps) and steps[0].kind == "slice" for steps in first]
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 def test_sampled_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
@@ -165,7 +166,7 @@ def test_sampled_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -
 
 
 @compiles_for_gpus
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rank", SHAPES)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_transitions_compile_to_what_they_cost(sizes: tuple[int, ...], rank: int) -> None:
@@ -206,6 +207,7 @@ def check_padded(case: Case, shape: tuple[int, ...], count: int, at_once: int) -
     assert not wrong
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 def test_sampled_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
@@ -213,7 +215,7 @@ def test_sampled_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, 
 
 
 @compiles_for_gpus
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("shape", [(101,), (21, 101), (101, 16), (101, 16, 12)], ids=str)
 def test_padded_transitions_compile_to_what_they_cost(sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -271,6 +273,7 @@ def check_reductions(case: Case, count: int | None) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 def test_sampled_reductions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
@@ -278,7 +281,7 @@ def test_sampled_reductions_compile_to_what_they_cost(sizes: tuple[int, ...]) ->
 
 
 @compiles_for_gpus
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_reductions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
     check_reductions(Case(sizes), count=150)

@@ -44,6 +44,7 @@ def test_values(name: str, spec: P) -> None:
         np.testing.assert_allclose(planned(X, ROW, jnp.int32(k)), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["set", "slice"])
 def test_sizes_that_do_not_divide_in_layouts_that_nobody_would_choose(name: str) -> None:
     mesh, x, row = mesh_of((2, 4)), jnp.sin(jnp.arange(160.0)).reshape(16, 10), jnp.arange(10.0)
@@ -54,6 +55,7 @@ def test_sizes_that_do_not_divide_in_layouts_that_nobody_would_choose(name: str)
         np.testing.assert_allclose(found, step(x, row, jnp.int32(9)), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["add", "multiply"])
 def test_rows_that_are_split_are_written_where_each_of_them_belongs(update: str) -> None:
     """The place says where the first of the rows goes; a device that has others must not write them there."""
@@ -68,7 +70,7 @@ def test_rows_that_are_split_are_written_where_each_of_them_belongs(update: str)
         np.testing.assert_allclose(run(scrambled(plan, seed), mesh, x, rows), step(x, rows), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", ["set", "add, clipped", "slice", "several rows"])

@@ -172,7 +172,7 @@ def waiting(schedule: Schedule) -> set[str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_open_sums_give_what_one_device_gives(program: str):
     mesh, function, (x, w, ids) = mesh_of((2, 4)), PROGRAMS[program], arguments()
@@ -246,6 +246,7 @@ def test_the_gradient_of_a_transformed_filter_is_reduced_where_it_is_small():
     assert plan.communication_bytes == 2 * 7 / 8 * CHOICES * (INNER // WIDTH) * 4
 
 
+@pytest.mark.slow
 def test_sums_of_a_loop_are_whole_where_the_caller_gets_them():
     mesh, pins = mesh_of((8,)), {"0": PartitionSpec(None, "x"), "1": PartitionSpec(None, "x")}
     x, w = jnp.ones((16, 512)), jnp.ones((4, 512, 256))
@@ -274,7 +275,7 @@ def test_a_sum_that_is_widened_for_more_of_it_waits_until_it_is_narrow(sizes: tu
     assert len(plan.schedule.problem.deferred.rounded) == rounded  # choices split over an axis are added up in float32
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_widened_sums_give_what_one_device_gives():
     mesh, (x, w, ids) = mesh_of((2, 4)), arguments()
     w = w / 32
@@ -286,7 +287,7 @@ def test_widened_sums_give_what_one_device_gives():
         assert_equal_trees(found, narrow_rows(x, w, ids).astype(jnp.float32), tolerance=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize(
     ("program", "drawn", "seed"),
@@ -354,6 +355,7 @@ def shared_matrix(mesh: Any) -> tuple[shardplan.Plan, shardplan.Plan]:
     return plan, reduced_early(plan)
 
 
+@pytest.mark.slow
 def test_what_is_reduced_before_it_is_added_up_stands_behind_a_barrier():
     plan, early = shared_matrix(mesh_of((8,)))
     assert not reduced_before_added(plan.schedule)
@@ -363,7 +365,7 @@ def test_what_is_reduced_before_it_is_added_up_stands_behind_a_barrier():
         assert_equal_trees(run(one, mesh_of((8,)), x, w), shared(x, w), tolerance=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 def test_what_is_reduced_early_is_compiled_so():
     mesh = gpu_mesh("h100", (8,), ("x",))

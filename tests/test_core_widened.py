@@ -83,6 +83,7 @@ def test_compiled_gathers_for_each_reader_send_what_it_was_before() -> None:
     assert measure(plan.lower(mesh)).communication_bytes == plan.communication_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widen", [WAYS[0][0], WAYS[4][0]])
 def test_gathers_for_each_reader_change_nothing_that_is_computed(widen: Widen) -> None:
     mesh = mesh_of((8,))

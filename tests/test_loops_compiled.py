@@ -14,7 +14,7 @@ from shardplan.target import gpu_mesh
 from tests.loops_programs import FORMS
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`"),
     pytest.mark.filterwarnings("ignore:the loop at"),
 ]

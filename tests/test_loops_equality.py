@@ -49,19 +49,20 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_planned_equals_unplanned(name: str) -> None:
     assert_planned(name, (2, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", PINS, ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name: str, sizes: tuple[int, ...]) -> None:
     assert_planned(name, sizes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form_in_drawn_layouts(name: str, seed: int) -> None:
@@ -139,6 +140,7 @@ def test_shard_map_region_on_the_same_mesh(looped: bool) -> None:
     assert sum(c.bytes * c.times for c in sums) == runs * 2 * 3 / 4 * X.nbytes / 2
 
 
+@pytest.mark.slow
 def test_gradient_through_a_shard_map_region() -> None:
     mesh = mesh_of((8,))
     region = jax.shard_map(
@@ -152,6 +154,7 @@ def test_gradient_through_a_shard_map_region() -> None:
     assert_equal_trees(planned(WEIGHTS, X), jax.jit(step)(WEIGHTS, X))
 
 
+@pytest.mark.slow
 def test_random_numbers_inside_a_loop() -> None:
     def dropping(weights: jax.Array, x: jax.Array) -> jax.Array:
         def body(carry: tuple[jax.Array, jax.Array], w: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -172,6 +175,7 @@ def test_mesh_of_one_device() -> None:
     assert planned.plan(WEIGHTS, X).communication_bytes == 0
 
 
+@pytest.mark.slow
 def test_slices_gathered_along_their_last_dimension() -> None:
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         x, _ = jax.lax.scan(lambda x, one: (jnp.tanh(x @ one.astype(x.dtype)), None), x, w)
@@ -205,6 +209,7 @@ def accumulated(checkpoint: bool):
     return step
 
 
+@pytest.mark.slow
 def test_gradients_of_rematerialised_layers_wait_for_the_end_of_a_loop():
     draw = np.random.default_rng(0)
     ws = [tuple(jnp.asarray(draw.normal(size=s), jnp.float32) / 4 for s in ((16, 32), (32, 16))) for _ in range(3)]

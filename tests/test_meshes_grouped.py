@@ -75,7 +75,7 @@ def shapes(width: int, heads: int, kv_heads: int, batch: int, sequence: int) -> 
     return params, (jax.ShapeDtypeStruct((batch, sequence, width), jnp.float32),) * 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -103,7 +103,7 @@ def test_heads_of_queries_are_split_and_keys_whole(kv_heads: int) -> None:
 
 
 @compiles_for_gpus
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_plans_send_about_what_layouts_by_hand_do_or_less(sizes: tuple[int, ...], repeated: bool) -> None:

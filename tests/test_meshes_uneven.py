@@ -60,13 +60,14 @@ def arguments(vocabulary: int, heads: int, batch: int, width: int = 24) -> Any:
 CASES = {"vocabulary": (101, 8, 8), "heads": (64, 12, 8), "batch": (64, 8, 6), "all": (101, 3, 5)}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 def test_planned_equals_unplanned() -> None:
     args = arguments(*CASES["heads"])
     assert_equal_trees(shardplan.auto(language_step, mesh_of((8,)))(*args), jax.jit(language_step)(*args))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -121,12 +122,13 @@ def test_filters_of_a_frozen_network_are_no_batch() -> None:
 
 QUICK = ("products", "sums", "lookups", "scatters")
 EVERY = [
-    pytest.param(name, sizes, marks=() if name in QUICK and sizes == (8,) else pytest.mark.slow, id=f"{name}-{sizes}")
+    pytest.param(name, sizes, marks=() if name in QUICK and sizes == (8,) else pytest.mark.long, id=f"{name}-{sizes}")
     for name in FAMILIES
     for sizes in ((8,), (2, 4), (2, 2, 2))
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), EVERY)
 def test_padded_splits_equal_unplanned(name: str, sizes: tuple[int, ...]) -> None:
     fn, args, primitives = FAMILIES[name]
@@ -137,7 +139,7 @@ def test_padded_splits_equal_unplanned(name: str, sizes: tuple[int, ...]) -> Non
     assert_equal_trees(run(plan, mesh, *args), jax.jit(fn)(*args))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_padded_training_equals_unplanned(name: str, sizes: tuple[int, ...]) -> None:
@@ -158,6 +160,7 @@ def undivided(plan: shardplan.Plan) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no mesh axis")
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 def test_a_vocabulary_costs_what_the_next_one_that_divides_does(sizes: tuple[int, ...]) -> None:
@@ -174,9 +177,10 @@ def big_arguments(vocabulary: int) -> Any:
     return jax.eval_shape(lambda: arguments(vocabulary, 16, 256, 512))
 
 
+@pytest.mark.slow
 @compiles_for_gpus
 @pytest.mark.filterwarnings("ignore:no mesh axis")
-@pytest.mark.parametrize("sizes", [(8,), pytest.param((2, 4), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", [(8,), pytest.param((2, 4), marks=pytest.mark.long)], ids=str)
 def test_padded_splits_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
     plan = shardplan.plan(language_step, AbstractMesh(sizes, ("x", "y")[: len(sizes)]), *big_arguments(50257))
     audit = shardplan.audit(plan, target="h100")
@@ -185,7 +189,7 @@ def test_padded_splits_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None
 
 
 @compiles_for_gpus
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", ["elements", "softmaxes", "lookups", "attention", "sums"])
 def test_drawn_padded_splits_send_no_more_than_they_cost(name: str, sizes: tuple[int, ...]) -> None:

@@ -46,14 +46,15 @@ def profile(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 # 296 rows are 37 on each of 8 devices; pooled they are 148, 19 each and 15 on the last.
 @pytest.mark.parametrize(
     ("rows", "window", "sizes"),
     [
         (296, 3, (8,)),
-        pytest.param(328, 5, (8,), marks=pytest.mark.slow),
-        pytest.param(296, 3, (2, 4), marks=pytest.mark.slow),
-        pytest.param(136, 3, (4, 2), marks=pytest.mark.slow),
+        pytest.param(328, 5, (8,), marks=pytest.mark.long),
+        pytest.param(296, 3, (2, 4), marks=pytest.mark.long),
+        pytest.param(136, 3, (4, 2), marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_those_of_the_unplanned_step(rows: int, window: int, sizes: tuple[int, ...], tmp_path: Path):
@@ -81,7 +82,7 @@ def test_only_neighbours_rows_are_sent():
     assert sent[1] < sent[0] < sent[1] + 20 * row
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize(("rows", "sizes"), [(2504, (8,)), (2504, (2, 4)), (1000, (4, 2)), (5040, (16,))], ids=str)
 def test_compiled_bytes_are_the_planned_ones(rows: int, sizes: tuple[int, ...]):

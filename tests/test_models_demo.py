@@ -36,6 +36,7 @@ def test_baselines_split_what_divides(shape: tuple[int, ...], spec: tuple[str | 
     assert tuple(data_parallel(leaf, 8)) == ()
 
 
+@pytest.mark.slow
 def test_tables_account_for_the_whole_plan(console: Console):
     training = gpt.training(TINY)
     mesh = jax.sharding.AbstractMesh((8,), ("data",))
@@ -49,6 +50,7 @@ def test_tables_account_for_the_whole_plan(console: Console):
     assert kilobytes == pytest.approx(plan.communication_bytes / 1e3, rel=0.01)
 
 
+@pytest.mark.slow
 def test_without_the_gpu_compiler_it_says_so_and_goes_on(console: Console, monkeypatch: pytest.MonkeyPatch):
     def missing(*_: object, **__: object):
         raise TargetNotInstalledError("pip install 'shardplan[audit]'")
@@ -62,7 +64,7 @@ def test_without_the_gpu_compiler_it_says_so_and_goes_on(console: Console, monke
     assert "MB sent per device and step" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_agrees_and_learns(console: Console, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "SMALL", replace(TINY, layers=1))
     assert demo.train(console, steps=8)
@@ -73,7 +75,7 @@ def test_training_agrees_and_learns(console: Console, monkeypatch: pytest.Monkey
     assert planned[-1] < planned[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whole_demo_from_the_command_line():
     command = [sys.executable, "-m", "shardplan.cli", "demo"]
     environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}

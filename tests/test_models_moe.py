@@ -49,12 +49,13 @@ def layer_by_hand(layer: moe.Experts, x: np.ndarray, room: int) -> np.ndarray:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "room"),
     [
         ({"capacity_factor": 0.5}, 2),
-        pytest.param({"capacity_factor": 4.0}, 8, marks=pytest.mark.slow),
-        pytest.param({"routing": "ragged"}, 8, marks=pytest.mark.slow),
+        pytest.param({"capacity_factor": 4.0}, 8, marks=pytest.mark.long),
+        pytest.param({"routing": "ragged"}, 8, marks=pytest.mark.long),
     ],
     ids=["dropped", "room for all", "ragged"],
 )
@@ -69,7 +70,7 @@ def test_a_layer_computes_what_it_does_token_by_token(options: dict, room: int):
     assert balance > 1.0  # of evenly used experts it is 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_groups_need_not_be_sequences():
     x = jax.random.normal(jax.random.key(1), (TINY.batch, TINY.sequence, TINY.width))
     config = replace(TINY, capacity_factor=4.0)
@@ -108,7 +109,8 @@ def planned(config: moe.Config, mesh: str) -> shardplan.Plan:
     return shardplan.plan(training.train_step, devices, training.state, training.batch, donate_argnums=0)
 
 
-@pytest.mark.parametrize("mesh", ["8", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("2x4", "2x2x2"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["8", *(pytest.param(mesh, marks=pytest.mark.long) for mesh in ("2x4", "2x2x2"))])
 def test_experts_are_split_over_all_devices_and_tokens_travel(mesh: str):
     plan = planned(WIDE, mesh)
     for name in ("gate", "up", "down"):
@@ -121,6 +123,7 @@ def test_experts_are_split_over_all_devices_and_tokens_travel(mesh: str):
     assert plan.gap <= 1e-3
 
 
+@pytest.mark.slow
 def test_sorted_tokens_meet_experts_split_along_their_hidden_units():
     plan = planned(replace(WIDE, routing="ragged"), "8")
     layouts = {name: tuple(plan.layouts[EXPERTS + name]) for name in ("gate", "up", "down")}
@@ -135,7 +138,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_trains_planned_as_unplanned(form: str, mesh: str, tmp_path: Path):
@@ -178,7 +181,7 @@ def audited(routing: Literal["capacity", "ragged"], mesh: str) -> Audit:
     return shardplan.audit(planned(config, mesh), target="h100")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("routing", ["capacity", "ragged"])
@@ -192,7 +195,7 @@ def test_what_is_compiled_is_what_was_planned_and_less_than_by_hand(routing: Lit
 _EARLIER = "XLA runs the gradients of the groups' matrices before masked copies pile up, 16 to 20 % lower"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from shardplan.models import dlrm, gnn, mamba, unet3d, vgg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "parameters"),
     [
@@ -16,10 +17,10 @@ from shardplan.models import dlrm, gnn, mamba, unet3d, vgg
         (vgg, "vgg-19", 143_667_240),
         (vgg, "vgg-16-10k", 14_714_688),
         (mamba, "mamba-130m", 129_135_360),
-        pytest.param(mamba, "mamba-370m", 371_516_416, marks=pytest.mark.slow),
-        pytest.param(mamba, "mamba-790m", 793_204_224, marks=pytest.mark.slow),
-        pytest.param(mamba, "mamba-1.4b", 1_372_178_432, marks=pytest.mark.slow),
-        pytest.param(mamba, "mamba-2.8b", 2_768_345_600, marks=pytest.mark.slow),
+        pytest.param(mamba, "mamba-370m", 371_516_416, marks=pytest.mark.long),
+        pytest.param(mamba, "mamba-790m", 793_204_224, marks=pytest.mark.long),
+        pytest.param(mamba, "mamba-1.4b", 1_372_178_432, marks=pytest.mark.long),
+        pytest.param(mamba, "mamba-2.8b", 2_768_345_600, marks=pytest.mark.long),
         # The published count leaves out the scale and bias of each normalised channel.
         (unet3d, "unet3d", 19_069_955 + 2 * 2336),
         # 33,762,577 rows of 16 numbers, and the two MLPs.
@@ -30,6 +31,7 @@ def test_number_of_parameters(module, name: str, parameters: int):
     assert module.training(module.CONFIGS[name]).parameters == parameters
 
 
+@pytest.mark.slow
 def test_graphcast_has_about_as_many_parameters_as_published():
     assert gnn.training(gnn.CONFIGS["graphcast"]).parameters == pytest.approx(36.7e6, rel=0.04)
 
@@ -39,7 +41,7 @@ def test_the_u_net_gives_the_published_volume():
     assert labels.shape == (1, 44, 44, 28)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_checkpointed_stages_train_alike_and_drop_what_is_left_of_an_odd_size():
     losses = []
     for remat in (False, True):
@@ -50,6 +52,7 @@ def test_checkpointed_stages_train_alike_and_drop_what_is_left_of_an_odd_size():
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_scan_is_the_recurrence():
     x, step = (jax.random.normal(jax.random.key(n), (2, 7, 5)) for n in range(2))
     b, c = (jax.random.normal(jax.random.key(2 + n), (2, 7, 3)) for n in range(2))
@@ -62,7 +65,7 @@ def test_the_scan_is_the_recurrence():
     np.testing.assert_allclose(mamba.selective_scan(x, step, a, b, c), np.stack(expected, 1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mamba_looks_only_back():
     config = mamba.SMALL
     params = mamba.training(config).init()["params"]
@@ -75,7 +78,7 @@ def test_mamba_looks_only_back():
     assert not np.allclose(before[0, 9:], after[0, 9:])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_are_changed_as_by_a_gradient_of_the_whole_tables():
     sizes = {"tables": (40, 7), "embedding": 8, "dense": 4, "bottom": (8,), "top": (16, 1), "batch": 32}
     trained = []
@@ -91,7 +94,7 @@ def test_dlrm_refuses_rows_that_the_bottom_does_not_meet():
         dlrm.training(dlrm.Config(tables=(4,), embedding=8, bottom=(16,)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_messages_reach_the_receivers_alone():
     config = gnn.Config(3, 2, 1, 1, 1, inputs=2, outputs=2, hidden=4, layers=1)
     training = gnn.training(config)

@@ -18,11 +18,11 @@ MODELS = {
 }
 CASES = [
     ("mlp", {"data": 8}),
-    pytest.param("gpt", {"data": 8}, marks=pytest.mark.slow),
-    pytest.param("resnet", {"data": 8}, marks=pytest.mark.slow),
-    pytest.param("mlp", {"data": 2, "model": 4}, marks=pytest.mark.slow),
-    pytest.param("gpt", {"data": 2, "model": 4}, marks=pytest.mark.slow),
-    pytest.param("resnet", {"data": 2, "model": 4}, marks=pytest.mark.slow),
+    pytest.param("gpt", {"data": 8}, marks=pytest.mark.long),
+    pytest.param("resnet", {"data": 8}, marks=pytest.mark.long),
+    pytest.param("mlp", {"data": 2, "model": 4}, marks=pytest.mark.long),
+    pytest.param("gpt", {"data": 2, "model": 4}, marks=pytest.mark.long),
+    pytest.param("resnet", {"data": 2, "model": 4}, marks=pytest.mark.long),
 ]
 
 
@@ -40,6 +40,7 @@ def run(step, training: Training):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "axes"), CASES)
 def test_same_losses_and_parameters(name: str, axes: dict[str, int], tmp_path: Path):
     training = make(name)

@@ -27,7 +27,7 @@ CASES = [
         f"{family}-{layers}-{width}",
         stated,
         id=f"{family}-{layers}-{width}",
-        marks=[pytest.mark.slow] if layers in (101, 152) and width != "10" else [],
+        marks=[pytest.mark.long] if layers in (101, 152) and width != "10" else [],
     )
     for module, family, table in ((lstm, "rnn", RECURRENT), (wide_resnet, "wresnet", CONVOLUTIONAL))
     for layers, row in table.items()
@@ -51,7 +51,7 @@ def test_every_configuration_of_the_table_is_there():
     assert {case.values[1] for case in CASES} == {*lstm.CONFIGS, *wide_resnet.CONFIGS}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scanned_and_unrolled_lstm_compute_the_same():
     config = replace(lstm.SMALL, layers=1, sequence=3)
     unrolled, scanned = lstm.training(config), lstm.training(replace(config, scanned=True))
@@ -62,6 +62,7 @@ def test_scanned_and_unrolled_lstm_compute_the_same():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_layer_agrees_with_flax():
     """Flax's cell has the gates in the order of its names, and no forget bias of its own."""
     config = lstm.Config(hidden=8)
@@ -81,7 +82,7 @@ def test_a_layer_agrees_with_flax():
         np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "training",
     [lstm.training(replace(lstm.SMALL, learning_rate=1.0)), wide_resnet.training(wide_resnet.SMALL)],

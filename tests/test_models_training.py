@@ -39,6 +39,7 @@ def test_number_of_parameters(training: Training, parameters: int):
     assert training.parameters == parameters
 
 
+@pytest.mark.slow
 def test_shapes_are_made_without_computing():
     state = gpt.training(gpt.Config(layers=48, width=8192, heads=64)).state
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
@@ -60,7 +61,8 @@ def test_step_keeps_the_state_and_computes_in_the_dtype(name: str, dtype):
     assert {equation.outvars[0].aval.dtype for equation in contractions} == {jnp.dtype(dtype)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "gpt")) for name in SMALL])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name != "gpt")) for name in SMALL])
 def test_arrays_have_the_shapes_and_the_step_learns(name: str):
     training = SMALL[name](jnp.float32)
     state, batch = training.init(), training.example()
@@ -86,6 +88,7 @@ def test_same_seed_same_state():
     assert not (first == other).all()
 
 
+@pytest.mark.slow
 def test_gpt_looks_only_back():
     config = gpt.Config(layers=2, width=32, heads=4, vocabulary=64, sequence=16, batch=1)
     params = gpt.training(config).init()["params"]
@@ -98,6 +101,7 @@ def test_gpt_looks_only_back():
     assert not np.allclose(before[0, 9:], after[0, 9:])
 
 
+@pytest.mark.slow
 def test_attention_agrees_with_jax():
     config = gpt.Config(width=32, heads=4)
     x = jax.random.normal(jax.random.key(0), (2, 16, 32))

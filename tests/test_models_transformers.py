@@ -41,7 +41,7 @@ QUICK = {"gpt2", "bert-base", "t5-small", "vit-b16", "dit-s-2", "llama3-8b"}
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [pytest.param(*case, marks=[] if case[1] in QUICK else [pytest.mark.slow]) for case in PUBLISHED],
+    [pytest.param(*case, marks=[] if case[1] in QUICK else [pytest.mark.long]) for case in PUBLISHED],
 )
 def test_number_of_parameters_is_the_published_one(name: str, config: str):
     millions, precision = PUBLISHED[name, config]
@@ -58,7 +58,7 @@ def losses(training, steps=2):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scan_layers", [False, True])
 @pytest.mark.parametrize("checkpoint", [None, "dots_with_no_batch_dims_saveable"])
 def test_llama_scanned_and_recomputed_is_the_same_step(scan_layers: bool, checkpoint: str | None):
@@ -78,7 +78,7 @@ def stacked(params):
     return {"layers": layers, **{name: value for name, value in params.items() if name not in names}}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("checkpoint", [None, "nothing_saveable"])
 def test_gpt_scanned_and_recomputed_is_the_same_step(checkpoint: str | None):
     config = replace(gpt.SMALL, layers=2, checkpoint=checkpoint)
@@ -94,7 +94,7 @@ def test_gpt_scanned_and_recomputed_is_the_same_step(checkpoint: str | None):
     assert difference <= 1e-4 * np.linalg.norm([np.linalg.norm(leaf) for leaf in changed[0]])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"scan_layers": True, "checkpoint": "nothing_saveable"}], ids=["", "scanned"])
 def test_dropout_draws_by_the_step_and_the_same_when_planned(options, tmp_path: Path):
     """Two steps from one state differ by their number alone, and a plan changes none of the numbers drawn."""
@@ -111,6 +111,7 @@ def test_dropout_draws_by_the_step_and_the_same_when_planned(options, tmp_path: 
     np.testing.assert_allclose(planned(state, batch)[1], first, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_llama_attention_agrees_with_jax():
     """Grouped queries and rotary positions, against `jax.nn` and against a rotation of complex numbers."""
     config = replace(llama.SMALL, width=64, heads=8, kv_heads=2)
@@ -129,6 +130,7 @@ def test_llama_attention_agrees_with_jax():
     np.testing.assert_allclose(attention(x), attention.out(mixed.reshape(2, 16, 64)), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_t5_tells_near_distances_apart_and_far_ones_roughly():
     config = t5.Config()
     ahead_and_behind = np.asarray(t5.buckets_of_distances(300, 300, True, config))
@@ -139,7 +141,7 @@ def test_t5_tells_near_distances_apart_and_far_ones_roughly():
     assert list(behind[200, [200, 185, 184, 72, 0, 201, 299]]) == [0, 15, 16, 31, 31, 0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_t5_writes_looking_back_and_reads_everything():
     config = replace(t5.SMALL, dropout=0.0)
     training = t5.training(config)
@@ -152,7 +154,7 @@ def test_t5_writes_looking_back_and_reads_everything():
     assert not np.allclose(before[:, 0], apply(batch["inputs"].at[:, -1].add(1), batch["targets"])[:, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bert_does_not_see_what_is_not_there():
     config = replace(bert.SMALL, dropout=0.0)
     training = bert.training(config)
@@ -165,7 +167,7 @@ def test_bert_does_not_see_what_is_not_there():
     assert not np.allclose(before[0], apply(batch["tokens"].at[:, 5].set(0))[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dit_begins_with_no_noise_and_draws_by_the_step():
     """Gates and head begin with zero, so that the first loss is the square of the noise, which each step draws."""
     training = dit.training(dit.SMALL)
@@ -176,7 +178,7 @@ def test_dit_begins_with_no_noise_and_draws_by_the_step():
     assert first == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_vit_in_equinox_learns_and_keeps_its_type():
     training = vit.training(replace(vit.SMALL, dropout=0.0))
     state, batch, losses = training.init(), training.example(), []

@@ -17,7 +17,7 @@ STEPS = 2
 TOLERANCE = 1e-4
 QUICK = {("mlp", "2x2x2")}
 CASES = [
-    pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else [pytest.mark.slow])
+    pytest.param(name, mesh, marks=[] if (name, mesh) in QUICK else [pytest.mark.long])
     for name in NAMES
     for mesh in MESHES
 ]
@@ -32,6 +32,7 @@ def run(step, training):
     return losses, jax.device_get(state["params"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh_name"), CASES)
 def test_planned_equals_unplanned(name: str, mesh_name: str, tmp_path: Path):
     module = load(name)
@@ -53,7 +54,7 @@ def test_planned_equals_unplanned(name: str, mesh_name: str, tmp_path: Path):
     assert np.linalg.norm(difference) <= 1e-3 * np.linalg.norm(size)
 
 
-@pytest.mark.parametrize("config", ["SMALL", pytest.param("BENCHMARK", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", ["SMALL", pytest.param("BENCHMARK", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", NAMES)
 def test_configurations_are_there(name: str, config: str):
     module = load(name)
@@ -64,6 +65,7 @@ def test_configurations_are_there(name: str, config: str):
     assert jax.tree.map(lambda leaf: leaf.shape, state) == jax.tree.map(lambda leaf: leaf.shape, training.state)
 
 
+@pytest.mark.slow
 def test_names_leave_no_trace_and_constrain_where_asked():
     x = jax.ShapeDtypeStruct((16, 6, 4), np.float32)
     trace = lambda: jax.make_jaxpr(lambda x: logical(x, "batch", None, "embed"))(x)  # noqa: E731

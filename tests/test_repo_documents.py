@@ -24,6 +24,7 @@ def commands() -> list[str]:
     return sorted({line for document in DOCUMENTS for block in blocks(document, "sh") for line in block.splitlines()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_python_runs(document: Path):
     namespace: dict[str, Any] = {}
@@ -33,6 +34,7 @@ def test_python_runs(document: Path):
         exec(compile(block, str(document), "exec"), namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_command(command: str):
     program, *arguments = command.replace("'", "").split()

@@ -31,7 +31,7 @@ def test_ruff(arguments: tuple[str, ...]):
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wheel_holds_the_linked_folders(copy: Path):
     result = run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", ".", cwd=copy)
     assert result.returncode == 0, result.stderr
@@ -56,7 +56,7 @@ def test_wheel_holds_the_linked_folders(copy: Path):
     assert result.stdout.startswith(str(copy / "installed" / "shardplan" / "rules")), result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_type_checker_finds_exactly_the_planted_errors(copy: Path):
     """A checker that reads nothing reports no errors: so plant one in each folder, and expect those and no others."""
     for folder in FOLDERS:

@@ -216,7 +216,7 @@ def test_a_new_contraction_takes_under_a_millisecond() -> None:
     assert sorted(seconds)[len(seconds) // 2] < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_unrolled_training_step_takes_under_a_second() -> None:
     equations = flat_equations(_gpt_step(layers=24).jaxpr)
     assert len(equations) > 10_000

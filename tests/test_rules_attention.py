@@ -66,6 +66,7 @@ def holds(rule: Rule, given: list[np.ndarray], run: Any, indices: set[str]) -> N
     assert all(verdict.holds for verdict in verdicts), [str(v) for v in verdicts if not v.holds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "layout"), [(1, 0), (2, 0), (1, 1), (4, 1)])
 def test_forward(group: int, layout: int) -> None:
     for bias in BIASES if group == 1 and layout == 0 else BIASES[:2]:
@@ -80,6 +81,7 @@ def test_forward(group: int, layout: int) -> None:
         holds(rule, given, run, {"b", "k"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "layout"), [(1, 0), (2, 0), (1, 1), (4, 1)])
 def test_backward(group: int, layout: int) -> None:
     for bias in BIASES if group == 1 and layout == 0 else BIASES[:2]:

@@ -41,6 +41,7 @@ def rows(printed: tuple[list[Row], str]) -> list[Row]:
     return printed[0]
 
 
+@pytest.mark.slow
 def test_every_computing_primitive_has_an_expression(rows: list[Row]) -> None:
     computing = [row for row in rows if row.family != "apart"]
     assert [row.name for row in computing if row.expression is None] == []

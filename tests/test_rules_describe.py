@@ -162,6 +162,7 @@ def test_description_that_does_not_fit(primitive: Primitive, text: str, problem:
         assert quoted[mark.index("^") :].startswith(marked)
 
 
+@pytest.mark.slow
 def test_whole_function_is_one_operation() -> None:
     def normalised(x: Any, scale: Any) -> Any:
         return x / jnp.sqrt((x * x).mean(-1, keepdims=True)) * scale
@@ -176,6 +177,7 @@ def test_whole_function_is_one_operation() -> None:
     holds(whole, *operands)
 
 
+@pytest.mark.slow
 def test_whole_function_is_differentiated_and_batched_inside() -> None:
     whole = describe(lambda x: (x * x, [x.sum(1)]), "b i -> b i, b")
     x = ones(4, 6) * 3

@@ -51,12 +51,13 @@ def test_pending_sums_pass(family: str) -> None:
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_splits_hold(family: str) -> None:
     proven(family, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_thousand_cases_hold() -> None:
     counts = {family: len(proven(family, 60)) for family in FAMILIES}
     assert sum(counts.values()) >= 2000, counts

@@ -39,6 +39,7 @@ def graphs(memory: bool, count: int) -> list[tuple[Network, Graph, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [False, True])
 def test_bounds_never_exceed_the_optimum(memory: bool) -> None:
     tight = 0
@@ -210,6 +211,7 @@ def test_branching_proves_what_relaxations_leave_open() -> None:
     assert proven > 3
 
 
+@pytest.mark.slow
 def test_crossings_mix_what_is_best_at_several_prices_of_memory():
     """A GPT's network at two thirds of its memory: messages and their decoding alone stay far above the bound."""
     net = gpt(2).network((2, 4), memory=True)

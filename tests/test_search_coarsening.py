@@ -42,6 +42,7 @@ def test_true_twins_lose_nothing_of_the_bound() -> None:
     assert bounds[1] == pytest.approx(bounds[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excluded", [0.0, 0.2])
 def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coarsening, "_WORTH_ENTRIES", 1)

@@ -99,6 +99,7 @@ def test_the_optimum_is_that_of_all_layers(seed: int) -> None:
     assert net.cost(solution.choices) == solution.cost
 
 
+@pytest.mark.slow
 def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
     tight = folded = 0
     for seed in range(10):
@@ -125,6 +126,7 @@ def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
     assert tight >= 0.6 * folded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 3, 7])
 def test_what_lifted_messages_lose_is_lost_at_the_ends_and_not_in_every_layer(seed: int) -> None:
     lost = []
@@ -251,6 +253,7 @@ def test_usage_that_binds_is_not_folded() -> None:
     assert folded_start(Graph.of(net), Effort(), 1e-3, Watch(lambda: None, lambda: 60.0)) is None
 
 
+@pytest.mark.slow
 def test_layers_fold_where_usage_has_a_price() -> None:
     net, layers = stacked((Layers(0), 30))
     for layer in layers:
@@ -299,7 +302,7 @@ def test_what_prices_leave_out_is_in_nothing_better(seed: int) -> None:
             assert int(np.searchsorted(numbers[v], best[v])) in kept[v]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, sweeps = [], []
     for layers in (12, 24):
@@ -321,6 +324,7 @@ def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.Monk
     assert max(sweeps) <= 2 * min(sweeps)
 
 
+@pytest.mark.slow
 def test_momentum_takes_a_few_sweeps_for_what_plain_ones_take_many() -> None:
     def sweeps(relaxation: Relaxation, goal: float, momentum: bool) -> int:
         count = 0

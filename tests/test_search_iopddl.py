@@ -41,6 +41,7 @@ def test_the_network_of_a_problem() -> None:
     assert net.peak([0, 1, 0]) == (26.0, 1)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_solution_last(tmp_path: Path) -> None:
     path = write(tmp_path / "problem.json.gz", PROBLEM)
     command = [sys.executable, "-m", "shardplan.search.iopddl", str(path), "30"]

@@ -76,6 +76,7 @@ def test_timesteps_of_a_group_are_cut_alike() -> None:
     assert len({choices[v] for v in range(0, 9, 3)}) == 1
 
 
+@pytest.mark.slow
 def test_memory_limit_binds_and_is_kept() -> None:
     net = memory_bound_gpt(0.6)
     solution = solve(net, time_limit=60, gap=0.05)
@@ -85,6 +86,7 @@ def test_memory_limit_binds_and_is_kept() -> None:
     assert solution.lower_bound <= solution.cost
 
 
+@pytest.mark.slow
 def test_local_search_improves_and_keeps_the_limit() -> None:
     from shardplan.search.effort import Watch
     from shardplan.search.graph import Graph
@@ -160,7 +162,7 @@ def test_keyboard_interrupt_gives_the_best_so_far() -> None:
     assert net.cost(solution.choices) == solution.cost < np.inf
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [1.0, 4.0])
 def test_time_limits_are_kept(seconds: float) -> None:
     net = gpt(12).network((2, 4), memory=True)
@@ -170,6 +172,7 @@ def test_time_limits_are_kept(seconds: float) -> None:
     assert time.monotonic() - begun < seconds + 1
 
 
+@pytest.mark.slow
 def test_the_package_knows_no_jax() -> None:
     code = (
         "import sys, types; sys.modules['shardplan'] = package = types.ModuleType('shardplan');"
@@ -190,6 +193,7 @@ def test_without_time_there_is_a_valid_solution(method: str):
     assert solution.lower_bound <= solution.cost
 
 
+@pytest.mark.slow
 def test_a_search_that_is_cut_by_work_ends_at_the_same_place_on_a_slow_machine():
     net = gpt(2).network((8,), memory=True)
     free = solve(net, gap=1e-4)
@@ -206,7 +210,7 @@ def test_a_search_that_is_cut_by_work_ends_at_the_same_place_on_a_slow_machine()
     assert slow.work >= 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_nothing_fits_the_least_peak_is_looked_for_as_long_as_that_helps() -> None:
     net = memory_bound_gpt(0.01)
     solution = solve(net)

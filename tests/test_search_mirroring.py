@@ -59,6 +59,7 @@ def small_problem(sizes: tuple[int, ...]) -> Problem:
     return build_problem(traced, AbstractMesh(sizes, tuple("abc"[: len(sizes)])), options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "equal"), [((4, 4), True), ((1, 4, 4), True), ((2, 8), False), ((2, 2, 2), False)])
 def test_two_equal_axes_may_change_places(sizes: tuple[int, ...], equal: bool) -> None:
     network = small_problem(sizes).network

@@ -98,6 +98,7 @@ def test_axes_that_are_joined_leave_what_a_mesh_of_fewer_axes_has() -> None:
     assert set(degrees[kept]) == set(coarse.domain(value).degrees)
 
 
+@pytest.mark.slow
 def test_a_search_without_a_limit_ends_by_its_work_on_a_slow_machine_too() -> None:
     rng = np.random.default_rng(0)
     pairs = [(u, v) for u in range(60) for v in range(u + 1, 60) if rng.random() < 0.2]
@@ -112,7 +113,7 @@ def test_a_search_without_a_limit_ends_by_its_work_on_a_slow_machine_too() -> No
     assert (quick.work, quick.lower_bound, quick.iterations) == (slow.work, slow.lower_bound, slow.iterations)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:no mesh axis .* divides dimension 0")
 def test_a_mesh_of_three_axes_is_no_worse_than_one_of_fewer() -> None:
     """Products over triangles of a square of features: many dimensions, none of which is split by nature."""
