@@ -37,7 +37,7 @@ from shardplan.steps import Step, ends_of
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
 from shardplan.waiting import behind_sum
-from shardplan.widened import sent_dtype
+from shardplan.widened import sent_dtype, sent_on
 
 
 class Replay:
@@ -348,21 +348,21 @@ class Replay:
 
     def _fetch(self, value: int, layout: Layout) -> None:
         route = self._schedule.route(value, layout)
-        held = self._read(value, route.source)
-        steps = list(route.steps)
+        held, steps = self._read(value, route.source), list(route.steps)
         if self._schedule.is_partial(value, route.source) and steps:
             reducing = [step for step in steps if step.kind in REDUCTIONS]
             reduced = self._reduced(value, held, route.source, reducing)
             held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]
-        before = route.source
+        before, sent = route.source, False
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
-                brought = bring(self._schedule, value, held, (before, step.layout), self._constrain)
+                passed = sent_on(self._schedule, value, held, sent)
+                brought = bring(self._schedule, value, passed, (before, step.layout), self._constrain)
                 if is_gathered_out_of_order(self._schedule, value, step.layout):
                     brought = in_order(brought, step.layout, self._schedule, self._mesh)
                 self._held[value, step.layout] = brought
-            held, before = self._held[value, step.layout], step.layout
+            held, before, sent = self._held[value, step.layout], step.layout, sent or step.fraction > 0
 
     def _generate(self, value: int, layout: Layout) -> Any:
         tensor = self._program.values[value]

@@ -54,6 +54,13 @@ def sent_dtype(schedule: Schedule, value: int) -> Any:
     return None if value in schedule.problem.deferred.values else widened_from(schedule.program).get(value)
 
 
+def sent_on(schedule: Schedule, value: int, array: Any, sent: bool) -> Any:
+    """A value that one collective has brought, before the next one brings it on: back in the type that it had before it
+    was converted to a wider one, where XLA sees no conversion that it could move behind this collective too."""
+    dtype = sent_dtype(schedule, value) if sent else None
+    return array if dtype is None else array.astype(dtype).astype(array.dtype)
+
+
 @once
 def narrowed_to(program: Program) -> dict[int, Any]:
     """Per value that one view alone reads, and then one conversion to a narrower type, that type. What a conversion

@@ -75,6 +75,21 @@ def test_compiled_gathers_send_what_it_was_before(widen: Widen, width: int) -> N
 
 
 @compiles_for_gpus
+def test_what_several_collectives_bring_is_sent_as_it_was_before_by_each() -> None:
+    """XLA saw no conversion behind an all-to-all, and gathered twice as many bytes."""
+    mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
+
+    def step(w: jax.Array) -> jax.Array:
+        rows = jax.lax.with_sharding_constraint(w.astype("float32"), NamedSharding(mesh, P(("x", "y"), None)))
+        return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P(None, "y")))
+
+    plan = shardplan.plan(step, mesh, jax.ShapeDtypeStruct((64, 64), "bfloat16"), pins={"0": P(("x", "y"))})
+    size = 64 * 64 * 2
+    assert [sent.bytes for sent in plan.collectives] == [size / 8 * 3 / 4, size / 4 / 2]
+    assert measure(plan.lower(mesh)).communication_bytes == plan.communication_bytes
+
+
+@compiles_for_gpus
 def test_compiled_gathers_for_each_reader_send_what_it_was_before() -> None:
     mesh = gpu_mesh("h100", (8,), ("x",))
     plan = _for_each_reader(_planned(mesh, WAYS[0][0])[1])
