@@ -1,5 +1,6 @@
 """Which reductions wait for which, and which kernels stay apart, against what is compiled."""
 
+import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -13,9 +14,9 @@ import shardplan
 from shardplan.audit import audit
 from shardplan.memory.hiding import Graph
 from shardplan.memory.recomputing import kernels_in
-from shardplan.memory.reductions import combined_reductions
+from shardplan.memory.reductions import combined_reductions, reduced_together
 from shardplan.memory.turning import read_slices
-from shardplan.target import gpu_mesh
+from shardplan.target import compile_for, gpu_mesh
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 
@@ -136,3 +137,25 @@ def test_a_kernel_that_reads_a_slice_of_what_is_stored_moves_no_more_than_that()
     before = graph.takes[summed]
     read_slices(graph, {square.index: [(value, ((0,), ()))]})
     assert graph.takes[summed] == pytest.approx(before / 8, rel=0.01)
+
+
+@compiles_for_gpus
+def test_sums_that_are_added_up_one_by_one_are_merged_from_the_last_one_on() -> None:
+    """One kernel adds up what is left of all gradients, and reads the last one first: what reads it further in comes
+    behind. The two at the beginning of the chain are read by one operation, in its order."""
+
+    def step(*matrices: jax.Array) -> list[jax.Array]:
+        first, *others = (jnp.sum(jnp.square(matrix)) for matrix in matrices)
+        norm = sum(others, start=first)
+        return [matrix / jnp.sqrt(norm) for matrix in matrices]
+
+    mesh = gpu_mesh("h100", (8,), ("a",))
+    pins = {str(number): P("a") for number in range(4)}
+    plan = shardplan.plan(step, mesh, *[_SHAPE((512, 512), "float32")] * 4, pins=pins)
+    (group,) = reduced_together(plan.schedule)
+    compiled, _ = compile_for(plan.lower(mesh))
+    lines = dict(re.findall(r"%(\S+) = (.*)", str(compiled.as_text())))
+    (merged,) = (name for name in lines if name.startswith("wrapped_concatenate"))
+    made = [re.findall(r"%[\w.]+", lines[view[1:]])[0] for view in re.findall(r"%bitcast[\w.]*", lines[merged])]
+    numbers = [re.findall(r"/op(\d+)/", lines[name[1:]]) for name in made]
+    assert [int(number) for (number,) in numbers] == group == [7, 5, 1, 3]

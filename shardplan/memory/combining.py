@@ -258,6 +258,8 @@ def _partners(
                 sources[result] = frozenset({operation.index})
         elif near and (operation.index in pointwise or is_view(program, operation)):
             size = program.values[result].elements
+            if size == 1:  # the order has what one kernel reads of these, one after another
+                continue
             read = [o for o in near if program.values[o].elements == size and (operation.index, o) not in parts]
             found = frozenset[int]().union(*(sources[o] for o in read))
             if 0 < len(found) <= _MOST_PARTNERS:

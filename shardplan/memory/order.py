@@ -75,9 +75,26 @@ def operands_made(program: Program) -> list[tuple[int, ...]]:
     """Per operation, those of its region that it is computed from, by index, in the order of its operands."""
     makers = program.makers
     found = []
-    for operation in program.operations:
-        read = (makers.get(o) for o in operation.operands if isinstance(o, int))
+    for operation, values in zip(program.operations, _read_in_order(program), strict=True):
+        read = (makers.get(value) for value in values)
         found.append(tuple([m.index for m in read if m is not None and m.region == operation.region]))
+    return found
+
+
+@once
+def _read_in_order(program: Program) -> list[tuple[int, ...]]:
+    """Per operation, the values that it reads, in the order in which XLA's kernel has them: of numbers that one kernel
+    computes from others, those that are computed in it come last, as what it reads for these is put behind the rest.
+    The squares of all gradients, added up one by one, are so looked at from the last one on."""
+    counted: set[int] = set()  # single numbers that are computed from such
+    found = []
+    for operation in program.operations:
+        read = [operand for operand in operation.operands if isinstance(operand, int)]
+        values = [program.values[value] for value in (*read, *operation.results)]
+        if not operation.bodies and all(value.elements == 1 for value in values):
+            read.sort(key=counted.__contains__)
+            counted.update(operation.results)
+        found.append(tuple(read))
     return found
 
 
@@ -112,7 +129,7 @@ def _append_region(
     order: list[int],
 ) -> None:
     """Appends a region's operations, each after those that make its operands, and none before it is needed."""
-    here = program.regions[region]
+    here, read = program.regions[region], _read_in_order(program)
     done: set[int] = set()
     others = [o for index in here.operations for o in program.operations[index].results]
     for wanted in (*_together(here.outputs, leading), *others):
@@ -122,7 +139,7 @@ def _append_region(
             if maker is None or maker.region != region or maker.index in done:
                 stack.pop()
                 continue
-            missing = [o for o in maker.operands if isinstance(o, int) and _is_missing(o, makers, region, done)]
+            missing = [value for value in read[maker.index] if _is_missing(value, makers, region, done)]
             if missing:
                 stack.append(missing[0])
                 continue
