@@ -37,7 +37,7 @@ from shardplan.steps import Step, ends_of
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
 from shardplan.waiting import behind_sum
-from shardplan.widened import sent_dtype, sent_on
+from shardplan.widened import sent_dtype, sent_in
 
 
 class Replay:
@@ -354,15 +354,15 @@ class Replay:
             reduced = self._reduced(value, held, route.source, reducing)
             held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]
-        before, sent = route.source, False
+        before = route.source
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
-                passed = sent_on(self._schedule, value, held, sent)
+                passed = sent_in(self._schedule, value, held) if step.fraction else held
                 brought = bring(self._schedule, value, passed, (before, step.layout), self._constrain)
                 if is_gathered_out_of_order(self._schedule, value, step.layout):
                     brought = in_order(brought, step.layout, self._schedule, self._mesh)
                 self._held[value, step.layout] = brought
-            held, before, sent = self._held[value, step.layout], step.layout, sent or step.fraction > 0
+            held, before = self._held[value, step.layout], step.layout
 
     def _generate(self, value: int, layout: Layout) -> Any:
         tensor = self._program.values[value]

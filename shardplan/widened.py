@@ -54,10 +54,10 @@ def sent_dtype(schedule: Schedule, value: int) -> Any:
     return None if value in schedule.problem.deferred.values else widened_from(schedule.program).get(value)
 
 
-def sent_on(schedule: Schedule, value: int, array: Any, sent: bool) -> Any:
-    """A value that one collective has brought, before the next one brings it on: back in the type that it had before it
-    was converted to a wider one, where XLA sees no conversion that it could move behind this collective too."""
-    dtype = sent_dtype(schedule, value) if sent else None
+def sent_in(schedule: Schedule, value: int, array: Any) -> Any:
+    """A value before a collective, back in the type that it had before it was converted to a wider one: XLA moves that
+    conversion behind the collective where nothing else reads its result, and no collective has brought it here."""
+    dtype = sent_dtype(schedule, value)
     return array if dtype is None else array.astype(dtype).astype(array.dtype)
 
 

@@ -90,6 +90,22 @@ def test_what_several_collectives_bring_is_sent_as_it_was_before_by_each() -> No
 
 
 @compiles_for_gpus
+def test_what_others_read_as_it_was_converted_is_sent_as_it_was_before() -> None:
+    """XLA moved no conversion behind a gather that a sum reads too: twice as many bytes (a gradient of embeddings)."""
+    mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
+
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        columns = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, ("y", "x"))))
+        wide = columns.astype("float32")
+        return jax.lax.with_sharding_constraint(wide, NamedSharding(mesh, P(None, None, "y"))), jnp.sum(wide, axis=0)
+
+    plan = shardplan.plan(step, mesh, jax.ShapeDtypeStruct((16, 64, 64), "bfloat16"), pins={"0": P(("y", "x"))})
+    size = 16 * 64 * 64 * 2
+    assert [sent.bytes for sent in plan.collectives][:2] == [size / 8 * 7 / 8, size / 4 / 2]
+    assert measure(plan.lower(mesh)).communication_bytes == plan.communication_bytes
+
+
+@compiles_for_gpus
 def test_compiled_gathers_for_each_reader_send_what_it_was_before() -> None:
     mesh = gpu_mesh("h100", (8,), ("x",))
     plan = _for_each_reader(_planned(mesh, WAYS[0][0])[1])
