@@ -11,6 +11,8 @@ these and products lies so too, whatever the program says; kernels move what the
 compute of it element by element. Others read each element by itself, if they are fused with these, which takes much
 longer: so the parts of a short filter along the sequence are stored, before a long one (`shardplan.memory.priorities`).
 
+A number is spread once for all that read it in one shape and compute element by element: all of this lies alike.
+
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.tracing import trace_program
 >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (6, 4, 8), (4, 6))]
@@ -23,7 +25,7 @@ longer: so the parts of a short filter along the sequence are stored, before a l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from jax.lax import GatherScatterMode
 
@@ -98,6 +100,18 @@ class _Meeting:
             for operand in operation.operands:
                 if isinstance(operand, int) and not operation.bodies:
                     self._readers.setdefault(operand, []).append(operation)
+        self._alike: dict[Hashable, list[int]] = {}  # results, by number and shape, of what reads that number
+        for operation in program.operations:
+            for number in self._numbers(operation):
+                self._alike.setdefault(number, []).append(operation.results[0])
+
+    def _numbers(self, operation: Operation) -> Iterator[Hashable]:
+        """The numbers that an operation reads which computes element by element, in the shape of its result."""
+        if operation.index in self._pointwise and len(operation.results) == 1:
+            shape = self._program.values[operation.results[0]].shape
+            for operand in operation.operands:
+                if not isinstance(operand, int):
+                    yield operation.region, shape, str(operand.aval), str(operand.value)
 
     def beside(self, value: int, order: _Order) -> Iterator[tuple[int, _Order]]:
         """The values that lie as one does, and how; a number, or a vector, says nothing of an order."""
@@ -110,6 +124,8 @@ class _Meeting:
                     found = self._through(operation, (value, other), order)
                     if found is not None:
                         yield other, found
+            for number in self._numbers(operation):  # the first that is met says how all lie
+                yield from ((other, order) for other in self._alike.pop(number, ()) if self._is_free(other))
 
     def _has_order(self, value: int) -> bool:
         """Whether several dimensions of a value are larger than 1."""
