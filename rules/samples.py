@@ -66,6 +66,11 @@ def _bind(primitive_name: str, operands: str, /, **params: Any) -> Sample:
     return _sample(run, operands)
 
 
+def _stay(x: jax.Array) -> Any:
+    """A value brought to where it is."""
+    return _primitives()["reshard"].bind(x, dst_sharding=jax.typeof(x).sharding, concrete_mesh=None)
+
+
 def _contractions() -> dict[str, Sample]:
     scaled = (((2,), (2,)), ((0,), (0,)))
     return {
@@ -185,7 +190,7 @@ def _moves() -> dict[str, Sample]:
         "sharding_constraint": _bind(
             "sharding_constraint", "f32[8,8]", sharding=None, layout=None, context_mesh=None, unconstrained_dims=None
         ),
-        "reshard": _bind("reshard", "f32[8,8]", dst_sharding=None, concrete_mesh=None),
+        "reshard": _sample(_stay),
         "with_memory_space_constraint": _bind(
             "with_memory_space_constraint", "f32[8,8]", memory_space=jax.memory.Space.Device
         ),

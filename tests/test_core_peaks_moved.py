@@ -21,7 +21,7 @@ from shardplan.memory.times import BYTES_MOVED
 from shardplan.memory.usages import Usages
 from shardplan.memory.zeros import _alike, fill_apart, fillings_of
 
-MESH = jax.sharding.AbstractMesh((8,), ("x",))
+MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 ROWS, COLUMNS = jax.P("x", None), jax.P(None, "x")
 
 
