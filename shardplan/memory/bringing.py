@@ -115,16 +115,14 @@ def _generated_until(
 ) -> Iterator[tuple[Gather, Gather, int]]:
     """What is made from nothing for loops, with what was made before, of equal ones, and is kept for it. Until when
     that is read by others that XLA would else make the same for: those around the loop, and those of iterations that
-    run apart there."""
+    run apart there, which read it once."""
     program, generated = schedule.program, schedule.problem.generated
     stored = sorted((g for g in brought if g.value in generated), key=lambda gather: brought[gather][1])
     if not stored:
         return
     alike, makers = generated_alike(program, generated), program.makers
-    around = {
-        body: program.operations[index].region
-        for index in peeled_loops(schedule)
-        for body in program.operations[index].bodies
+    peeled = {
+        body: loop for loop in map(program.operations.__getitem__, peeled_loops(schedule)) for body in loop.bodies
     }
     made: dict[tuple[int, Layout, int], Gather] = {}
     for gather in stored:
@@ -132,12 +130,15 @@ def _generated_until(
         kept = made.setdefault((equal[0], gather.layout, region), gather)
         yield gather, kept, brought[gather][2]
         for value in equal if kept == gather else ():
-            if around.get(makers[value].region, makers[value].region) == region:
+            loop = peeled.get(makers[value].region)
+            if (makers[value].region if loop is None else loop.region) == region:
                 for reader in lifetimes.readers.get(value, ()):
                     strategy = schedule.assignment.strategies.get(reader.index)
                     as_stored = strategy and strategy.operands[reader.operands.index(value)] == gather.layout
                     if as_stored and not _is_transposed(lifetimes, makers, generated, reader):
-                        yield gather, gather, computed_until(lifetimes, reader, schedule)
+                        first = lifetimes.place[reader.index]  # where what it computes is stored
+                        until = computed_until(lifetimes, reader, schedule) if loop is None else first
+                        yield gather, gather, until
 
 
 def _is_transposed(
