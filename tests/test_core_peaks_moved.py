@@ -20,6 +20,7 @@ from shardplan.memory.reductions import combined_reductions
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.memory.usages import Usages
 from shardplan.memory.zeros import _alike, fill_apart, fillings_of
+from shardplan.target import compile_for, gpu_mesh
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 ROWS, COLUMNS = jax.P("x", None), jax.P(None, "x")
@@ -293,7 +294,7 @@ def test_parts_that_are_cut_out_in_a_loop_are_in_its_order_alone(monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("reads", [1, 2, 3])
 def test_the_peak_of_the_gradient_of_a_table_that_is_read_several_times_is_what_is_compiled(reads):
-    """XLA makes one scatter of those that are added, whatever shape the indices have."""
+    """XLA makes one scatter of those that are added, whatever shape the indices have, as these are few."""
 
     def loss(table, *ids):
         return jnp.sum(jnp.sin(functools.reduce(jnp.multiply, [table[one].mean(1) for one in ids])))
@@ -320,6 +321,21 @@ def test_scatters_of_which_one_is_reduced_before_they_are_added_are_two():
     assert fused.issuperset(scatters) and written == [added]
     [(written, _, _)] = _alike(schedule, filling, fused - {second}).values()
     assert written == [second]  # the other one is scattered into what this makes
+
+
+@pytest.mark.parametrize(("edges", "merged"), [(512, True), (4096, False)])
+def test_scatters_that_are_added_are_one_where_they_add_less_than_there_is_to_add_to(edges, merged):
+    """Gradients of nodes from many more edges were counted as one, with two tensors of zeros less than XLA has."""
+
+    def step(nodes, ids, others, rows):
+        first, second = (jnp.zeros_like(nodes).at[places].add(rows) for places in (ids, others))
+        return jnp.sin(first + second)
+
+    shapes = _shape(2048, 64), _shape(edges, dtype="int32"), _shape(edges, dtype="int32"), _shape(edges, 64)
+    plan = shardplan.plan(step, 1, *shapes)
+    assert bool(scatters_as_one(plan.schedule.problem)) == merged
+    compiled, _ = compile_for(plan.lower(gpu_mesh("h100", (1,), ("devices",))))
+    assert compiled.as_text().count(" scatter(") == 2 - merged
 
 
 def test_what_is_spread_from_a_view_is_no_view():

@@ -105,20 +105,27 @@ def fused_operations(problem: Problem) -> frozenset[int]:
 
 @once
 def merged_scatters(problem: Problem) -> dict[int, int]:
-    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads."""
-    operations = problem.program.operations
+    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads. Two
+    scatters that are added are one where they add fewer elements together than there are to add to, else none."""
+    operations, values = problem.program.operations, problem.program.values
     readers = readers_in(problem.program)
     leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
     zeros = {o.results[0] for o in operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o.operands[0])}
-    adding = (o for o in operations if o.primitive.name in _SUMMING_SCATTERS and is_scatter(problem.program, o))
-    scatters = [o for o in adding if o.operands[0] in zeros]
-    merged = {}
-    for operation in scatters:
-        result, last = operation.results[0], operation
-        while result not in leaving and (addition := _only_addition(readers.get(result, []), operation.region)):
-            result, last = addition.results[0], addition
-        if last is not operation:
-            merged[operation.index] = last.index
+    merged, sums = dict[int, int](), dict[int, tuple[list[int], int]]()  # per sum, its scatters, and what these add
+    for operation in operations:
+        read = [o for o in operation.operands if isinstance(o, int)]
+        if operation.primitive.name in _SUMMING_SCATTERS and is_scatter(problem.program, operation):
+            if operation.operands[0] in zeros:
+                size = operand_type(problem.program, operation.operands[2]).elements
+                sums[operation.results[0]] = [operation.index], size
+            continue
+        added = [o for o in read if o in sums and o not in leaving]
+        added = [o for o in added if _only_addition(readers.get(o, []), operation.region) is operation]
+        size = sum(sums[o][1] for o in added)
+        if added and (len(added) == 1 or size < values[operation.results[0]].elements):
+            scatters = [index for o in added for index in sums[o][0]]
+            sums[operation.results[0]] = scatters, size
+            merged |= dict.fromkeys(scatters, operation.index)
     return merged
 
 
