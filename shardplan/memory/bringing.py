@@ -121,9 +121,8 @@ def _generated_until(
     if not stored:
         return
     alike, makers = generated_alike(program, generated), program.makers
-    peeled = {
-        body: loop for loop in map(program.operations.__getitem__, peeled_loops(schedule)) for body in loop.bodies
-    }
+    apart = (program.operations[index] for index in peeled_loops(schedule))
+    peeled = {body: loop for loop in apart for body in loop.bodies}
     made: dict[tuple[int, Layout, int], Gather] = {}
     for gather in stored:
         region, equal = makers[gather.value].region, alike.get(gather.value, [gather.value])

@@ -100,18 +100,15 @@ class _Meeting:
             for operand in operation.operands:
                 if isinstance(operand, int) and not operation.bodies:
                     self._readers.setdefault(operand, []).append(operation)
-        self._alike: dict[Hashable, list[int]] = {}  # results, by number and shape, of what reads that number
-        for operation in program.operations:
-            for number in self._numbers(operation):
+        self._numbers: dict[int, list[Hashable]] = {}  # per operation, by index, those that it reads at each element
+        self._alike: dict[Hashable, list[int]] = {}  # per number, what is computed of it
+        for index in sorted(pointwise):
+            operation = program.operations[index]
+            shape = program.values[operation.results[0]].shape
+            constants = [o for o in operation.operands if not isinstance(o, int)]
+            self._numbers[index] = [(operation.region, shape, str(o.aval), str(o.value)) for o in constants]
+            for number in self._numbers[index]:
                 self._alike.setdefault(number, []).append(operation.results[0])
-
-    def _numbers(self, operation: Operation) -> Iterator[Hashable]:
-        """The numbers that an operation reads which computes element by element, in the shape of its result."""
-        if operation.index in self._pointwise and len(operation.results) == 1:
-            shape = self._program.values[operation.results[0]].shape
-            for operand in operation.operands:
-                if not isinstance(operand, int):
-                    yield operation.region, shape, str(operand.aval), str(operand.value)
 
     def beside(self, value: int, order: _Order) -> Iterator[tuple[int, _Order]]:
         """The values that lie as one does, and how; a number, or a vector, says nothing of an order."""
@@ -124,7 +121,7 @@ class _Meeting:
                     found = self._through(operation, (value, other), order)
                     if found is not None:
                         yield other, found
-            for number in self._numbers(operation):  # the first that is met says how all lie
+            for number in self._numbers.get(operation.index, ()):  # the first that is met says how all lie
                 yield from ((other, order) for other in self._alike.pop(number, ()) if self._is_free(other))
 
     def _has_order(self, value: int) -> bool:
