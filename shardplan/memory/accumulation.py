@@ -37,6 +37,8 @@ import numpy as np
 from shardplan import _jax
 from shardplan.memory.activations import activated
 from shardplan.memory.convolutions import forward_convolutions
+from shardplan.memory.fusion import pointwise_operations
+from shardplan.memory.lying import lying_of
 from shardplan.memory.products import is_multiplied, merged_products, multiplied
 from shardplan.memory.repeated import apart_in, repeated_in
 from shardplan.memory.sizes import bytes_in
@@ -93,7 +95,7 @@ def _accumulations(schedule: Schedule, merging: Iterable[Sequence[int]]) -> dict
     program = schedule.program
     graph = _Graph(schedule)
     merged, running = {index for group in merging for index in group}, running_sums(schedule)
-    convolutions = forward_convolutions(program)
+    convolutions, moved = forward_convolutions(program), lying_of(program, pointwise_operations(schedule.problem)).moved
     found, biases = dict[int, Accumulation](), dict[int, Accumulation]()
     units = list[Accumulation]()
     for operation in _of_products(program):
@@ -125,7 +127,7 @@ def _accumulations(schedule: Schedule, merging: Iterable[Sequence[int]]) -> dict
             if bias is not None and not product.added and not product.biased and not product.widened:
                 biases[product.product] = Accumulation(product.product, product.between, operation.index, bias, False)
                 graph.open[result] = replace(product, between=between, biased=True)
-        elif not product.added:
+        elif not product.added and result not in moved:
             onto, alone = graph.seen(graph.operand(operation, 1 - position))
             alone = alone and graph.reads_as_stored(operation, 1 - position) and not product.convolved
             found[operation.index] = Accumulation(product.product, product.between, operation.index, onto, alone)

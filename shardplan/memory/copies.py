@@ -13,6 +13,7 @@ from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.held import Held, Lifetime
+from shardplan.memory.padded import moved_for_transforms
 from shardplan.memory.poolings import IMAGE, times_padded, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sharing import read_by_element, read_by_several
@@ -33,6 +34,7 @@ def beside_kernels(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
     yield from multiplied_copies(lifetimes, schedule)
     yield from convolution_copies(lifetimes, schedule)
     yield from exponential_parts(lifetimes, schedule)
+    yield from _turned_products(lifetimes, schedule)
     yield from _stored(lifetimes, schedule)
 
 
@@ -84,6 +86,14 @@ def _turned_gathers(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
             if gathered is not None and shape[outer] > 1 and gathered[1] != sum(size > 1 for size in shape[:outer]):
                 place = lifetimes.place[operation.index]
                 yield Held(None, layout, bytes_in(schedule, value, layout), Lifetime(place, place))
+
+
+def _turned_products(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+    """What products write and kernels store as what is computed of it lies, see `moved_for_transforms`."""
+    for value in sorted(moved_for_transforms(schedule.program, pointwise_operations(schedule.problem))):
+        layout, span = schedule.assignment.values.get(value), lifetimes.reads.get(value)
+        if layout is not None and span is not None:
+            yield Held(value, layout, bytes_in(schedule, value, layout), Lifetime(*span))
 
 
 def _stored(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:

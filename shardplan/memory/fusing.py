@@ -24,6 +24,7 @@ from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
 from shardplan.memory.fusion import BLOCK, CUMULATIVE, pointwise_operations
 from shardplan.memory.growing import BY_ITSELF, ONE_NUMBER, OWN, Kernel, quicker, time_of
 from shardplan.memory.lying import lies_in, lying_of
+from shardplan.memory.padded import turned_back
 from shardplan.memory.products import PRODUCT
 from shardplan.memory.rows import LONGEST
 from shardplan.memory.sums import LAUNCH, waiting_for_blocks, waiting_for_rows
@@ -74,7 +75,8 @@ class Fusion:
         self._renamed: set[int] = set()
         self.apart: dict[int, None] = {}
         makers = problem.program.makers
-        lying = lying_of(problem.program, pointwise_operations(problem))
+        pointwise = pointwise_operations(problem)
+        lying, (self._turned_back, _) = lying_of(problem.program, pointwise), turned_back(problem.program, pointwise)
         self._moving, self._lying = lying.moved, lying.orders
         for result in makes:
             operation = makers[result]
@@ -141,7 +143,8 @@ class Fusion:
         kernel.elements = elements
         kernel.length = self._problem.program.values[result].shape[-1] if computing.rows else 0
         kernel.rows, kernel.tiles, kernel.apart = computing.rows, computing.tiles, frozenset(computing.apart)
-        kernel.by_element, kernel.whole = pointwise and name != "transpose", operation.index in self._absorbed
+        kernel.by_element = pointwise and name != "transpose" and result not in self._turned_back
+        kernel.whole = operation.index in self._absorbed
         kernel.turned = self._bytes[result] * (result in self._moving)
         kernel.scalars = self._bytes[result] * computing.numbers * pointwise
         for item, size, computed in computing.generated if pointwise else ():

@@ -7,7 +7,7 @@ other one is moved: into memory of its own, where several kernels read it, unles
 (`shardplan.memory.coalescing`). So the gradients of the scores of heads that share their keys are. The result of a
 product without batch dimensions (a bias for attention's scores, made from features of their pairs) is asked for in no
 order, and lies as what it meets does: its transposition moves it. Where no product says how values lie, transposed
-arguments and Fourier transforms may (`shardplan.memory.transposed`).
+arguments, Fourier transforms and reductions may (`shardplan.memory.transposed`).
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(x, w):
@@ -39,12 +39,14 @@ PRODUCT = "dot_general"
 class Lying:
     """Per value whose dimensions lie otherwise than they are written, these from the outermost inwards (``orders``);
     what products made and kernels move (``turned``), with the order that it is moved to; what kernels compute from what
-    products wrote in another order, for what no product is (``moved``, `shardplan.memory.transposed`); the index of the
-    operation that makes each value (``makers``)."""
+    products wrote in another order, for what no product is (``moved``, `shardplan.memory.transposed`), and the sums of
+    products that do not lie as these wrote them (``added``); the index of the operation that makes each value
+    (``makers``)."""
 
     orders: dict[int, tuple[int, ...]]
     turned: dict[int, tuple[int, ...]]
     moved: frozenset[int]
+    added: frozenset[int]
     makers: dict[int, int]
 
 
@@ -61,8 +63,8 @@ def lying_of(program: Program, pointwise: Collection[int]) -> Lying:
         elif operation.index in pointwise and len(operation.results) == 1:
             parts.compute(operation)
     makers = {result: operation.index for operation in program.operations for result in operation.results}
-    met, moved = lying_as_met(program, pointwise, parts.known())
-    return Lying(met | parts.orders(), parts.turned(), frozenset(moved), makers)
+    met, moved, added = lying_as_met(program, pointwise, parts.known())
+    return Lying(met | parts.orders(), parts.turned(), frozenset(moved), frozenset(added), makers)
 
 
 def lies_in(program: Program, orders: Mapping[int, Sequence[int]], value: int) -> int:

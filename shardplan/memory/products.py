@@ -208,8 +208,9 @@ def _product_operand(
         orders, middle = [orders[position]] * 2, []  # behind which no transposition is seen, unless dimensions are gone
     if read == 1:  # cuBLAS reads numbers of 8 bits along what it sums over
         orders, middle = orders[:1] * 2, middle[:1]
-    written = [lying.get(operand, range(len(dimensions))), *([dimensions] if joined else [])]
-    as_it_is, *ways = (tuple(d for d in order if value.shape[d] > 1) for order in written)
+    written = range(len(dimensions))
+    tried = [lying.get(operand, written), *([dimensions] if joined else []), *([written] if batch else [])]
+    as_it_is, *ways = (tuple(d for d in order if value.shape[d] > 1) for order in tried)
     gone = batch if alone else ()
     known = [tuple(d for d in order if d not in gone) for order in (*orders, *middle)]
     fitting = (way for way in (as_it_is, *ways) if tuple(d for d in way if d not in gone) in known)

@@ -37,7 +37,7 @@ from shardplan.memory.fusion import (
 )
 from shardplan.memory.leaving import transposed_results
 from shardplan.memory.lying import lies_in, lying_of
-from shardplan.memory.padded import turned_before_padding
+from shardplan.memory.padded import turned_back, turned_before_padding
 from shardplan.memory.pooled import added_poolings, rectifiers_of_poolings
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import PRODUCT, is_multiplied, is_outer, loses_batch, product_operands, turned_carries
@@ -285,7 +285,7 @@ def _read_from_memory(
     """Values that leave a region, or that an operation reads which computes neither operands nor their copies."""
     program, pointwise = problem.program, pointwise_operations(problem)
     needed = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
-    needed |= turned_before_padding(program, pointwise, reshaped)
+    needed |= turned_before_padding(program, pointwise, reshaped) | turned_back(program, pointwise)[1]
     products, filters = product_operands(program, pointwise, reshaped), unreversed(program)
     lying = lying_of(program, pointwise).orders
     for operation in program.operations:

@@ -1,4 +1,4 @@
-"""Values that lie in memory as transposed arguments do, or as Fourier transforms ask.
+"""Values that lie in memory as transposed arguments do, as Fourier transforms ask, or as they are reduced.
 
 XLA moves nothing to transpose an argument: its dimensions lie as they did. So does what meets it element by element,
 what that is reduced from and to, and what is gathered with it, unless a product says otherwise: the labels of a
@@ -10,21 +10,33 @@ A Fourier transform's library goes along the innermost dimension, of what it rea
 these and products lies so too, whatever the program says; kernels move what the products wrote, in tiles, and what they
 compute of it element by element. Others read each element by itself, if they are fused with these, which takes much
 longer: so the parts of a short filter along the sequence are stored, before a long one (`shardplan.memory.priorities`).
+Sums of products these still add up themselves; a kernel stores such a sum as what is computed of it lies, too. What a
+product reads as it is written is moved back by the kernel that computes it, into which nothing is fused that moves
+something (`shardplan.memory.padded.turned_back`): the hyperbolic tangents of activations are stored.
 
 A number is spread once for all that read it in one shape and compute element by element: all of this lies alike.
+
+Arguments and results lie as they are written, and what meets them element by element. What is reduced to that lies with
+the reduced dimensions innermost, for threads that run together to reduce side by side, if these are 32 at least: a
+maximum over the neighbours of points, of which the gradients are computed where neighbours lie innermost, too.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.tracing import trace_program
 >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (6, 4, 8), (4, 6))]
->>> program = trace_program(lambda w, x, wanted: jnp.sum(jnp.exp(x @ w), axis=2) - wanted.T, shapes, {})
+>>> program = trace_program(lambda w, x, y: jnp.max(jnp.sum(jnp.exp(x @ w), axis=2) - y.T), shapes, {})
 >>> pointwise = [o.index for o in program.operations if o.primitive.name in ("exp", "sub")]
->>> orders, _ = lying_as_met(program, pointwise, ())
+>>> orders, *_ = lying_as_met(program, pointwise, ())
 >>> [(program.makers[value].primitive.name, orders[value]) for value in sorted(orders)]
 [('exp', (1, 0, 2)), ('reduce_sum', (1, 0)), ('transpose', (1, 0)), ('sub', (1, 0))]
+>>> points = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((6, 32, 8), (8, 8), (6, 8))]
+>>> program = trace_program(lambda x, w, y: jnp.max(jnp.sin(x @ w), axis=1) * y, points, {})
+>>> lying_as_met(program, [o.index for o in program.operations if o.primitive.name in ("sin", "mul")], ())[0]
+{4: (0, 2, 1)}
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from jax.lax import GatherScatterMode
@@ -37,23 +49,24 @@ _Order = tuple[int, ...]
 _CUTTING = frozenset({"slice", "rev", "pad", "copy", "copy_p", "split", "concatenate"})
 """What leaves the order of the dimensions as it is, besides what computes element by element."""
 
+_WARP = 32
+"""How many threads of a GPU reduce together."""
+
 _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "broadcast_in_dim", "gather"})
 
 
 def lying_as_met(
     program: Program, pointwise: Collection[int], known: Collection[int]
-) -> tuple[dict[int, _Order], dict[int, _Order]]:
-    """How values lie that meet transposed arguments or Fourier transforms, their dimensions from the outermost inwards,
-    and those of them that a kernel moves from where a product wrote them; what is ``known`` lies otherwise.
-    ``pointwise`` are the operations, by index, that compute element by element."""
-    plain, transposed = _as_they_are(program, pointwise)
-    transforms = [o for o in program.operations if o.primitive.name == "fft"]
-    if not transposed and not transforms:
-        return {}, {}
+) -> tuple[dict[int, _Order], dict[int, _Order], set[int]]:
+    """How values lie that meet transposed arguments, Fourier transforms or what is reduced to what lies as arguments
+    do, their dimensions from the outermost inwards; those of them that a kernel moves from where a product wrote them;
+    and the sums that products add up. What is ``known`` lies otherwise. ``pointwise`` are the operations, by index,
+    that compute element by element."""
     meeting, found = _Meeting(program, pointwise), dict[int, _Order]()
-    asked = {value: _written(program, value) for o in transforms for value in _values_of(o)}
-    for begun in (asked, transposed):
+    plain = meeting.as_they_are()
+    asked = {v: _written(program, v) for o in program.operations if o.primitive.name == "fft" for v in _values_of(o)}
+    for begun in (asked, _transposed(program, plain), _reduced(program, plain)):
         left = [value for value in begun if value not in known and value not in found]
         found |= {value: begun[value] for value in left}
         while left:
@@ -63,23 +76,34 @@ def lying_as_met(
                     found[other] = order
                     left.append(other)
     orders = {value: order for value, order in found.items() if [*order] != sorted(order)}
-    return orders, {value: order for value, order in orders.items() if meeting.is_moved(value, order)}
+    added = meeting.added(orders)
+    return orders, {v: order for v, order in orders.items() if meeting.is_moved(v, order, added)}, added
 
 
-def _as_they_are(program: Program, pointwise: Collection[int]) -> tuple[set[int], dict[int, _Order]]:
-    """Arguments and what meets them element by element, and how transpositions of these lie."""
-    plain, transposed, values = set(program.inputs), dict[int, _Order](), program.values
+def _transposed(program: Program, plain: Collection[int]) -> dict[int, _Order]:
+    """How transpositions lie of what lies as arguments do."""
+    orders = {}
     for operation in program.operations:
-        read = [o for o in operation.operands if isinstance(o, int) and o in plain]
-        if read and operation.primitive.name == "transpose":
+        if operation.primitive.name == "transpose" and operation.operands[0] in plain:
             permutation = operation.params["permutation"]
-            transposed[operation.results[0]] = tuple(permutation.index(dim) for dim in range(len(permutation)))
-        elif read and operation.primitive.name in _CUTTING:
-            plain.update(operation.results)
-        elif operation.index in pointwise:
-            shape = values[operation.results[0]].shape
-            plain.update(operation.results if any(values[o].shape == shape for o in read) else ())
-    return plain, transposed
+            orders[operation.results[0]] = tuple(permutation.index(dim) for dim in range(len(permutation)))
+    return orders
+
+
+def _reduced(program: Program, plain: Collection[int]) -> dict[int, _Order]:
+    """How values lie that are reduced to what lies as arguments do: what a warp reduces is innermost."""
+    orders = {}
+    for operation in program.operations:
+        if operation.primitive.name not in _REDUCTIONS:
+            continue
+        read, result = operation.operands[0], operation.results[0]
+        if result in plain and isinstance(read, int):
+            axes, shape = operation.params["axes"], program.values[read].shape
+            kept = [dim for dim in range(len(shape)) if dim not in axes]
+            length = math.prod(shape[dim] for dim in axes if dim)  # devices split the first dimension, of examples
+            if read not in plain and len(kept) > 1 and length >= _WARP:
+                orders[read] = (*kept, *axes)
+    return orders
 
 
 def _values_of(operation: Operation) -> list[int]:
@@ -110,12 +134,33 @@ class _Meeting:
             for number in self._numbers[index]:
                 self._alike.setdefault(number, []).append(operation.results[0])
 
+    def as_they_are(self) -> set[int]:
+        """Arguments, results of the program, and what meets them element by element or is part of them."""
+        found = {*self._program.inputs, *(o for o in self._program.outputs if isinstance(o, int))}
+        left = sorted(found)
+        while left:
+            value = left.pop()
+            for operation in self._around(value):
+                alike = {other for other in _values_of(operation) if self._is_alike(operation, value, other)}
+                left.extend(sorted(alike - found))
+                found |= alike
+        return found
+
+    def _is_alike(self, operation: Operation, value: int, other: int) -> bool:
+        """Whether a value lies as written if another one does, which an operation reads or makes; a vector says nothing
+        of an order."""
+        own, shape = (self._program.values[v].shape for v in (value, other))
+        if len(own) <= 1:
+            return False
+        if operation.index in self._pointwise:
+            return own == shape
+        return operation.primitive.name == "gather" or (operation.primitive.name in _CUTTING and len(own) == len(shape))
+
     def beside(self, value: int, order: _Order) -> Iterator[tuple[int, _Order]]:
         """The values that lie as one does, and how; a number, or a vector, says nothing of an order."""
         if not self._has_order(value):
             return
-        through = [*self._readers.get(value, ()), *([self._makers[value]] if value in self._makers else ())]
-        for operation in through:
+        for operation in self._around(value):
             for other in (*operation.operands, *operation.results):
                 if isinstance(other, int) and other != value and self._has_order(other) and self._is_free(other):
                     found = self._through(operation, (value, other), order)
@@ -124,35 +169,47 @@ class _Meeting:
             for number in self._numbers.get(operation.index, ()):  # the first that is met says how all lie
                 yield from ((other, order) for other in self._alike.pop(number, ()) if self._is_free(other))
 
+    def _around(self, value: int) -> list[Operation]:
+        """The operations that read or make a value."""
+        return [*self._readers.get(value, ()), *([self._makers[value]] if value in self._makers else ())]
+
     def _has_order(self, value: int) -> bool:
         """Whether several dimensions of a value are larger than 1."""
         return sum(size > 1 for size in self._program.values[value].shape) > 1
 
-    def is_moved(self, value: int, order: _Order) -> bool:
-        """Whether a kernel computes a value from what a product wrote with another dimension innermost, and from
-        nothing else as large."""
+    def is_moved(self, value: int, order: _Order, added: Collection[int]) -> bool:
+        """Whether a kernel computes a value from what a product wrote with another dimension innermost. What is
+        ``added`` products have written too."""
         maker, shape = self._makers[value], self._program.values[value].shape
-        if maker.index not in self._pointwise or maker.primitive.name == "transpose" or self._is_biased(maker):
+        if maker.index not in self._pointwise or maker.primitive.name == "transpose" or value in added:
             return False
-        innermost, whole = [dim for dim in order if shape[dim] > 1][-1:], self._whole(maker)
+        innermost = [dim for dim in order if shape[dim] > 1][-1:]
         turns = innermost != [dim for dim, size in enumerate(shape) if size > 1][-1:]
-        return turns and len(whole) == 1 and self._is_of_product(whole[0])
+        return turns and any(self._is_of_product(operand, added) for operand in self._whole(maker))
 
-    def _is_of_product(self, value: int) -> bool:
+    def added(self, orders: Collection[int]) -> set[int]:
+        """The sums of products and biases, or what lies as written, which products add up themselves, of those that lie
+        as ``orders`` say."""
+        found = set[int]()
+        for value in sorted(orders, key=lambda value: self._makers[value].index):
+            maker = self._makers[value]
+            whole = self._whole(maker) if maker.primitive.name in ("add", "add_any") else []
+            written = all(operand not in orders or operand in found for operand in whole)
+            if written and any(self._is_of_product(operand, found, ()) for operand in whole):
+                found.add(value)
+        return found
+
+    def _is_of_product(
+        self, value: int, added: Collection[int], through: Collection[str] = _CUTTING - {"concatenate"}
+    ) -> bool:
         """Whether a product wrote what a value is part of."""
-        while (made := self._makers.get(value)) is not None and made.primitive.name in _CUTTING - {"concatenate"}:
+        while (made := self._makers.get(value)) is not None and value not in added and made.primitive.name in through:
             [value, *_] = (o for o in made.operands if isinstance(o, int))
-        return made is not None and (made.primitive.name == "dot_general" or self._is_biased(made))
+        return value in added or (made is not None and made.primitive.name == "dot_general")
 
     def _whole(self, operation: Operation) -> list[int]:
         values, shape = self._program.values, self._program.values[operation.results[0]].shape
         return [o for o in operation.operands if isinstance(o, int) and values[o].shape == shape]
-
-    def _is_biased(self, operation: Operation) -> bool:
-        """Whether an operation adds a bias to a product, which does so itself."""
-        whole = self._whole(operation) if operation.primitive.name == "add" else []
-        made = self._makers.get(whole[0]) if len(whole) == 1 else None
-        return made is not None and made.primitive.name == "dot_general"
 
     def _is_free(self, value: int) -> bool:
         """Whether a value lies as what it meets does: not what libraries, loops, scatters and the like write."""
