@@ -79,6 +79,26 @@ def test_images_that_convolutions_add_themselves_to_are_stored_so_that_what_they
     assert compiled == pytest.approx(predicted, rel=0.03)
 
 
+@pytest.mark.slow
+@compiles_for_gpus
+def test_gradients_of_what_is_put_together_with_an_image_are_cut_out_for_the_pooling_that_adds_to_them() -> None:
+    """The part that what is pooled again reads is cut out long before (0.92 of what was counted before)."""
+
+    def loss(weights: Any, image: jax.Array, wanted: jax.Array) -> jax.Array:
+        outer, inner, innermost, upwards, last = weights
+        image = jax.nn.relu(_convolved(image, outer))
+        pooled = jax.nn.relu(_convolved(jax.nn.relu(_convolved(_pooled(image, 2, "VALID"), inner)), innermost))
+        numbers = ("NHWC", "HWIO", "NHWC")
+        above = jax.lax.conv_transpose(pooled, upwards.astype(image.dtype), (2, 2), "SAME", dimension_numbers=numbers)
+        made = _convolved(jnp.concatenate([image, above], axis=-1), last)
+        return jnp.mean(jnp.square(made.astype("float32") - wanted))
+
+    shapes = (3, 3, 8, 64), (3, 3, 64, 128), (3, 3, 128, 128), (2, 2, 128, 64), (3, 3, 128, 64)
+    weights, (image, wanted) = [_SHAPE(shape, "float32") for shape in shapes], [(32, 256, 256, n) for n in (8, 64)]
+    compiled, predicted = _peaks(loss, weights, _SHAPE(image, "bfloat16"), _SHAPE(wanted, "float32"))
+    assert compiled == pytest.approx(predicted, rel=0.03)
+
+
 @pytest.mark.parametrize(("padding", "added"), [("VALID", True), ("SAME", False)])
 def test_a_pooling_gradient_that_another_one_is_added_to_scatters_into_that(padding: str, added: bool) -> None:
     def loss(image: jax.Array) -> jax.Array:

@@ -287,17 +287,15 @@ class Lifetimes:
 
     def _starts(self, operation: Operation) -> list[int]:
         """When each result of an operation takes memory: parts of what is in memory are cut out by kernels for
-        the first operation that reads them, those of one size together."""
-        first, values = self.start(operation), self._problem.program.values
+        the first operation that reads them."""
+        first = self.start(operation)
         if operation.primitive.name != "split" or operation.index not in self.fused:
             return [first] * len(operation.results)
-        read: dict[tuple[int, ...], int] = {}
-        for result in (result for result in operation.results if result not in self.cut):
+        found = []
+        for result in operation.results:
             places = [self.place[o.index] for o in self.readers.get(result, ()) if o.region == operation.region]
-            shape = values[result].shape
-            read[shape] = min([*places[:1], read.get(shape, self.end)])
-        found = [self.cut[result] if result in self.cut else read[values[result].shape] for result in operation.results]
-        return [place if place < self.end else first for place in found]
+            found.append(self.cut.get(result, places[0] if places else first))
+        return found
 
     def start(self, operation: Operation) -> int:
         """When the results of an operation take memory: a loop's carries and stacks before its first iteration, a sum
