@@ -34,8 +34,18 @@ _SECONDS_PER_OPERATION, _LEAST_SECONDS = 4.5e-4, 0.1  # of a trial
 class Leanest:
     """The schedule of the least peak that is found, from a first one on."""
 
-    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float, part: Part | None = None) -> None:
-        """``first`` must not depend on the limit of ``search``."""
+    def __init__(
+        self,
+        counts: Counts,
+        search: Search,
+        first: Found,
+        deadline: float,
+        part: Part | None = None,
+        above: Leanest | None = None,
+    ) -> None:
+        """``first`` must not depend on the limit of ``search``. What has looked ``above``, among fewer choices, is gone
+        on from, a little below what that has found."""
+        self._above = above
         self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, deadline, part)
         self._known.enough = search.limit_bytes
         self._counts, self._search, self._deadline = counts, search, deadline
@@ -59,8 +69,12 @@ class Leanest:
 
     def begin(self) -> None:
         """Makes the first trial, of a target that is hardly ever kept: it soon says so, and finds what holds little."""
-        if not self._trials:
-            self._try()
+        if self._trials:
+            return
+        if self._above is not None:
+            self._go_on_in(self._above.found)
+            self._unreached = _BELOW_OWN * self._least.peak_bytes
+        self._try()
 
     def look(self) -> None:
         """Looks for schedules of lower peaks until one is within the limit."""

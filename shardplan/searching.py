@@ -105,16 +105,19 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         descend(corrections)
     # all choices find lower peaks sooner than a mesh with two axes joined, but later than one with two of three
     attempts = [whole, *filter(None, [main.taken])] if main is whole else [main, whole]
-    for attempt in attempts:
+    leanests = [attempt.leanest for attempt in attempts]
+    if main is not whole:  # what is a little lower than the least of fewer choices is found sooner from there
+        leanests.insert(1, Leanest(counts, search, first[1], deadline, above=main.leanest))
+    for leanest in leanests:
         if corrections.best is None:
-            attempt.leanest.begin()  # even where the time is over: it may prove that nothing fits
-            attempt.leanest.look()
-            corrections.take_leaner(attempt.leanest.take_spent())
+            leanest.begin()  # even where the time is over: it may prove that nothing fits
+            leanest.look()
+            corrections.take_leaner(leanest.take_spent())
             descend(corrections)
             if corrections.best is not None:
                 corrections.count_in(corrections.best.lifetimes)
     if corrections.best is None:
-        raise _too_little(counts.problem, search, attempts, whole.leanest.bound, deadline)
+        raise _too_little(counts.problem, search, leanests, whole.leanest.bound, deadline)
     if main is not whole:
         whole.corrections.go_on_from(corrections)
         corrections = whole.corrections
@@ -224,10 +227,10 @@ def _among(counts: Counts, search: Search, deadline: float, masks: _Masks) -> _A
 
 
 def _too_little(
-    problem: Problem, search: Search, attempts: Sequence[_Attempt], bound: float, deadline: float
+    problem: Problem, search: Search, leanests: Sequence[Leanest], bound: float, deadline: float
 ) -> InfeasibleError:
     """What is said where nothing fits, and no choice is below the bound."""
-    least = min((attempt.leanest.found for attempt in attempts), key=lambda found: found.peak_bytes)
+    least = min((leanest.found for leanest in leanests), key=lambda found: found.peak_bytes)
     late = time.perf_counter() > deadline and bound <= search.limit_bytes
     said = _does_not_fit(problem, least, min(bound, least.peak_bytes), search, late)
     return InfeasibleError(said, least.peak_bytes)

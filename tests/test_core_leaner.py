@@ -178,6 +178,10 @@ def test_trials_end_where_three_of_them_find_nothing_lower(monkeypatch):
     leanest.look()
     assert leanest.found is lower
     assert len(tried) == 5  # one in vain, one that finds something, three in vain
+    below = Leanest(counts, search, first, math.inf, above=leanest)
+    monkeypatch.setattr(below, "_try", lambda: tried.append(below._unreached / below._least.peak_bytes))
+    below.begin()
+    assert tried[5:] == [0.9] and below._least is lower  # a little below what was found
 
 
 def above_limit():
@@ -340,15 +344,22 @@ def test_what_fits_at_the_least_cost_is_not_searched_again_among_all_choices(mon
     assert len(searched) == searches
 
 
-@pytest.mark.parametrize(("sizes", "whole"), [((2, 4), [True, False]), ((2, 2, 2), [False, True])])
-def test_the_least_peak_is_looked_for_among_all_choices_first_but_on_three_axes(monkeypatch, sizes, whole):
+ALL, FEWER, BELOW_FEWER = (True, False), (False, False), (True, True)
+
+
+@pytest.mark.parametrize(("sizes", "among"), [((2, 4), [ALL, FEWER]), ((2, 2, 2), [FEWER, BELOW_FEWER, ALL])])
+def test_the_least_peak_is_looked_for_among_all_choices_first_but_on_three_axes(monkeypatch, sizes, among):
     looked = []
     monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
     monkeypatch.setattr(Leanest, "begin", lambda leanest: None)
-    monkeypatch.setattr(Leanest, "look", lambda leanest: looked.append(leanest._known.part.kept is None))
+
+    def look(leanest):
+        looked.append((leanest._known.part.kept is None, leanest._above is not None))
+
+    monkeypatch.setattr(Leanest, "look", look)
     with pytest.raises(InfeasibleError):
         plan_within(jax.sharding.AbstractMesh(sizes, ("x", "y", "z")[: len(sizes)]))
-    assert looked == whole
+    assert looked == among
 
 
 def test_on_three_axes_searches_with_two_joined_take_their_share_of_the_work_of_all(monkeypatch):
