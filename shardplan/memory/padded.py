@@ -102,23 +102,13 @@ def turned_back(program: Program, pointwise: Collection[int]) -> tuple[frozenset
 def moved_for_transforms(program: Program, pointwise: Collection[int]) -> frozenset[int]:
     """What products wrote of which kernels compute, where it lies otherwise, what Fourier transforms read: it is stored
     as it lies there, too."""
-    lying, readers = lying_of(program, pointwise), readers_in(program)
-    reading = dict[int, set[int]]()  # per value that products wrote, what is computed of it where it lies otherwise
-    for value in lying.moved:
-        for operand in program.makers[value].operands:
-            if isinstance(operand, int) and (operand in lying.added or _is_of_product(program, operand)):
-                reading.setdefault(operand, set()).add(value)
-    found = set[int]()
-    for value, left in reading.items():
-        seen = {*left}
-        while left:
-            for reader in readers.get(left.pop(), ()):
-                found.update({value} if reader.primitive.name == "fft" else ())
-                shown = reader.index in pointwise or reader.primitive.name == "transpose"
-                more = {result for result in reader.results if shown} - seen
-                seen |= more
-                left |= more
-    return frozenset(found)
+    lying, reaching = lying_of(program, pointwise), set[int]()  # what transforms are computed of
+    for operation in reversed(program.operations if lying.moved else ()):
+        shown = operation.index in pointwise or operation.primitive.name == "transpose"
+        if operation.primitive.name == "fft" or (shown and not reaching.isdisjoint(operation.results)):
+            reaching.update(operand for operand in operation.operands if isinstance(operand, int))
+    read = {o for value in lying.moved & reaching for o in program.makers[value].operands if isinstance(o, int)}
+    return frozenset(value for value in read if value in lying.added or _is_of_product(program, value))
 
 
 def _is_of_product(program: Program, value: int) -> bool:

@@ -137,24 +137,32 @@ class _Meeting:
     def as_they_are(self) -> set[int]:
         """Arguments, results of the program, and what meets them element by element or is part of them."""
         found = {*self._program.inputs, *(o for o in self._program.outputs if isinstance(o, int))}
-        left = sorted(found)
+        left, seen = sorted(found), set[Hashable]()
         while left:
             value = left.pop()
             for operation in self._around(value):
-                alike = {other for other in _values_of(operation) if self._is_alike(operation, value, other)}
-                left.extend(sorted(alike - found))
-                found |= alike
+                shape = self._program.values[value].shape
+                like = operation.index, shape if operation.index in self._pointwise else len(shape)
+                if like not in seen and self._says_an_order(operation, shape):
+                    seen.add(like)
+                    alike = {other for other in _values_of(operation) if self._is_alike(operation, shape, other)}
+                    left.extend(sorted(alike - found))
+                    found |= alike
         return found
 
-    def _is_alike(self, operation: Operation, value: int, other: int) -> bool:
-        """Whether a value lies as written if another one does, which an operation reads or makes; a vector says nothing
-        of an order."""
-        own, shape = (self._program.values[v].shape for v in (value, other))
-        if len(own) <= 1:
-            return False
+    def _says_an_order(self, operation: Operation, shape: Sequence[int]) -> bool:
+        """Whether an operation on a value of this shape lets others lie as that does; a vector says nothing of an
+        order."""
+        return len(shape) > 1 and (
+            operation.index in self._pointwise or operation.primitive.name in _CUTTING | {"gather"}
+        )
+
+    def _is_alike(self, operation: Operation, shape: Sequence[int], other: int) -> bool:
+        """Whether a value lies as written if one of this shape does, which an operation reads or makes."""
+        own = self._program.values[other].shape
         if operation.index in self._pointwise:
             return own == shape
-        return operation.primitive.name == "gather" or (operation.primitive.name in _CUTTING and len(own) == len(shape))
+        return operation.primitive.name == "gather" or len(own) == len(shape)
 
     def beside(self, value: int, order: _Order) -> Iterator[tuple[int, _Order]]:
         """The values that lie as one does, and how; a number, or a vector, says nothing of an order."""
