@@ -68,7 +68,8 @@ class Leanest:
         return spent
 
     def begin(self) -> None:
-        """Makes the first trial, of a target that is hardly ever kept: it soon says so, and finds what holds little."""
+        """Makes the first trial, of a target a little below what was found above, or of one that is hardly ever kept:
+        it soon says so, and finds what holds little."""
         if self._trials:
             return
         if self._above is not None:

@@ -13,7 +13,7 @@ from shardplan.memory.cycles import is_complex
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.held import Held, Lifetime
-from shardplan.memory.padded import moved_for_transforms
+from shardplan.memory.moving import moved_for_transforms
 from shardplan.memory.poolings import IMAGE, times_padded, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
 from shardplan.memory.sharing import read_by_element, read_by_several

@@ -24,7 +24,7 @@ from shardplan.memory.cycles import BESIDE, CYCLES_PER_BYTE, REDUCING_CYCLES
 from shardplan.memory.fusion import BLOCK, CUMULATIVE, pointwise_operations
 from shardplan.memory.growing import BY_ITSELF, ONE_NUMBER, OWN, Kernel, quicker, time_of
 from shardplan.memory.lying import lies_in, lying_of
-from shardplan.memory.padded import turned_back
+from shardplan.memory.moving import turned_back
 from shardplan.memory.products import PRODUCT
 from shardplan.memory.rows import LONGEST
 from shardplan.memory.sums import LAUNCH, waiting_for_blocks, waiting_for_rows

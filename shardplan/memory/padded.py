@@ -84,37 +84,6 @@ def _sides(program: Program, product: Operation) -> list[int]:
     return [prod(size for dim, size in enumerate(shape) if dim not in others) for shape, others in shapes]
 
 
-@once
-def turned_back(program: Program, pointwise: Collection[int]) -> tuple[frozenset[int], frozenset[int]]:
-    """What is computed of what kernels have moved (`shardplan.memory.transposed`), and products read with another
-    dimension innermost: in one order, in which the kernels that make it write it, or in several ones, for each of which
-    it is copied from where it is stored as it lies."""
-    lying, orders = lying_of(program, pointwise), dict[int, set[tuple[int, ...]]]()
-    for read in product_operands(program, pointwise).values() if lying.moved else ():
-        if read.copied and read.value in lying.orders:
-            orders.setdefault(read.value, set()).add(read.order)
-    back = {v: some for v, some in orders.items() if any(turns(program, v, order, lying.orders[v]) for order in some)}
-    several = frozenset(value for value, some in back.items() if len(some) > 1)
-    return frozenset(back) - several, several
-
-
-@once
-def moved_for_transforms(program: Program, pointwise: Collection[int]) -> frozenset[int]:
-    """What products wrote of which kernels compute, where it lies otherwise, what Fourier transforms read: it is stored
-    as it lies there, too."""
-    lying, reaching = lying_of(program, pointwise), set[int]()  # what transforms are computed of
-    for operation in reversed(program.operations if lying.moved else ()):
-        shown = operation.index in pointwise or operation.primitive.name == "transpose"
-        if operation.primitive.name == "fft" or (shown and not reaching.isdisjoint(operation.results)):
-            reaching.update(operand for operand in operation.operands if isinstance(operand, int))
-    read = {o for value in lying.moved & reaching for o in program.makers[value].operands if isinstance(o, int)}
-    return frozenset(value for value in read if value in lying.added or _is_of_product(program, value))
-
-
-def _is_of_product(program: Program, value: int) -> bool:
-    return value in program.makers and program.makers[value].primitive.name == PRODUCT
-
-
 def turns(program: Program, value: int, order: Sequence[int], lying: Sequence[int]) -> bool:
     """Whether an order of a value's dimensions has another one innermost than that in which it lies."""
     innermost = [dim for dim in lying if program.values[value].shape[dim] > 1][-1:]

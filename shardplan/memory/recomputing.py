@@ -37,7 +37,8 @@ from shardplan.memory.fusion import (
 )
 from shardplan.memory.leaving import transposed_results
 from shardplan.memory.lying import lies_in, lying_of
-from shardplan.memory.padded import turned_back, turned_before_padding
+from shardplan.memory.moving import turned_back
+from shardplan.memory.padded import turned_before_padding
 from shardplan.memory.pooled import added_poolings, rectifiers_of_poolings
 from shardplan.memory.priorities import stored_values
 from shardplan.memory.products import PRODUCT, is_multiplied, is_outer, loses_batch, product_operands, turned_carries

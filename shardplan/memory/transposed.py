@@ -12,7 +12,7 @@ compute of it element by element. Others read each element by itself, if they ar
 longer: so the parts of a short filter along the sequence are stored, before a long one (`shardplan.memory.priorities`).
 Sums of products these still add up themselves; a kernel stores such a sum as what is computed of it lies, too. What a
 product reads as it is written is moved back by the kernel that computes it, into which nothing is fused that moves
-something (`shardplan.memory.padded.turned_back`): the hyperbolic tangents of activations are stored.
+something (`shardplan.memory.moving`): the hyperbolic tangents of activations are stored.
 
 A number is spread once for all that read it in one shape and compute element by element: all of this lies alike.
 
