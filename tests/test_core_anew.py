@@ -17,7 +17,8 @@ from shardplan.audit import measure
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.bringing import computed_until
 from shardplan.memory.gathering import combined_gathers
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.placing import through_values
 from shardplan.memory.recomputing import kernels_in

@@ -16,7 +16,8 @@ from shardplan.memory.convolutions import (
     spread_operands,
 )
 from shardplan.memory.copies import convolution_copies
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.order import order_of
 from shardplan.memory.pooled import rectifiers_of_poolings

@@ -12,7 +12,8 @@ from shardplan.memory.activations import activated
 from shardplan.memory.combining import Gather
 from shardplan.memory.copying import copying_kernel
 from shardplan.memory.fusion import pointwise_operations
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.lying import lying_of
 from shardplan.memory.recomputing import kernels_in, kernels_of

@@ -1,6 +1,8 @@
 """What XLA gathers together, and from when to when what collectives bring is in memory."""
 
+import re
 from dataclasses import replace
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,16 @@ from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Gather, gather_for
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
-from shardplan.memory.recomputing import kernels_of
+from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.memory.reductions import reduced_together
 from shardplan.memory.repeated import apart_in, padded_together
 from shardplan.memory.usages import Usages
 from shardplan.schedule import Schedule
+from shardplan.target import compile_for, gpu_mesh
 
 MESH = jax.sharding.AbstractMesh((2,), ("x",))
 
@@ -43,11 +47,47 @@ def _gathered(plan):
     return [[plan.program.values[gather.value].name for gather in group] for group in combined_gathers(plan.schedule)]
 
 
+def _sizes(results):
+    return [tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", results)]
+
+
 def test_gathers_are_merged_up_to_a_size_whatever_dimension_they_go_over():
     rows, columns = jax.P("x"), jax.P(None, "x")
     merged = _gathered(_with_stored_parts([_square(64)] * 4, [rows, columns, rows, columns]))
     assert merged == [["0/0", "0/1", "0/2", "0/3"]]
     assert _gathered(_with_stored_parts([_square(2048)] * 2, [rows, rows])) == []  # 16 MiB each
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize("shared", [False, True])
+def test_gathers_are_merged_in_the_order_in_which_kernels_need_them_that_are_one(shared):
+    """Activations that are as large, and read one vector, are computed by one kernel, which waits for both towers'
+    first weights: XLA merges the gathers of these then, instead of those of either tower's two."""
+
+    def towers(weights, rows, scales):
+        def tower(number):
+            (first, second), scale = weights[number], scales[0 if shared else number]
+            return jnp.sum(jnp.tanh((jnp.tanh(rows[number] @ first) * scale) @ second))
+
+        return tower(0), tower(1)
+
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    weights = [[of(1792, 2048), of(2048, 1792)], [of(1536, 2048), of(2048, 1536)]]  # 26 MiB of the first, or the second
+    rows, scales, mesh = [of(8192, 1792), of(8192, 1536)], [of(2048)] * 2, gpu_mesh("h100", (2,), ("x",))
+    pins = {"0/*": jax.P("x"), "1/*": jax.P("x", None), "2/*": jax.P()}
+    plan = shardplan.plan(towers, mesh, weights, rows, scales, pins=pins)
+    _, sending = hiding_order(plan.schedule, kernels_in(plan.schedule))
+    values, groups = plan.program.values, combined_gathers(plan.schedule, sending.joined)
+    predicted = sorted(sorted(values[gather.value].shape for gather in group) for group in groups)
+    text = compile_for(plan.lower(mesh))[0].as_text() or ""
+    started = re.findall(r" = \(\(.*?\), \((.*?)\)\) all-gather-start\(", text)
+    compiled = sorted(sorted(_sizes(results)) for results in started)
+    first, second = [[(1536, 2048), (1792, 2048)], [(2048, 1536), (2048, 1792)]]
+    apart = [[first[0], second[0]], [first[1], second[1]]]
+    assert predicted == compiled == ([first, second] if shared else apart)
 
 
 def test_a_gather_joins_none_on_whose_result_it_depends():

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.audit import audit
-from shardplan.memory.hiding import Graph
+from shardplan.memory.graph import Graph
 from shardplan.memory.recomputing import kernels_in
 from shardplan.memory.reductions import combined_reductions, reduced_together
 from shardplan.memory.turning import read_slices

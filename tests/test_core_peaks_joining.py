@@ -9,7 +9,7 @@ import pytest
 
 import shardplan
 from shardplan.audit import audit
-from shardplan.memory.hiding import Graph
+from shardplan.memory.graph import Graph
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.recomputing import kernels_of
 from shardplan.target import gpu_mesh

@@ -10,7 +10,8 @@ import pytest
 
 import shardplan
 from shardplan.memory.bringing import brought_spans
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_in, kernels_of

@@ -11,7 +11,8 @@ import shardplan
 from shardplan.memory.combining import ending_at_reductions, read_otherwise
 from shardplan.memory.flattened import flattened
 from shardplan.memory.fusion import scatters_as_one
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.leaving import copy_at_the_end
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes, memory_held, memory_profile
@@ -288,7 +289,7 @@ def test_parts_that_are_cut_out_in_a_loop_are_in_its_order_alone(monkeypatch):
 
     schedule = shardplan.plan(step, MESH, _shape(512, 512)).schedule
     [split] = [o for o in schedule.program.operations if o.primitive.name == "split"]
-    monkeypatch.setattr("shardplan.memory.hiding.moved_parts", lambda *given: [split.results[0]])
+    monkeypatch.setattr("shardplan.memory.graph.moved_parts", lambda *given: [split.results[0]])
     assert split.region and not Graph(schedule, kernels_in(schedule), [], []).cut
 
 

@@ -9,9 +9,9 @@ import pytest
 import shardplan
 from shardplan.memory.accumulation import merged_anywhere, read_together
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import Waiting
 from shardplan.memory.finishing import finish_reductions
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.measured import product_microseconds
@@ -20,6 +20,7 @@ from shardplan.memory.placing import Placing
 from shardplan.memory.recomputing import adding_products, kernels_in, kernels_of
 from shardplan.memory.reductions import combined_reductions, reduced_together
 from shardplan.memory.times import BYTES_MOVED, kernel_microseconds
+from shardplan.memory.waiting import Waiting
 
 
 def _placed(needs, takes, starts=None, merged=()):

@@ -7,7 +7,8 @@ import pytest
 import shardplan
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.fusion import pointwise_operations
-from shardplan.memory.hiding import Graph, hiding_order
+from shardplan.memory.graph import Graph
+from shardplan.memory.hiding import hiding_order
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.lying import lying_of

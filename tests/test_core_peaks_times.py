@@ -10,7 +10,7 @@ import pytest
 
 import shardplan
 from shardplan.memory.coalescing import is_scattered, moves_apart
-from shardplan.memory.hiding import Graph
+from shardplan.memory.graph import Graph
 from shardplan.memory.joining import join_kernels
 from shardplan.memory.measured import product_microseconds
 from shardplan.memory.measured_collectives import collective_microseconds

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import shardplan
 from shardplan.memory.accumulation import accumulations, merged_anywhere, waiting_for_sums
-from shardplan.memory.hiding import Graph
+from shardplan.memory.graph import Graph
 from shardplan.memory.merging import merge_nodes
 from shardplan.memory.recomputing import adding_products, kernels_in
 from shardplan.memory.unshared import read_behind_sum

@@ -14,7 +14,7 @@ from shardplan.anew import BARRIERS
 from shardplan.memory.gathering import waits_for
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 
 def put_barriers(graph: Graph) -> None:

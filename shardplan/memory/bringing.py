@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardplan import _jax
 from shardplan.layout import Layout
-from shardplan.memory.combining import PLACING, Gather, gather_for, read_otherwise
+from shardplan.memory.combining import PLACING, Gather, Joined, gather_for, read_otherwise
 from shardplan.memory.fusion import fuses_operands
 from shardplan.memory.gathering import combined_gathers, waits_for
 from shardplan.memory.pipelining import gathered_before, peeled_loops
@@ -23,7 +23,7 @@ from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
     from shardplan.memory.liveness import Lifetimes
 
 
@@ -38,7 +38,7 @@ class Sending:
     are put ``beside`` each other; and per operand that a convolution reads from a copy, the one before which, or in
     which, it is made. ``side_by_side`` are those of merged products: the kernel that puts them there is the one
     that turns them. Regions that are ``still`` have no collectives. ``together``: the operations of each kernel with
-    several results, where these kernels are known."""
+    several results, where these kernels are known; and what those read that are ``joined`` before collectives are."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -49,6 +49,7 @@ class Sending:
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
     still: set[int] = field(default_factory=set)
     together: list[tuple[int, ...]] | None = None
+    joined: tuple[Joined, ...] | None = None
 
     def add(self, graph: Graph, placed: Sequence[int]) -> None:
         """Adds when collectives of a graph, of which all nodes are placed, run beside kernels, and kernels that end no
@@ -81,10 +82,10 @@ class Sending:
         )
 
 
-def reduced_at(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, int]:
+def reduced_at(lifetimes: Lifetimes, schedule: Schedule, sending: Sending) -> dict[int, int]:
     """The places of the order at which partial results are reduced that XLA reduces together, by the operation: none is
     before all are made."""
-    groups = [[lifetimes.place[o.index] for o in group] for group in combined_reductions(schedule)]
+    groups = [[lifetimes.place[o.index] for o in group] for group in combined_reductions(schedule, sending.joined)]
     return {lifetimes.order[place].index: max(group) for group in groups for place in group}
 
 
@@ -163,7 +164,7 @@ def gathered_from(lifetimes: Lifetimes, schedule: Schedule, sending: Sending) ->
     """The places of the order from which on copies are in memory that are so before they are read: what XLA gathers
     together where the first is read, and stacks that loops read."""
     found = gathered_before(lifetimes, schedule)
-    for group in combined_gathers(schedule):
+    for group in combined_gathers(schedule, sending.joined):
         alone = [lifetimes.place[gather.alone] for gather in group if gather.alone is not None]
         read = [lifetimes.reads[gather.value][0] for gather in group if gather.alone is None]
         others = [other for gather in group for other in waits_for(schedule, gather)]

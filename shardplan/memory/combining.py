@@ -10,16 +10,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import read_together
 from shardplan.memory.consumers import read_with_consumer
 from shardplan.memory.cutting import moved_results
 from shardplan.memory.fusion import is_scatter, is_view, pointwise_operations, readers_in
-from shardplan.memory.order import operands_first, operands_made, order_of
+from shardplan.memory.order import operands_first, operands_made, order_of, read_in_order
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.repeated import Apart, apart_in, padded_together, repeated_in
 from shardplan.memory.slicing import is_sliced, scattered_behind
@@ -48,66 +49,16 @@ class Gather:
     alone: int | None = None
 
 
-class Waiting:
-    """Which groups of collectives wait for which: each for all that any of its members depends on.
+class Joined(NamedTuple):
+    """Kernels that XLA makes one: the operations, by index, that end them, and the values that they read from memory,
+    in the order in which these are computed from them."""
 
-    Sets of groups are numbers with a bit for each, the lowest one for the first.
-    """
+    operations: tuple[int, ...]
+    read: tuple[int, ...]
 
-    def __init__(self) -> None:
-        self._before: list[int] = []  # per group
-        self._full = 0
-
-    def begin(self, last: int) -> int:
-        """The number of a new group; the last one of its kind, or -1, takes no more members."""
-        self._before.append(0)
-        self._full |= 1 << last if last >= 0 else 0
-        return len(self._before) - 1
-
-    def join(self, number: int, before: int) -> None:
-        """Lets a group have a member that depends on others."""
-        self._before[number] |= before & ~(1 << number)
-
-    def still_open(self, found: int) -> int:
-        """Of groups, and of what the full ones among them wait for, those that may take more members."""
-        full = found & self._full
-        if not full:
-            return found
-        for number in _members(full):
-            self._look_through(number)
-            found |= self._before[number]
-        return found & ~full
-
-    def _look_through(self, number: int) -> None:
-        """Lets a group wait for what full ones wait for instead of for these."""
-        stack = [number]
-        while stack:
-            before = self._before[stack[-1]]
-            full = _members(before & self._full)
-            if deeper := [other for other in full if self._before[other] & self._full]:
-                stack += deeper
-                continue
-            for other in full:
-                before = before & ~(1 << other) | self._before[other]
-            self._before[stack.pop()] = before
-
-    def leads(self, number: int, others: int) -> bool:
-        """Whether one of the others is a group that may take more members, or waits for it."""
-        seen = left = others
-        while left and not seen >> number & 1:
-            other = left.bit_length() - 1
-            before = self._before[other] = self.still_open(self._before[other])
-            left = left & ~(1 << other) | before & ~seen
-            seen |= before
-        return bool(seen >> number & 1)
-
-
-def _members(groups: int) -> list[int]:
-    found = []
-    while groups:
-        found.append(groups.bit_length() - 1)
-        groups ^= 1 << found[-1]
-    return found
+    def without(self, others: Collection[int]) -> tuple[int, ...]:
+        """The operations that are none of some others."""
+        return tuple(index for index in self.operations if index not in others)
 
 
 _Others = tuple[tuple[int, tuple[int, ...]], ...]
@@ -150,20 +101,27 @@ def gather_for(schedule: Schedule, operation: Operation, value: int, layout: Lay
 
 
 @once
-def read_before(schedule: Schedule) -> list[list[int]]:
+def read_before(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[int]]:
     """Per operation, the values that are there before it is computed: those that it reads, and for a product that XLA
-    merges with others what these read too. Of equal values, it is the first one."""
+    merges with others, and for one that ends kernels which are ``joined``, what these read too. Of equal values, it is
+    the first one."""
     apart = apart_in(schedule)
     same, read = repeated_in(schedule.program, apart), [*_values_read(schedule.program, apart)]
     for index, together in (read_with_consumer(schedule.problem) | read_together(schedule)).items():
         read[index] = [same.get(o, o) for o in together]
+    for kernel in joined or ():
+        before = [same.get(value, value) for value in kernel.read]
+        for index in kernel.operations:
+            read[index] = [*dict.fromkeys((*before, *read[index]))]
     return read
 
 
-def read_of_merged(schedule: Schedule, merged: Sequence[Sequence[int | Gather]]) -> dict[int, list[int]]:
+def read_of_merged(
+    schedule: Schedule, merged: Sequence[Sequence[int | Gather]], joined: tuple[Joined, ...] | None = None
+) -> dict[int, list[int]]:
     """The same of the operations, by index, that read what collectives bring which are ``merged``: with the number of
     their group, counted from behind all values, before each of these."""
-    read, otherwise = read_before(schedule), read_otherwise(schedule)
+    read, otherwise = read_before(schedule, joined), read_otherwise(schedule)
     operations, same, first = schedule.program.operations, repeated_of(schedule), len(schedule.program.values)
     groups = {one: first + number for number, group in enumerate(merged) if len(group) > 1 for one in group}
     made = {operations[one].results[0]: number for one, number in groups.items() if isinstance(one, int)}
@@ -200,30 +158,49 @@ def brought_by(schedule: Schedule, merged: Sequence[Sequence[int | Gather]]) -> 
 def _values_read(program: Program, apart: Apart) -> list[list[int]]:
     """Per operation, the values that it reads; of equal ones, the first, unless they are computed apart."""
     same = repeated_in(program, apart)
-    return [[same.get(o, o) for o in operation.operands if isinstance(o, int)] for operation in program.operations]
+    return [[same.get(o, o) for o in values] for values in read_in_order(program)]
 
 
 def with_partners(
     schedule: Schedule,
+    joined: tuple[Joined, ...] | None = None,
     changed: Mapping[int, Sequence[int]] = MappingProxyType({}),
     brought: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> list[Operation]:
-    """All operations in their order, but that a reduction over devices is followed by those that a kernel reads
-    together with it, element by element: XLA makes one kernel of all that read the same values, are as large and do not
-    need each other, so that what needs one of them waits for what any of them reads. The backward pass, which reads the
-    exponentials' sums, so waits for the picked logits, from which the loss is computed with these. It does not where
-    each device computes the loss of a part of the rows alone; nor do the exponentials then, whose sums the loss needs.
-    Nor where the backward pass alone reads a part of the rows. Products that XLA merges stand behind what any of them
-    reads, so do convolutions whose images one kernel pads, and what reads one of several collectives that are merged
-    already (``changed``, by `read_of_merged`) behind what all of these bring (``brought``)."""
-    pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
-    read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
-    parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
-    partners = _partners(schedule.problem, reducing(schedule), parts, scattered_behind(schedule))
+    """All operations in their order, but that one which ends kernels that are ``joined`` stands behind all that these
+    read, and is followed by those that end the others, but for what is reduced over devices then. XLA makes one kernel
+    of all that read the same values, are as large and do not need each other, so that what needs one of them waits for
+    what any of them reads. The backward pass, which reads the exponentials' sums, so waits for the picked logits, from
+    which the loss is computed with these. It does not where each device computes the loss of a part of the rows alone;
+    nor do the exponentials then, whose sums the loss needs. Nor where the backward pass alone reads a part of the rows.
+    Where these kernels are not known, so it is with reductions over devices and those that a kernel reads together with
+    them, element by element.
+
+    Products that XLA merges stand behind what any of them reads, so do convolutions whose images one kernel pads, and
+    what reads one of several collectives that are merged already (``changed``, by `read_of_merged`) behind what all of
+    these bring (``brought``)."""
     together = {**padded_together(schedule), **read_with_consumer(schedule.problem), **read_together(schedule)}
+    read, same = read_before(schedule, joined), repeated_of(schedule)
+    for operation in schedule.program.operations if same else ():
+        if not same.keys().isdisjoint([o for o in operation.operands if isinstance(o, int)]):
+            together.setdefault(operation.index, read[operation.index])
+    if joined is None:
+        partners = _reduced_with(schedule)
+    else:
+        reduced = reducing(schedule)
+        partners = tuple((index, kernel.without(reduced)) for kernel in joined for index in kernel.operations)
+        together |= {index: read[index] for index, _ in partners}
     if not changed:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))
     return _ordered(schedule.program, partners, {**together, **changed}, brought)
+
+
+def _reduced_with(schedule: Schedule) -> _Others:
+    """Per operation, those that a kernel reads together with it, where these are reduced over devices."""
+    pointwise, values = pointwise_operations(schedule.problem), schedule.assignment.values
+    read = ((index, *pair) for index, pairs in read_otherwise(schedule).items() if index in pointwise for pair in pairs)
+    parts = frozenset((index, value) for index, value, layout in read if is_sliced(values[value], layout))
+    return _partners(schedule.problem, reducing(schedule), parts, scattered_behind(schedule))
 
 
 @once

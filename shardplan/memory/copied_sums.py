@@ -28,7 +28,7 @@ from shardplan.memory.times import BYTES_MOVED
 from shardplan.problem import Problem
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 
 def copied_first(problem: Problem, added: Accumulation) -> bool:

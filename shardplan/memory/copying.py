@@ -57,7 +57,7 @@ from shardplan.problem import Problem
 from shardplan.program import Operation, Program
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 _TILED = 8
 """The size of the innermost dimension from which on kernels that move it do so in tiles."""

@@ -16,7 +16,7 @@ from shardplan.schedule import Schedule
 from shardplan.steps import Step
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 
 def moved_results(schedule: Schedule) -> list[int]:

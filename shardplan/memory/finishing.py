@@ -18,7 +18,7 @@ from shardplan.memory.times import BYTES_MOVED, UNKNOWN, finishing_microseconds
 from shardplan.steps import Step
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 
 def finish_reductions(graph: Graph) -> None:

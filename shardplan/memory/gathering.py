@@ -32,7 +32,7 @@ from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.combining import (
     COMBINED_BYTES,
     Gather,
-    Waiting,
+    Joined,
     gather_for,
     read_before,
     read_otherwise,
@@ -40,6 +40,7 @@ from shardplan.memory.combining import (
 )
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.waiting import Waiting
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
@@ -55,17 +56,18 @@ these split."""
 
 
 @once
-def combined_gathers(schedule: Schedule) -> list[list[Gather]]:
-    """What is gathered together, in each region by itself: groups of two and more."""
+def combined_gathers(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Gather]]:
+    """What is gathered together, in each region by itself: groups of two and more; where the kernels are known that are
+    ``joined``, with these."""
     groups = list[list[Gather]]()
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     numbers: dict[Gather, int] = {}
     behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
-    read, gathers = read_before(schedule), _gathers(schedule)
+    read, gathers = read_before(schedule, joined), _gathers(schedule)
     left = len({gather for some in gathers.values() for gather, _ in some})
     together = {index: group for group in merged_anywhere(schedule) for index in group} if left else {}
-    for operation in with_partners(schedule) if left else ():
+    for operation in with_partners(schedule, joined) if left else ():
         found = 0
         for value in read[operation.index]:
             found |= behind.get(value, 0)

@@ -25,67 +25,84 @@ Below, two kernels of a layer run between one weight's gradient and the next.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
 
-from shardplan.anew import is_behind_barrier
-from shardplan.memory.accumulation import waiting_for_sums
-from shardplan.memory.barriers import put_barriers
 from shardplan.memory.bringing import Sending
-from shardplan.memory.coalescing import bytes_apart, turning_reads
-from shardplan.memory.combining import Gather, gather_for, read_otherwise
-from shardplan.memory.convolutions import CONVOLUTION
+from shardplan.memory.combining import Gather, Joined
 from shardplan.memory.copied_sums import copy_sums
-from shardplan.memory.cutting import cut_parts, last_sent, moved_parts, send_parts
-from shardplan.memory.cycles import cycles_in_kernel
 from shardplan.memory.finishing import finish_reductions
-from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
-from shardplan.memory.gathering import combined_gathers, gathered_at_the_end, waits_for
-from shardplan.memory.joining import join_kernels
+from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
+from shardplan.memory.graph import Graph
+from shardplan.memory.joining import join_as, join_kernels, joined_in
 from shardplan.memory.leaving import copy_at_the_end
-from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.merging import merge_nodes, wait_for_slices
-from shardplan.memory.nodes import Nodes
 from shardplan.memory.order import operands_first
-from shardplan.memory.outputs import send_at_the_end
-from shardplan.memory.placing import LATENCY, Placing, through_values
+from shardplan.memory.placing import Placing, through_values
 from shardplan.memory.poolings import take_poolings_apart
-from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.reductions import Reduced, reduced_together, without_leading
-from shardplan.memory.repeated import repeated_in
-from shardplan.memory.rows import row_results
-from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.times import UNKNOWN, computing_microseconds, is_timed, kernel_microseconds, waiting_in_columns
+from shardplan.memory.reductions import reduced_together, without_leading
 from shardplan.memory.turning import turn_operands
 from shardplan.memory.zeros import copy_for_poolings, fill_apart
-from shardplan.program import Operation
 from shardplan.schedule import Schedule
-from shardplan.steps import Step
-
-_MOST_SOURCES = 64
-"""Values that one kernel reads, about: what is computed from more counts as stored."""
 
 
 def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sending]:
     """The indices of all operations in the order in which they run, a loop's body before the loop, and when collectives
     run beside them. Each body is put in order by itself."""
-    sending = Sending(together=[])
-    return _order_in(schedule, kernels, 0, sending), sending
+    regions = {region: _Apart(schedule, kernels, region) for region in _regions_run(schedule)}
+    joined = tuple(one for apart in regions.values() for one in joined_in(apart.graph))
+    sending = Sending(together=[], joined=joined)
+    return _order_in(schedule, kernels, 0, regions, sending), sending
 
 
-def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sending) -> list[int]:
-    """The order of a region, with what runs in its operations' bodies; when its collectives run is added."""
-    merged, gathers = reduced_together(schedule), combined_gathers(schedule)
-    for groups in ((merged, gathers), (merged, []), (without_leading(schedule, merged), gathers), ([], [])):
-        graph = Graph(schedule, kernels, *groups, region)
-        if len(graph.in_order()) == len(graph.needs):  # else two merged collectives wait for each other
-            break
+class _Apart:
+    """A region's graph before XLA merges collectives. By then kernels are one that become so: which are is found here,
+    and what leads to what by them decides what is merged."""
+
+    def __init__(self, schedule: Schedule, kernels: Kernels, region: int) -> None:
+        self.graph = Graph(schedule, kernels, [], [], region)
+        _prepare(self.graph, kernels)
+        self.joining = join_kernels(self.graph, kernels)
+
+    def merged(self, schedule: Schedule, kernels: Kernels, joined: tuple[Joined, ...]) -> Graph:
+        """The same graph where collectives are merged."""
+        merged, gathers = reduced_together(schedule, joined), combined_gathers(schedule, joined)
+        groups: Iterable[Sequence[int | Gather]] = (*merged, *gathers)
+        if not any(sum(map(self._has, group)) > 1 for group in groups):
+            return self.graph
+        for some in ((merged, gathers), (merged, []), (without_leading(schedule, merged), gathers)):
+            graph = Graph(schedule, kernels, *some, self.graph.region)
+            if len(graph.in_order()) == len(graph.needs):
+                _prepare(graph, kernels)
+                join_as(graph, self.joining)
+                if len(graph.in_order()) == len(graph.needs):
+                    return graph
+        return self.graph  # else two merged collectives wait for each other
+
+    def _has(self, one: int | Gather) -> bool:
+        return one in self.graph.reduced if isinstance(one, int) else one in self.graph.gathers
+
+
+def _regions_run(schedule: Schedule) -> list[int]:
+    """The regions of a program that run, from the outermost on."""
+    operations, found = schedule.program.operations, [0]
+    for region in found:
+        found += [body for index in schedule.program.regions[region].operations for body in operations[index].bodies]
+    return found
+
+
+def _prepare(graph: Graph, kernels: Kernels) -> None:
     turn_operands(graph, kernels)
     fill_apart(graph, kernels.fused)
     copy_for_poolings(graph)
     take_poolings_apart(graph)
-    join_kernels(graph, kernels)
+
+
+def _order_in(
+    schedule: Schedule, kernels: Kernels, region: int, regions: Mapping[int, _Apart], sending: Sending
+) -> list[int]:
+    """The order of a region, with what runs in its operations' bodies; when its collectives run is added."""
+    graph = regions[region].merged(schedule, kernels, sending.joined or ())
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
     finish_reductions(graph)
@@ -93,7 +110,9 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     copy_at_the_end(graph, kernels)
     operations = schedule.program.operations
     bodies = {
-        index: [inner for body in operations[index].bodies for inner in _order_in(schedule, kernels, body, sending)]
+        index: [
+            inner for body in operations[index].bodies for inner in _order_in(schedule, kernels, body, regions, sending)
+        ]
         for index in schedule.program.regions[region].operations
     }
     order: list[int] = []
@@ -107,294 +126,3 @@ def _order_in(schedule: Schedule, kernels: Kernels, region: int, sending: Sendin
     if not graph.starts and (region or not gathered_at_the_end(schedule)):
         sending.still.add(region)
     return order
-
-
-class Graph(Nodes):
-    """The kernels of a region, by the index of the operation that ends them, and its collectives,
-    each a start and an end, numbered after all operations: what each needs, and how long it takes."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        kernels: Kernels,
-        combined: Sequence[Sequence[Reduced]],
-        gathers: Sequence[Sequence[Gather]],
-        region: int = 0,
-    ) -> None:
-        layouts = schedule.assignment.values
-        super().__init__(
-            lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else self.filled.get(value, 0),
-            lambda value: bytes_apart(schedule, value, layouts[value]) if value in layouts else 0.0,
-        )
-        self.schedule, self.program, self.region = schedule, schedule.program, region
-        self.starts: dict[int, int] = {}  # per end of a collective, its start
-        self.joined: dict[int, list[int]] = {}
-        self.several = list[tuple[int, ...]]()
-        self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
-        self.copied: dict[int, int] = {}  # per product that is added to a copy of something, what makes that
-        self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
-        self.filled: dict[int, float] = {}  # the bytes of these, and of slices
-        self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
-        self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
-        self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
-        here = [self.program.operations[index] for index in self.program.regions[region].operations]
-        self.makers = {result: operation for operation in here for result in operation.results}
-        self._ends: dict[object, int] = {}
-        self.merged: set[int] = set()  # ends of collectives that bring several values
-        self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
-        self.gathers: dict[Gather, int] = {}
-        self.guarded: dict[Gather, tuple[set[int], set[int]]] = {}  # what those behind barriers need and read
-        self.barriers: dict[int, int] = {}  # per barrier, the number that what comes out of it has as a value
-        self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
-        self.sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
-        self.cut = {value: -1 for value in moved_parts(schedule, kernels.fused) if value in self.makers}  # with kernels
-        self.reads: dict[int, frozenset[int]] = {}
-        self._sources: dict[int, frozenset[int]] = {}
-        self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
-        self._moved_by: dict[int, tuple[Gather, ...]] = {}
-        self._slow: dict[int, frozenset[int]] = {}  # per value computed on the way, operations that take long, and
-        self.computing: dict[int, float] = {}  # per kernel, how long those in it take
-        self.adding = kernels.adding
-        self.parts = {o.index for o in here if self._is_part(o)}
-        self.tiled = set[int]()  # kernels that turn what they read, in tiles
-        self.by_rows = set[int]()  # kernels that go through rows which they have reduced, and
-        self.rows = set[int]()  # what is computed of such rows on the way
-        self._turning = turning_reads(schedule)
-        self._find_kernels(here, kernels)
-        together = {one: number for number, group in enumerate(combined) for one in group}
-        self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
-        self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
-        self._connect({one: number for one, number in together.items() if isinstance(one, int)})
-
-    def _find_kernels(self, here: Sequence[Operation], kernels: Kernels) -> None:
-        """The operations that end kernels, and what these read, from memory and on the way."""
-        rows = {*row_results(self.program, pointwise_operations(self.schedule.problem))}  # and what is computed of them
-        in_memory, same = kernels.stored | kernels.read, repeated_in(self.program, kernels.apart)
-        for operation in here:
-            if operation.results and same.keys() >= {*operation.results}:
-                for result in operation.results:
-                    self._sources[result] = self._sources.get(same[result], frozenset((same[result],)))
-                    self._brought[result] = self._brought.get(same[result], ())
-                continue
-            reads = self._read_by(operation)
-            results = [result for result in operation.results if result not in self.cut]
-            stored = not in_memory.isdisjoint(results) and not self._shows(operation, same)
-            brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
-            brought += tuple(self._read_otherwise(operation))
-            slow = self._slow_in(operation)
-            by_rows = not rows.isdisjoint([o for o in (*operation.operands, *operation.results) if isinstance(o, int)])
-            if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
-                self._sources |= dict.fromkeys(results, reads)
-                rows.update(operation.results if by_rows else ())
-                self.rows.update(operation.results if by_rows else ())
-                if brought:
-                    self._brought |= dict.fromkeys(operation.results, brought)
-                if slow:
-                    self._slow |= dict.fromkeys(operation.results, slow)
-            else:
-                if slow:
-                    some = [self.program.operations[index] for index in slow]
-                    self.computing[operation.index] = sum(computing_microseconds(self.schedule, one) for one in some)
-                    self._turn(operation, slow)
-                self.reads[operation.index], self._moved_by[operation.index] = reads, brought
-                self.by_rows.update({operation.index} if by_rows else ())
-                rows.difference_update(operation.results)
-
-    def _turn(self, operation: Operation, slow: Collection[int]) -> None:
-        """Takes in that what an operation's kernel reads may lie otherwise. What adds up gets that turned already."""
-        turning = [self._turning[one] for one in slow if one in self._turning]
-        if turning and operation.primitive.name not in REDUCTIONS:
-            (self.scattered if any(turning) else self.tiled).add(operation.index)
-
-    def _slow_in(self, operation: Operation) -> frozenset[int]:
-        """The operations that take long, of those that are computed where an operation is: this, and on the way."""
-        found = [self._slow[o] for o in operation.operands if isinstance(o, int) and o in self._slow]
-        long = cycles_in_kernel(operation) or operation.index in self._turning
-        slow = {operation.index} if long else set()
-        return frozenset[int]().union(slow, *found) if found or slow else frozenset()
-
-    def _read_by(self, operation: Operation) -> frozenset[int]:
-        """What is in memory that an operation's operands are, or are computed from on the way."""
-        found = set[int]()
-        for operand in operation.operands:
-            if isinstance(operand, int):
-                sources = self._sources.get(operand)
-                if sources is None:
-                    found.add(operand)
-                else:
-                    found |= sources
-        return frozenset(found)
-
-    def _shows(self, operation: Operation, same: Mapping[int, int]) -> bool:
-        """Whether an operation gives another shape of what is in memory: of what is computed on the way, it ends the
-        kernel that stores that."""
-        seen: Operation | None = operation
-        while seen is not None and is_view(self.program, seen):
-            [shown, *_] = seen.operands
-            if not isinstance(shown, int) or same.get(shown, shown) not in self._sources:
-                return True
-            seen = self.makers.get(same.get(shown, shown))
-        return False
-
-    def _is_part(self, operation: Operation) -> bool:
-        """Whether a library makes a result: together with the workspace, from which it is taken."""
-        library = operation.primitive.name == CONVOLUTION or is_multiplied(self.program, operation)
-        return library or operation.index in self.adding
-
-    def elements(self, operation: Operation) -> int:
-        """How many elements a kernel goes through."""
-        if is_sum(self.program, operation):  # a matrix, by a vector
-            return max(self.program.values[v].elements for v in operation.operands if isinstance(v, int))
-        value = (operation.operands if operation.primitive.name in REDUCTIONS else operation.results)[:1]
-        return sum(self.program.values[v].elements for v in value if isinstance(v, int))
-
-    def _connect(self, merged: Mapping[int, int]) -> None:
-        sent = self.sent
-        self.cut = {value: node for value, node in self.cut.items() if self.makers[value].index not in self.reads}
-        for index in self.reads:
-            operation = self.program.operations[index]
-            strategy = self.schedule.assignment.strategies.get(index)
-            self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
-            self.values[index] = set()
-            library = index in self.adding or is_timed(self.program, operation)
-            if index in self.by_rows and not library:
-                self.takes[index] = UNKNOWN
-            elif not library:
-                self.moves[index] = {*self.reads[index]}, {*operation.results}
-                self.slower[index] = waiting_in_columns(self.schedule, operation, self.reads[index])
-                self.takes[index] = self.busy(self.computing.get(index, 0.0), index)
-            for position, result in enumerate(operation.results if strategy is not None else ()):
-                steps = self.schedule.result_steps(operation, position)
-                if strategy is not None and any(step.kind != "slice" for step in steps):
-                    left = layout_left(self.schedule.problem, operation, strategy, position)
-                    size = bytes_in(self.schedule, result, left)
-                    end = self.collective(merged.get(index, ("result", result)), (last_sent(steps), size), index)
-                    self.needs[self.starts[end]].add(index)
-                    self.values[self.starts[end]].add(result)
-                    sent[result] = self.reduced[index] = end
-        send_parts(self)
-        for index in self.reads:
-            moved = self._moved(index, sent)
-            self.needs[index].update(end for _, end in moved)
-            for value in self.reads[index].difference(value for value, _ in moved):
-                need = sent.get(value, maker := self.maker(value))
-                if need is not None:
-                    self.needs[index].add(need)
-                if need == maker:
-                    self.values[index].add(value)
-
-        for index, value in waiting_for_sums(self.schedule).items():
-            if index in self.reads and (maker := self.maker(value)) is not None:
-                self.needs[index].add(maker)
-        if not self.region:
-            send_at_the_end(self)
-        put_barriers(self)
-        cut_parts(self)
-
-    def add(self, place: float, needs: set[int], values: set[int], takes: float) -> int:
-        """A further kernel: its number."""
-        node = len(self.program.operations) + 2 * len(self._ends) + len(self.further)
-        self.further.add(node)
-        self.place[node], self.needs[node], self.values[node], self.takes[node] = place, needs, values, takes
-        return node
-
-    def runs(self, node: int) -> bool:
-        """Whether a node is a kernel, not an end of a collective."""
-        return node < len(self.program.operations) or node in self.further
-
-    def sources(self, value: int) -> frozenset[int]:
-        """What is in memory that a value is computed from on the way; itself, if it is in memory."""
-        return self._sources.get(value, frozenset((value,)))
-
-    def read_from(self, node: int) -> list[int | Gather]:
-        """What a kernel reads: values as they are made, and what collectives bring."""
-        gathers = self._moved_by.get(node, ())
-        moved = {value for gather in gathers for value in self.sources(gather.value)}
-        return [*sorted(self.reads[node] - moved), *gathers]
-
-    def brought(self, value: int) -> tuple[Gather, ...]:
-        """What is brought to other layouts for a value that is computed on the way."""
-        return self._brought.get(value, ())
-
-    def maker(self, value: int) -> int | None:
-        """The kernel of the region that makes a value, if one does."""
-        if value >= len(self.program.values):  # what a scatter writes into
-            return self.filling[value - len(self.program.values)]
-        if value in self.finished:
-            return self.finished[value]
-        maker = self.makers.get(value)
-        return maker.index if maker is not None and maker.index in self.reads else None
-
-    def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
-        """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
-        found = list[tuple[int, int]]()
-        product = self.adding[index].product if index in self.adding else None
-        brought = self._moved_by.get(index, ())
-        if product is not None:
-            brought += tuple(self._read_otherwise(self.program.operations[product]))
-        for gather in brought:
-            end = self._gather(gather, index - 1)
-            needs, values = self.needs[self.starts[end]], self.values[self.starts[end]]
-            if gather.alone is not None and is_behind_barrier(self.schedule, gather.alone, gather.value):
-                needs, values = self.guarded.setdefault(gather, (set(), set()))
-            needs |= self._awaited(gather, sent, index)
-            operand = gather.value
-            for value in self._sources.get(operand, frozenset((operand,))):
-                maker = self.maker(value)
-                if maker is not None:
-                    needs.add(sent.get(value, maker))
-                if value not in sent:
-                    values.add(value)
-                found.append((value, end))
-        return found
-
-    def _awaited(self, gather: Gather, sent: Mapping[int, int], reader: int) -> set[int]:
-        """What makes, or brings, the value that a gather for a reader waits for beside what it gathers."""
-        found = set[int]()
-        for other in waits_for(self.schedule, gather):
-            makers = {value: self.maker(value) for value in self.sources(other.value)}
-            found |= {sent.get(value, maker) for value, maker in makers.items() if maker is not None}
-            if any(step.kind != "slice" for step in self.schedule.route(*other).steps):
-                found.add(self._gather(gather_for(self.schedule, self.program.operations[reader], *other), reader - 1))
-        return found
-
-    def _read_otherwise(self, operation: Operation) -> Iterator[Gather]:
-        """What an operation reads in layouts that it has to be brought to."""
-        for operand, layout in read_otherwise(self.schedule).get(operation.index, ()):
-            if any(step.kind != "slice" for step in self.schedule.route(operand, layout).steps):
-                yield gather_for(self.schedule, operation, operand, layout)
-
-    def _gather(self, gather: Gather, place: int) -> int:
-        """The end of what brings a value to another layout, which what is gathered together has in common."""
-        if gather not in self.gathers:
-            key = self._together.get(gather, gather)
-            place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            last = last_sent(self.schedule.route(gather.value, gather.layout).steps)
-            whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
-            self.gathers[gather] = self.collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
-        return self.gathers[gather]
-
-    def collective(self, key: object, sent: tuple[Step, float], place: int) -> int:
-        """The end of a collective, which is made where there is none yet, or grows."""
-        if key not in self._ends:
-            start = len(self.program.operations) + 2 * len(self._ends)
-            self._ends[key] = start + 1
-            self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
-            self.takes[start] = LATENCY if sent[0].kind == "all-to-all" else 0.0  # which reads a view
-            self.values[start], self.values[start + 1] = set(), set()
-        end = self._ends[key]
-        if end in self._sent:
-            self.merged.add(end)
-        self._sent[end] = self._sent.get(end, 0.0) + sent[1]
-        devices = prod(self.schedule.space.mesh.sizes[axis] for axis in sent[0].axes)
-        self.takes[end] = collective_microseconds(sent[0].kind, self._sent[end], devices)
-        self.place[end - 1], self.place[end] = place + 0.3, place + 0.6
-        return end
-
-    def _time(self, operation: Operation) -> float:
-        """Microseconds that a kernel takes on one device."""
-        reads, made = self.reads.get(operation.index, frozenset()), next(iter(operation.results), None)
-        if operation.index in self.adding:  # as long as without what it is added to
-            operation = self.program.operations[self.adding[operation.index].product]
-            reads = frozenset(o for o in operation.operands if isinstance(o, int))
-        return kernel_microseconds(self.schedule, operation, reads, made)

@@ -15,9 +15,9 @@ what reads that stays apart, unless it reads something else in common.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from shardplan.memory.combining import Gather, reducing
+from shardplan.memory.combining import Gather, Joined, reducing
 from shardplan.memory.copies import multiplies_apart
 from shardplan.memory.fusion import (
     REDUCTIONS,
@@ -27,6 +27,7 @@ from shardplan.memory.fusion import (
     pointwise_operations,
     scatters_as_one,
 )
+from shardplan.memory.order import read_in_order
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_sum
 from shardplan.memory.recomputing import Kernels
@@ -37,7 +38,7 @@ from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 _MOST_SUMS, _MOST_VALUES = 8, 96
 """Reductions in one kernel, and values that it reads and makes, as XLA counts."""
@@ -49,13 +50,28 @@ _MOST_BETWEEN = 256
 """Nodes between two kernels that are looked at to tell whether one needs the other."""
 
 
-def join_kernels(graph: Graph, kernels: Kernels) -> None:
+class Joining(NamedTuple):
+    """Which kernels of a region become one, and how long these compute."""
+
+    owner: dict[int, int]
+    """Per kernel that is part of another one, that one."""
+    computing: dict[int, float]
+
+
+def join_kernels(graph: Graph, kernels: Kernels) -> Joining:
     """Makes kernels of a graph one as XLA does, what is in memory last first."""
     joining = _Joining(graph, kernels)
     for made in joining.in_memory():
         joining.join_readers(made)
         joining.join_producer(made)
-    owner = {node: joining.last(node) for node in joining.into}
+    found = Joining({node: joining.last(node) for node in joining.into}, joining.computing)
+    join_as(graph, found)
+    return found
+
+
+def join_as(graph: Graph, joining: Joining) -> None:
+    """Makes kernels of a graph one as found in another one of the same kernels."""
+    owner = joining.owner
     graph.needs = graph.joining(owner)
     graph.take_in(owner)
     for node, other in owner.items():
@@ -65,6 +81,26 @@ def join_kernels(graph: Graph, kernels: Kernels) -> None:
     for node in {*owner.values()} & graph.moves.keys():
         graph.computing[node] = joining.computing[node]
         graph.takes[node] = graph.busy(joining.computing[node], node)
+
+
+def joined_in(graph: Graph) -> Iterator[Joined]:
+    """The kernels of a graph that are one, with what each reads from memory."""
+    operations, inside = graph.program.operations, read_in_order(graph.program)
+    for together in graph.several:
+        read, seen = dict[int, None](), {result for node in together for result in operations[node].results}
+        for node in together:
+            stack = [iter(inside[node])]
+            while stack:
+                operand = next(stack[-1], None)
+                if operand is None:
+                    stack.pop()
+                elif operand not in seen:
+                    seen.add(operand)
+                    if operand in graph.makers and graph.sources(operand) != {operand}:
+                        stack.append(iter(inside[graph.makers[operand].index]))
+                    else:
+                        read[operand] = None
+        yield Joined(together, tuple(read))
 
 
 class _Joining:

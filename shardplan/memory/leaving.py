@@ -31,7 +31,7 @@ from shardplan.program import Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
     from shardplan.memory.recomputing import Kernels
 
 _LOOKED_AT = 64

@@ -386,7 +386,7 @@ def memory_held(
 
 def _left(lifetimes: Lifetimes, schedule: Schedule, sliced: Mapping[int, Layout], sending: Sending) -> Iterator[Held]:
     """Results in the layouts that operations leave, from where parts are cut out until they are in those stored."""
-    reduced = reduced_at(lifetimes, schedule)
+    reduced = reduced_at(lifetimes, schedule, sending)
     for operation, result, left in left_otherwise(schedule):
         part = operation.index in lifetimes.fused and is_sliced(left, schedule.assignment.values[result])
         if result not in sliced and not part:  # a kernel that takes part of what it computes computes that part alone

@@ -43,7 +43,7 @@ from shardplan.schedule import Schedule
 from shardplan.strategy import Strategy, bytes_of, operand_type
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
     from shardplan.memory.liveness import Lifetimes
     from shardplan.memory.recomputing import Kernels
 

@@ -30,8 +30,8 @@ from shardplan.schedule import Schedule
 from shardplan.strategy import operand_type
 
 if TYPE_CHECKING:
+    from shardplan.memory.graph import Graph
     from shardplan.memory.held import Lifetime
-    from shardplan.memory.hiding import Graph
     from shardplan.memory.liveness import Lifetimes
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose"})

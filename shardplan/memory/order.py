@@ -75,14 +75,14 @@ def operands_made(program: Program) -> list[tuple[int, ...]]:
     """Per operation, those of its region that it is computed from, by index, in the order of its operands."""
     makers = program.makers
     found = []
-    for operation, values in zip(program.operations, _read_in_order(program), strict=True):
+    for operation, values in zip(program.operations, read_in_order(program), strict=True):
         read = (makers.get(value) for value in values)
         found.append(tuple([m.index for m in read if m is not None and m.region == operation.region]))
     return found
 
 
 @once
-def _read_in_order(program: Program) -> list[tuple[int, ...]]:
+def read_in_order(program: Program) -> list[tuple[int, ...]]:
     """Per operation, the values that it reads, in the order in which XLA's kernel has them: of numbers that one kernel
     computes from others, those that are computed in it come last, as what it reads for these is put behind the rest.
     The squares of all gradients, added up one by one, are so looked at from the last one on."""
@@ -129,7 +129,7 @@ def _append_region(
     order: list[int],
 ) -> None:
     """Appends a region's operations, each after those that make its operands, and none before it is needed."""
-    here, read = program.regions[region], _read_in_order(program)
+    here, read = program.regions[region], read_in_order(program)
     done: set[int] = set()
     others = [o for index in here.operations for o in program.operations[index].results]
     for wanted in (*_together(here.outputs, leading), *others):

@@ -28,7 +28,7 @@ from shardplan.memory.sizes import bytes_in
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 
 def sent_at_the_end(schedule: Schedule) -> list[list[Gather]]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from shardplan.memory.viewing import viewed
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 LATENCY = 1.0
 """Microseconds after which an operation can start that needs another one, as XLA's scheduler counts."""

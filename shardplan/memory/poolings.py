@@ -25,7 +25,7 @@ from shardplan.memory.workspaces import window_bytes
 from shardplan.program import Operation, Program
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
     from shardplan.memory.liveness import Lifetimes
 
 IMAGE = 1

@@ -22,7 +22,7 @@ from shardplan.layout import Layout
 from shardplan.memory.combining import (
     COMBINED_BYTES,
     Gather,
-    Waiting,
+    Joined,
     brought_by,
     gather_for,
     read_before,
@@ -34,6 +34,7 @@ from shardplan.memory.combining import (
 )
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.waiting import Waiting
 from shardplan.once import once
 from shardplan.partitioner import order_of_devices
 from shardplan.program import Operation
@@ -56,31 +57,35 @@ class _Reduction(NamedTuple):
 
 
 @once
-def combined_reductions(schedule: Schedule) -> list[list[Operation]]:
+def combined_reductions(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Operation]]:
     """The operations whose partial results are reduced together as they are made, in the order of the program."""
-    indices = (sorted(one for one in group if isinstance(one, int)) for group in reduced_together(schedule))
+    indices = (sorted(one for one in group if isinstance(one, int)) for group in reduced_together(schedule, joined))
     return [[schedule.program.operations[index] for index in group] for group in sorted(indices) if group]
 
 
 @once
-def reduced_together(schedule: Schedule) -> list[list[Reduced]]:
+def reduced_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Reduced]]:
     """What is reduced together.
 
     XLA goes from what the step gives back to what it is computed from, operands first. A reduction joins those of its
     kind before it, until one depends on another one (a gradient's norm on the gradient's sum), or they are too large.
     It depends on all that what it is merged with does: after each group XLA looks anew at what leads to what. It goes
     through all gathers first, then all-reduces, and at last what is scattered: what reads one of several that are
-    merged by then stands behind what all of them bring.
+    merged by then stands behind what all of them bring, and one of kernels that are ``joined``, where these are known,
+    behind what all of them read.
     """
     groups, reductions = list[list[Reduced]](), _reductions(schedule)
     for scattered in (False, True):
         if some := {index: found[scattered] for index, found in reductions.items() if found[scattered]}:
-            groups += _merged(schedule, [*combined_gathers(schedule), *groups], some)
+            groups += _merged(schedule, joined, [*combined_gathers(schedule, joined), *groups], some)
     return groups
 
 
 def _merged(
-    schedule: Schedule, merged: Sequence[Sequence[Reduced]], reductions: Mapping[int, Sequence[_Reduction]]
+    schedule: Schedule,
+    joined: tuple[Joined, ...] | None,
+    merged: Sequence[Sequence[Reduced]],
+    reductions: Mapping[int, Sequence[_Reduction]],
 ) -> list[list[Reduced]]:
     """What is reduced together of these, by the operation, where other collectives are ``merged``."""
     groups = list[list[Reduced]]()
@@ -88,10 +93,10 @@ def _merged(
     behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
     same, numbers = repeated_of(schedule), dict[Reduced, int]()
-    read, brought = read_before(schedule), brought_by(schedule, merged)
-    changed = read_of_merged(schedule, merged)
+    read, brought = read_before(schedule, joined), brought_by(schedule, merged)
+    changed = read_of_merged(schedule, merged, joined)
     left, bringing = len({found.one for some in reductions.values() for found in some}), len(schedule.program.values)
-    for operation in with_partners(schedule, changed, brought):
+    for operation in with_partners(schedule, joined, changed, brought):
         found = 0
         for value in changed.get(operation.index, read[operation.index]):
             if value >= bringing and value not in behind:

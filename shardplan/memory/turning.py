@@ -31,7 +31,7 @@ from shardplan.memory.zeros import kernels_with
 from shardplan.program import Operation
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 
 def turn_operands(graph: Graph, kernels: Kernels) -> None:

@@ -131,7 +131,7 @@ class Usages:
         other layouts live as long as with this schedule; True where that is another."""
         before = self._lifetimes, self._reduced, self._begun, {**self._twice}, {**self._turned}, self._spans, self._last
         self._lifetimes = self.lifetimes.held | merged_lifetimes(self.lifetimes, schedule)
-        self._reduced = reduced_at(self.lifetimes, schedule)
+        self._reduced = reduced_at(self.lifetimes, schedule, Sending())
         together = gathered_from(self.lifetimes, schedule, Sending())
         self._begun = {gather.value: place for gather, place in together.items() if gather.alone is None}
         spans = brought_spans(self.lifetimes, schedule, together).items()
@@ -150,7 +150,7 @@ class Usages:
         longer, with its collectives under way as they are in its own order."""
         place = self.lifetimes.place
         together = gathered_from(self.lifetimes, schedule, sending)
-        for index, last in reduced_at(self.lifetimes, schedule).items():
+        for index, last in reduced_at(self.lifetimes, schedule, sending).items():
             self._reduced[index] = max(last, self._reduced.get(index, last))
         for index, before in sending.ends.items():
             self._reduced[index] = max(place[before], self._reduced.get(index, place[before]))

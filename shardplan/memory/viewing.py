@@ -32,7 +32,7 @@ from shardplan.program import Operation, Program
 from shardplan.strategy import operand_type
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
 
 
 def viewed(graph: Graph) -> dict[int, set[tuple[int, bool]]]:

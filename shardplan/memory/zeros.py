@@ -34,7 +34,7 @@ from shardplan.program import Constant, Operation
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
-    from shardplan.memory.hiding import Graph
+    from shardplan.memory.graph import Graph
     from shardplan.memory.liveness import Lifetimes
 
 
