@@ -87,6 +87,7 @@ def readers_in(program: Program) -> dict[int, list[Operation]]:
     return readers_of(program.operations)
 
 
+@once
 def fused_operations(problem: Problem) -> frozenset[int]:
     """The operations that XLA:GPU makes part of the kernels that read them, by index.
 

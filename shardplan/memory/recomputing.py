@@ -57,7 +57,7 @@ _MOST_BEFORE = 64
 """Operations that are looked at before a scatter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
     """What XLA:GPU makes of a program: the operations ``fused`` into the kernels that read them, by index; the values
     that kernels ``read`` from memory or that leave; those that are ``stored`` though each kernel could compute them;

@@ -28,7 +28,9 @@ from shardplan.memory.sizes import bytes_in
 from shardplan.memory.slicing import scattered_behind
 from shardplan.memory.times import BYTES_MOVED, UNKNOWN
 from shardplan.memory.zeros import kernels_with
+from shardplan.once import once
 from shardplan.program import Operation
+from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
     from shardplan.memory.graph import Graph
@@ -39,7 +41,7 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
     also those of rows in groups (`shardplan.memory.masking`), or of parts that an all-to-all brings: these need that
     instead of what it is made from. A copy for convolutions that is only transposed is written by the kernel that makes
     what is copied, where that computes element by element."""
-    spread = spread_operands(graph.program, graph.program.operations, kernels.copied)
+    spread = _spread(graph.schedule, kernels)
     nodes: dict[tuple[int, float], int] = {}
     adding = {found.product: index for index, found in kernels.adding.items()}
     for index in sorted({index for index, _ in spread}):
@@ -79,6 +81,24 @@ def turn_operands(graph: Graph, kernels: Kernels) -> None:
     _turn_sent(graph)
     read_slices(graph, read_otherwise(graph.schedule))
     mask_rows(graph, kernels)
+
+
+@once
+def _spread(schedule: Schedule, kernels: Kernels) -> dict[tuple[int, int], float]:
+    """The operands of convolutions that are copied, see `spread_operands`; in all regions, each of which reads it."""
+    return spread_operands(schedule.program, schedule.program.operations, kernels.copied)
+
+
+@once
+def _copied_for_products(
+    schedule: Schedule, kernels: Kernels
+) -> tuple[dict[tuple[int, int], ProductOperand], dict[ProductOperand, Operation | None]]:
+    """The operands that products read from copies, but for merged ones, and what writes these; likewise."""
+    program, reading = schedule.program, (kernels.masked, kernels.carried, kernels.reshaped)
+    operands = copied_operands(program, pointwise_operations(schedule.problem), *reading)
+    merged = {index for group in merged_anywhere(schedule) for index in group}
+    alone = {place: read for place, read in operands.items() if place[0] not in merged}
+    return alone, written_by(schedule.problem, program.operations, alone, kernels)
 
 
 def _turn_sent(graph: Graph) -> None:
@@ -135,12 +155,8 @@ def _turn_products(graph: Graph, kernels: Kernels) -> None:
     the kernel writes it that makes what is copied, nor for merged products, for which one puts operands side by side.
     """
     schedule, program, assignment = graph.schedule, graph.program, graph.schedule.assignment
-    reading = kernels.masked, kernels.carried, kernels.reshaped
-    operands = copied_operands(program, pointwise_operations(schedule.problem), *reading)
-    merged = {index for group in merged_anywhere(schedule) for index in group}
-    alone = {place: read for place, read in operands.items() if place[0] not in merged}
     adding = {found.product: index for index, found in kernels.adding.items()}
-    writing = written_by(schedule.problem, program.operations, alone, kernels)
+    alone, writing = _copied_for_products(schedule, kernels)
     _take_apart(graph, alone, writing)
     nodes = dict[ProductOperand, int]()
     summing = _summing(graph)
