@@ -44,6 +44,7 @@ BESIDE = 0.95
 """How much of the shorter one of computing and of reading and writing runs beside the longer one."""
 
 _OTHER_CYCLES, REDUCING_CYCLES = 5, 3
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
 _COMPLEX_CYCLES = {"exp": 2020, "log": 600, "sqrt": 500, "div": 70, "mul": 30}
 """The same for complex numbers: an exponential takes an exponential, a sine and a cosine. Others take twice as long."""
 
@@ -53,9 +54,20 @@ def cycles_of(program: Program, operation: Operation) -> int:
     name = operation.primitive.name
     if any(is_complex(program, operand) for operand in operation.operands):
         return _COMPLEX_CYCLES.get(name, 2 * _CYCLES.get(name, _OTHER_CYCLES))
+    if _changes_nothing(operation):
+        return 0
     if name == "div" and isinstance(operation.operands[1], Constant):  # a product with what is one over it
         return _OTHER_CYCLES
     return _CYCLES.get(name, _OTHER_CYCLES)
+
+
+def _changes_nothing(operation: Operation) -> bool:
+    """Whether XLA leaves an operation out, which adds zero, or multiplies by one, as a softplus does."""
+    neutral = _NEUTRAL.get(operation.primitive.name)
+    if neutral is None:
+        return False
+    operands = operation.operands if operation.primitive.name in ("add", "mul") else operation.operands[1:]
+    return any(isinstance(o, Constant) and not np.ndim(o.value) and bool(o.value == neutral) for o in operands)
 
 
 def is_complex(program: Program, operand: int | Constant) -> bool:

@@ -188,11 +188,12 @@ class Fusion:
         return self._bytes[value], self._elements[value], self._around[value], value in self._narrow
 
     def _of_element(self, value: int, result: int) -> dict[int, float]:
-        """How often an operation element by element goes through an operand, which it may spread along dimensions."""
-        values = self._problem.program.values
+        """How often an operation element by element goes through an operand, which it may spread along dimensions, or
+        of which each device may take a part, where the result is split into more."""
+        values, times = self._problem.program.values, self._elements[result] / max(self._elements[value], 1e-9)
         if values[value].elements == values[result].elements or value in self._narrow:
-            return {OWN: 1.0}
-        return {value: self._elements[result] / max(self._elements[value], 1e-9)}
+            return {OWN: times if times < _NEARLY and value not in self._narrow else 1.0}
+        return {value: times}
 
     def _times(self, operation: Operation, position: int, computed: float, value: int) -> float:
         """How often an operation that does not go element by element reads an operand's elements to compute so many."""
