@@ -350,3 +350,22 @@ def test_images_of_convolutions_that_are_computed_twice_are_waited_for_together(
     schedule = Schedule(schedule.problem, replace(schedule.assignment, strategies=strategies))
     images = [o.operands[0] for o in (first, twice)]
     assert padded_together(schedule) == {o.index: [*images, o.operands[1]] for o in (first, twice)}
+
+
+def test_what_several_collectives_bring_is_brought_by_one_after_another():
+    mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
+
+    def step(x, w):
+        rows = jax.lax.with_sharding_constraint(jnp.tanh(x), jax.NamedSharding(mesh, jax.P(("b", "a"))))
+        columns = jax.lax.with_sharding_constraint(rows, jax.NamedSharding(mesh, jax.P(None, "b")))
+        return jnp.cumsum(columns, axis=0), jnp.sum(rows @ w)
+
+    shapes = [jax.ShapeDtypeStruct((4096, columns), "float32") for columns in (4096, 64)]
+    pins = {"0": jax.P(("b", "a")), "1": jax.P()}
+    schedule = shardplan.plan(step, mesh, *shapes, pins=pins, memory_limit=float("inf")).schedule
+    graph = Graph(schedule, kernels_of(schedule.problem), [], [])
+    [(gather, end)] = graph.gathers.items()
+    assert [one.kind for one in schedule.route(gather.value, gather.layout).steps] == ["all-to-all", "all-gather"]
+    [first] = graph.needs[graph.starts[end]]
+    assert graph.needs[graph.starts[first]] == {graph.maker(gather.value)}
+    assert graph.takes[first] > 1

@@ -21,7 +21,7 @@ def put_barriers(graph: Graph) -> None:
     """Adds the barriers to a graph between the starts of such gathers and what these need."""
     first = len(graph.program.values) + len(graph.program.operations)  # behind values, and zeros for scatters
     for gather, (needs, values) in graph.guarded.items():
-        start, waiting = graph.starts[graph.gathers[gather]], waits_for(graph.schedule, gather)
+        start, waiting = graph.first_start(gather), waits_for(graph.schedule, gather)
         for _ in range(BARRIERS if waiting else 0):
             read = graph.add(graph.place[start] - 0.2, needs, values, 0.0)
             barrier = graph.add(graph.place[start] - 0.1, {read}, set(), 0.0)

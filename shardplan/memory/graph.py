@@ -68,6 +68,7 @@ class Graph(Nodes):
         self.merged: set[int] = set()  # ends of collectives that bring several values
         self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
         self.gathers: dict[Gather, int] = {}
+        self._first: dict[Gather, int] = {}  # of those that come by several collectives, the start of the first one
         self.guarded: dict[Gather, tuple[set[int], set[int]]] = {}  # what those behind barriers need and read
         self.barriers: dict[int, int] = {}  # per barrier, the number that what comes out of it has as a value
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
@@ -258,8 +259,8 @@ class Graph(Nodes):
         if product is not None:
             brought += tuple(self._read_otherwise(self.program.operations[product]))
         for gather in brought:
-            end = self._gather(gather, index - 1)
-            needs, values = self.needs[self.starts[end]], self.values[self.starts[end]]
+            end, start = self._gather(gather, index - 1), self.first_start(gather)
+            needs, values = self.needs[start], self.values[start]
             if gather.alone is not None and is_behind_barrier(self.schedule, gather.alone, gather.value):
                 needs, values = self.guarded.setdefault(gather, (set(), set()))
             needs |= self._awaited(gather, sent, index)
@@ -294,10 +295,22 @@ class Graph(Nodes):
         if gather not in self.gathers:
             key = self._together.get(gather, gather)
             place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            last = last_sent(self.schedule.route(gather.value, gather.layout).steps)
+            steps = self.schedule.route(gather.value, gather.layout).steps
+            last = last_sent(steps)
             whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
-            self.gathers[gather] = self.collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
+            end = self.collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
+            self.gathers[gather] = end
+            before = [step for step in steps[: steps.index(last)] if step.kind == "all-to-all"]
+            for number, step in reversed([*enumerate(before)]):  # one after another
+                size = bytes_in(self.schedule, gather.value, step.layout)
+                one = self.collective((gather, number), (step, size), place)
+                self.needs[self.first_start(gather)].add(one)
+                self._first[gather] = self.starts[one]
         return self.gathers[gather]
+
+    def first_start(self, gather: Gather) -> int:
+        """Where what brings a value begins: the start of the first collective, if it takes several."""
+        return self._first.get(gather, self.starts[self.gathers[gather]])
 
     def collective(self, key: object, sent: tuple[Step, float], place: int) -> int:
         """The end of a collective, which is made where there is none yet, or grows."""
