@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -55,10 +55,6 @@ class Joined(NamedTuple):
 
     operations: tuple[int, ...]
     read: tuple[int, ...]
-
-    def without(self, others: Collection[int]) -> tuple[int, ...]:
-        """The operations that are none of some others."""
-        return tuple(index for index in self.operations if index not in others)
 
 
 _Others = tuple[tuple[int, tuple[int, ...]], ...]
@@ -181,14 +177,14 @@ def with_partners(
     these bring (``brought``)."""
     together = {**padded_together(schedule), **read_with_consumer(schedule.problem), **read_together(schedule)}
     read, same = read_before(schedule, joined), repeated_of(schedule)
-    for operation in schedule.program.operations if same else ():
-        if not same.keys().isdisjoint([o for o in operation.operands if isinstance(o, int)]):
-            together.setdefault(operation.index, read[operation.index])
+    for operation in (reader for value in same for reader in readers_in(schedule.program).get(value, ())):
+        together.setdefault(operation.index, read[operation.index])
     if joined is None:
         partners = _reduced_with(schedule)
     else:
         reduced = reducing(schedule)
-        partners = tuple((index, kernel.without(reduced)) for kernel in joined for index in kernel.operations)
+        ending = [(kernel, tuple(index for index in kernel.operations if index not in reduced)) for kernel in joined]
+        partners = tuple((index, others) for kernel, others in ending for index in kernel.operations)
         together |= {index: read[index] for index, _ in partners}
     if not changed:
         return _in_order(schedule.program, partners, tuple((index, tuple(some)) for index, some in together.items()))

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import Gather, Joined
+from shardplan.memory.combining import Gather
 from shardplan.memory.copied_sums import copy_sums
 from shardplan.memory.finishing import finish_reductions
 from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
@@ -40,7 +40,7 @@ from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing, through_values
 from shardplan.memory.poolings import take_poolings_apart
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.reductions import reduced_together, without_leading
+from shardplan.memory.reductions import Reduced, reduced_together, without_leading
 from shardplan.memory.turning import turn_operands
 from shardplan.memory.zeros import copy_for_poolings, fill_apart
 from shardplan.schedule import Schedule
@@ -51,8 +51,10 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sendi
     run beside them. Each body is put in order by itself."""
     regions = {region: _Apart(schedule, kernels, region) for region in _regions_run(schedule)}
     joined = tuple(one for apart in regions.values() for one in joined_in(apart.graph))
+    merged, gathers = reduced_together(schedule, joined), combined_gathers(schedule, joined)
+    graphs = {region: apart.merged(schedule, kernels, merged, gathers) for region, apart in regions.items()}
     sending = Sending(together=[], joined=joined)
-    return _order_in(schedule, kernels, 0, regions, sending), sending
+    return _order_in(schedule, kernels, 0, graphs, sending), sending
 
 
 class _Apart:
@@ -64,9 +66,10 @@ class _Apart:
         _prepare(self.graph, kernels)
         self.joining = join_kernels(self.graph, kernels)
 
-    def merged(self, schedule: Schedule, kernels: Kernels, joined: tuple[Joined, ...]) -> Graph:
-        """The same graph where collectives are merged."""
-        merged, gathers = reduced_together(schedule, joined), combined_gathers(schedule, joined)
+    def merged(
+        self, schedule: Schedule, kernels: Kernels, merged: list[list[Reduced]], gathers: list[list[Gather]]
+    ) -> Graph:
+        """The same graph where collectives are merged: what is reduced together, and gathered together."""
         groups: Iterable[Sequence[int | Gather]] = (*merged, *gathers)
         if not any(sum(map(self._has, group)) > 1 for group in groups):
             return self.graph
@@ -99,10 +102,10 @@ def _prepare(graph: Graph, kernels: Kernels) -> None:
 
 
 def _order_in(
-    schedule: Schedule, kernels: Kernels, region: int, regions: Mapping[int, _Apart], sending: Sending
+    schedule: Schedule, kernels: Kernels, region: int, graphs: Mapping[int, Graph], sending: Sending
 ) -> list[int]:
     """The order of a region, with what runs in its operations' bodies; when its collectives run is added."""
-    graph = regions[region].merged(schedule, kernels, sending.joined or ())
+    graph = graphs[region]
     merge_nodes(graph)
     wait_for_slices(graph, kernels)
     finish_reductions(graph)
@@ -111,7 +114,7 @@ def _order_in(
     operations = schedule.program.operations
     bodies = {
         index: [
-            inner for body in operations[index].bodies for inner in _order_in(schedule, kernels, body, regions, sending)
+            inner for body in operations[index].bodies for inner in _order_in(schedule, kernels, body, graphs, sending)
         ]
         for index in schedule.program.regions[region].operations
     }
