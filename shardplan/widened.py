@@ -72,7 +72,7 @@ def narrowed_to(program: Program) -> dict[int, Any]:
                 readers.setdefault(operand, []).append(operation)
     leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
     for operation in reversed(program.operations):
-        for result in operation.results if len(operation.results) == 1 else ():
+        for result in operation.results:
             reading = readers.get(result, [])
             if len(reading) != 1 or len(reading[0].results) != 1 or result in leaving or reading[0].bodies:
                 continue

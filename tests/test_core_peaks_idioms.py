@@ -171,15 +171,25 @@ def test_a_batch_of_one_on_each_device_needs_no_copies_of_operands() -> None:
     assert audit(plan, mesh=mesh).compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.001)
 
 
+def _first_of_split(x: jax.Array) -> jax.Array:
+    return jnp.split(jnp.sin(x), [3072])[0]
+
+
+def _stacked(x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda h, u: (h + u, jnp.sin(h * u)), x[0], x)[1]
+
+
 @compiles_for_gpus
-def test_what_is_narrowed_behind_a_view_is_sent_narrow() -> None:
+@pytest.mark.parametrize(("compute", "made"), [(jnp.sin, "sin"), (_first_of_split, "split"), (_stacked, "scan")])
+def test_what_is_narrowed_behind_a_view_is_sent_narrow(compute: Any, made: str) -> None:
     def step(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.sin(x).reshape(x.shape[0], -1).astype(jnp.bfloat16) @ w
+        x = compute(x)
+        return x.reshape(x.shape[0], -1).astype(jnp.bfloat16) @ w
 
     shapes = _shape((4096, 16, 64)), _shape((1024, 512), jnp.bfloat16)
     program = trace_program(step, shapes, {})
     narrowed = [program.makers[value].primitive.name for value in narrowed_to(program)]
-    assert narrowed == ["sin"]
+    assert narrowed == [made]
     mesh = gpu_mesh("h100", (8,), ("x",))
     pins = {"0": jax.P(None, None, "x"), "1": jax.P()}
     plan = shardplan.plan(step, mesh, *shapes, pins=pins, memory_limit=float("inf"))

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.layout import Layout
+from shardplan.memory.narrower import narrower_copies
 from shardplan.memory.sizes import layout_left
 from shardplan.memory.slicing import sliced_among
 from shardplan.once import once
@@ -43,7 +44,8 @@ class Brought:
         """float [choices of the source, choices of the target]: bytes on one device."""
         domain, (there, wanted) = problem.domain(self.value), self.places(problem)
         sizes = problem.program.values[self.value].total_bytes / domain.degrees
-        held = sizes[there][:, None] if self.result else sizes[wanted][None, :]
+        narrow = narrower_copies(problem).get(self.value, 1.0)
+        held = sizes[there][:, None] if self.result else narrow * sizes[wanted][None, :]
         if self.fused:
             held = np.where(sliced_among(domain.layouts)[np.ix_(there, wanted)], 0.0, held)
         return np.where((there[:, None] == wanted[None, :]) | (wanted[None, :] < 0), 0.0, held)

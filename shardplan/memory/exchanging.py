@@ -22,6 +22,7 @@ from shardplan.memory.bringing import computed_until
 from shardplan.memory.brought import Brought
 from shardplan.memory.combining import Gather
 from shardplan.memory.held import Held, Lifetime
+from shardplan.memory.narrower import bytes_brought, narrower_copies
 from shardplan.memory.products import is_multiplied
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
@@ -55,7 +56,7 @@ def exchanged_copies(
         source, operation = schedule.route(gather.value, gather.layout).source, lifetimes.order[reader]
         sent, received = _sent_bytes(schedule, gather, source), 0.0
         if is_multiplied(schedule.program, operation) and lies_apart(schedule, gather):
-            received = bytes_in(schedule, gather.value, gather.layout)
+            received = bytes_brought(schedule, gather.value, gather.layout)
         if not sent and not received:
             continue
         until = _needed_until(lifetimes, schedule, gather, source, operation) if sent else -1
@@ -104,7 +105,8 @@ def sent_beside(
     span = sent_during(kernel, begins, until)
     if span is not None and any_within(moments, span.start, span.end):
         values, (there, wanted) = problem.program.values, brought.places(problem)
-        sizes = np.where(wanted < 0, 0.0, values[brought.value].total_bytes * shares[np.ix_(there, wanted)])
+        total = values[brought.value].total_bytes * narrower_copies(problem).get(brought.value, 1.0)
+        sizes = np.where(wanted < 0, 0.0, total * shares[np.ix_(there, wanted)])
         if span.start == kernel:
             made = lifetimes.held.keys() & lifetimes.order[kernel].results
             sizes -= sum(values[result].total_bytes for result in made)
@@ -116,7 +118,8 @@ def _sent_bytes(schedule: Schedule, gather: Gather, source: Layout) -> float:
     """The bytes of the largest copy that is sent on the way from a layout."""
     position, value = schedule.problem.domain(gather.value).position, schedule.program.values[gather.value]
     shares = _shares_of(schedule.problem, gather.value)
-    return value.total_bytes * float(shares[position[source], position[gather.layout]])
+    narrow = narrower_copies(schedule.problem).get(gather.value, 1.0)
+    return narrow * value.total_bytes * float(shares[position[source], position[gather.layout]])
 
 
 def _shares_of(problem: Problem, value: int) -> NDArray[np.float64]:

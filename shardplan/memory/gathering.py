@@ -39,6 +39,7 @@ from shardplan.memory.combining import (
     with_partners,
 )
 from shardplan.memory.held import Held, Lifetime
+from shardplan.memory.narrower import bytes_brought
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.waiting import Waiting
 from shardplan.once import once
@@ -77,7 +78,7 @@ def combined_gathers(schedule: Schedule, joined: tuple[Joined, ...] | None = Non
             continue
         for gather, kind in here:
             if gather not in numbers:
-                size = bytes_in(schedule, gather.value, gather.layout)
+                size = bytes_brought(schedule, gather.value, gather.layout)
                 number, filled = filling.get(kind, (-1, math.inf))
                 before = behind.get(gather.value, 0)
                 for other in waits_for(schedule, gather):

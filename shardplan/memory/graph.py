@@ -16,6 +16,7 @@ from shardplan.memory.cycles import cycles_in_kernel
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
 from shardplan.memory.gathering import waits_for
 from shardplan.memory.measured_collectives import collective_microseconds
+from shardplan.memory.narrower import bytes_brought
 from shardplan.memory.nodes import Nodes
 from shardplan.memory.outputs import send_at_the_end
 from shardplan.memory.placing import LATENCY
@@ -298,11 +299,11 @@ class Graph(Nodes):
             steps = self.schedule.route(gather.value, gather.layout).steps
             last = last_sent(steps)
             whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
-            end = self.collective(key, (last, bytes_in(self.schedule, gather.value, whole)), place)
+            end = self.collective(key, (last, bytes_brought(self.schedule, gather.value, whole)), place)
             self.gathers[gather] = end
             before = [step for step in steps[: steps.index(last)] if step.kind == "all-to-all"]
             for number, step in reversed([*enumerate(before)]):  # one after another
-                size = bytes_in(self.schedule, gather.value, step.layout)
+                size = bytes_brought(self.schedule, gather.value, step.layout)
                 one = self.collective((gather, number), (step, size), place)
                 self.needs[self.first_start(gather)].add(one)
                 self._first[gather] = self.starts[one]

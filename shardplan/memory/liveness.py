@@ -28,6 +28,7 @@ from shardplan.memory.gathering import held_at_the_end
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.masking import masked_rows
 from shardplan.memory.merging import beside_merged, merged_lifetimes
+from shardplan.memory.narrower import bytes_brought, sent_narrow
 from shardplan.memory.padded import padded_results
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.products import copied_operands, is_multiplied
@@ -329,11 +330,12 @@ def memory_held(
     results until these are made."""
     program, sending, padded = schedule.program, sending or Sending(), lifetimes.padded
 
-    def hold(value: int, layout: Layout, start: int, end: int) -> Held:
-        return Held(value, layout, padded.get(value, 1.0) * bytes_in(schedule, value, layout), Lifetime(start, end))
+    def hold(value: int, layout: Layout, start: int, end: int, copied: bool = False) -> Held:
+        size = (bytes_brought if copied else bytes_in)(schedule, value, layout)
+        return Held(value, layout, padded.get(value, 1.0) * size, Lifetime(start, end))
 
     merged, sliced = merged_lifetimes(lifetimes, schedule), sliced_on_the_way(schedule, lifetimes.fused)
-    inputs = lifetimes.arguments
+    inputs, narrow = lifetimes.arguments, sent_narrow(schedule)
     leaving = {output for output in program.outputs if isinstance(output, int)} - inputs
     whole, until = computed_in_parts(lifetimes, schedule)
     for value, lifetime in (lifetimes.held | merged).items():
@@ -352,7 +354,7 @@ def memory_held(
             first = min(end, max(start, lifetimes.reads[value][0]))
             yield hold(value, sliced[value], start, first)
             start = first + 1
-        yield hold(value, layout, start, end)
+        yield hold(value, layout, start, end, copied=value in narrow)
     for number, output in enumerate(program.outputs):
         # the caller's memory for results is there from the start; a donated argument's is the result's
         if isinstance(output, int) and program.ties.get(number) not in donated:
@@ -368,12 +370,12 @@ def memory_held(
             first, last = lifetimes.copied[value]
             reader, first = first, min(first, together.get(Gather(value, copy), first))
             exchanged.append((Gather(value, copy), first, reader))
-            yield hold(value, copy, first, max(last, until.get(value, last)))
+            yield hold(value, copy, first, max(last, until.get(value, last)), copied=True)
     for gather, (first, last) in held_twice(lifetimes, schedule).items():
-        yield hold(gather.value, gather.layout, min(first, together.get(gather, first)), last)
+        yield hold(gather.value, gather.layout, min(first, together.get(gather, first)), last, copied=True)
     for gather, (index, first, last) in brought_spans(lifetimes, schedule, together).items():
         exchanged.append((gather, first, lifetimes.place[index]))
-        yield hold(gather.value, gather.layout, first, last)
+        yield hold(gather.value, gather.layout, first, last, copied=True)
     yield from exchanged_copies(lifetimes, schedule, exchanged)
     yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
     yield from _left(lifetimes, schedule, sliced, sending)

@@ -48,6 +48,7 @@ from shardplan.memory.held import Lifetime
 from shardplan.memory.liveness import Lifetimes
 from shardplan.memory.masking import masked_bytes, masked_positions
 from shardplan.memory.merging import merged_lifetimes
+from shardplan.memory.narrower import narrower_copies
 from shardplan.memory.pipelining import held_twice
 from shardplan.memory.poolings import IMAGE, times_padded, zeros_of_poolings
 from shardplan.memory.rows import weighted_rows
@@ -199,6 +200,9 @@ class Usages:
             lifetime = self._held(index)
             if variable is not None and lifetime is not None:
                 amounts, (result, replaced) = self._sizes(index), results.get(index, (None, False))
+                amounts = (
+                    narrower_copies(self.problem).get(index, 1.0) * amounts
+                )  # or all of it: known with its readers
                 until = self._taken_over(index, lifetime) + 1
                 made = self._lifetimes.get(result) if isinstance(result, int) else None
                 if made is not None and result not in self._inputs:
@@ -231,19 +235,18 @@ class Usages:
             variable, copy = self.problem.variables_of(value)
             if variable is None or copy is None or value not in self.lifetimes.reads:
                 continue
-            sizes = self._sizes(value)
+            sizes, narrow = self._sizes(value), narrower_copies(self.problem).get(value, 1.0)
             equal = np.eye(len(sizes), dtype=bool)
             first, last = self.lifetimes.copied[value]
             reader, first = self.lifetimes.order[first], min(first, self._begun.get(value, first))
             layouts = self.problem.domain(value).layouts
             brought = Brought(value, variable, copy, layouts, layouts)
-            if value in self._twice:
-                span = Lifetime(min(first, self._twice[value][0]), self._twice[value][1])
-                yield self._left_by_a_gather(brought, span)
+            if span := self._twice.get(value):
+                yield self._left_by_a_gather(brought, Lifetime(min(first, span[0]), span[1]))
             if value in self._inputs and any_within(moments, first, last):
                 yield from sent_beside(self.lifetimes, self.problem, brought, reader, first, moments)
             if any_within(moments, first, last):
-                yield PairUsage(variable, copy, np.where(equal, 0.0, sizes), first, last + 1)
+                yield PairUsage(variable, copy, np.where(equal, 0.0, narrow * sizes), first, last + 1)
             lifetime = self._held(value)
             if lifetime is not None:
                 behind = self._taken_over(value, lifetime) + 1
@@ -254,7 +257,7 @@ class Usages:
         """Transposed copies of arguments that convolutions read as they are stored."""
         problem, lifetimes = self.problem, self.lifetimes
         for value, (reader, position) in lifetimes.reordered.items():
-            source, own = problem.variables.values.get(value), self._own(reader)
+            source, own = problem.variables.values.get(value), own_variable(self.problem, reader)
             if source is not None and own is not None:
                 layouts = tuple([strategy.operands[position] for strategy in problem.choices[reader.index].strategies])
                 _, wanted = Brought(value, source, own, (), layouts).places(problem)
@@ -335,7 +338,7 @@ class Usages:
         """What operations need while they run, beside operands and results, at these moments."""
         running, beside = {*moments}, self.lifetimes.put_beside
         for place, operation in enumerate(self.lifetimes.order):
-            variable, runs = self._own(operation), place in running
+            variable, runs = own_variable(self.problem, operation), place in running
             if variable is not None and operation.primitive.name == POOLING_GRADIENT:
                 strategies = self.problem.choices[operation.index].strategies
                 places, largest = np.array([window_bytes(operation, self.problem, s) for s in strategies]).T
@@ -372,15 +375,12 @@ class Usages:
 
     def _operand_copy(self, reader: Operation, position: int, times: float, span: tuple[int, int]) -> Iterator[Usage]:
         """A copy of an operand, so many times as large, in the layout that the first operation reads which needs it."""
-        variable, operand = self._own(reader), reader.operands[position]
+        variable, operand = own_variable(self.problem, reader), reader.operands[position]
         if variable is not None and isinstance(operand, int):
             places, sizes = self.problem.domain(operand).position, times * self._sizes(operand)
             layouts = [strategy.operands[position] for strategy in self.problem.choices[reader.index].strategies]
             amounts = [0.0 if layout is None else sizes[places[layout]] for layout in layouts]
             yield Usage(variable, np.array(amounts), span[0], span[1] + 1)
-
-    def _own(self, operation: Operation) -> int | None:
-        return own_variable(self.problem, operation)
 
     def _sizes(self, value: int) -> Array:
         """Bytes on one device, per layout."""
