@@ -128,19 +128,24 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         corrections.search_from_best()
     else:
         corrections.search_a_little_more()
-    _search_once_more(corrections)
     fill(corrections)
     descend(corrections)
+    if _search_once_more(corrections):
+        fill(corrections)
+        descend(corrections)
     return _straight(counts, corrections.best_proven(), search.limit_bytes)
 
 
-def _search_once_more(corrections: Corrections) -> None:
-    """One more search from the best schedule, where that is far above what is proven, and work is left."""
+def _search_once_more(corrections: Corrections) -> bool:
+    """One more search from the best schedule, where that is far above what is proven, and work is left: what was known
+    is mixed by then, which often is enough. False where there is none."""
     assert corrections.best is not None
     gap = relative_gap(corrections.best.solution.cost, corrections.lower)
     if gap > _FAR_TOO_DEAR and corrections.work < _ANOTHER * corrections.patience:
         corrections.search_from_best()
         corrections.until = max(corrections.until, corrections.work + _MIXED * corrections.patience)
+        return True
+    return False
 
 
 def _straight(counts: Counts, found: Found, limit_bytes: float) -> Found:
