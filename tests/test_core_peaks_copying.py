@@ -10,12 +10,13 @@ import shardplan
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.activations import activated
 from shardplan.memory.combining import Gather
-from shardplan.memory.copying import copying_kernel
+from shardplan.memory.copying import copying_kernel, written_by
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.graph import Graph
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
 from shardplan.memory.lying import lying_of
+from shardplan.memory.products import product_operands
 from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.memory.rows import row_results
 from shardplan.memory.times import UNKNOWN
@@ -300,3 +301,21 @@ def test_what_is_computed_with_a_softmax_of_numbers_goes_through_no_rows(folded)
     copies = Lifetimes(problem, range(len(program.operations)), kernels).copies
     begins = [copy.first for read, copy in copies.items() if program.values[read.value].shape == (2, 64, 4, 8)]
     assert len({*begins}) == 1 if folded else len(begins) == 2
+
+
+def test_what_a_checkpoint_passes_on_is_copied_by_a_kernel_of_its_own():
+    """A frozen table of words in 16 bits, which the logits' gradients in 32 read widened: not where logits are made."""
+
+    @jax.checkpoint
+    def likelihoods(x, table, picked):
+        logits = jnp.einsum("td,vd->tv", x, table, preferred_element_type=jnp.float32)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), picked[:, None], axis=1)
+
+    def loss(x, table, picked):
+        return -jnp.sum(jnp.tanh(likelihoods(x, table, picked)))
+
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, 32), (256, 32))]
+    problem = shardplan.plan(jax.grad(loss), 1, *shapes, jax.ShapeDtypeStruct((64,), "int32")).schedule.problem
+    copied = {read: operand for read, operand in product_operands(problem.program).items() if operand.copied}
+    written = written_by(problem, problem.program.operations, copied, kernels_of(problem))
+    assert [*written.values()] == [None]

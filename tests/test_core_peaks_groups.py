@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.audit import audit
+from shardplan.memory.gathering import gathered_together
 from shardplan.memory.graph import Graph
 from shardplan.memory.recomputing import kernels_in
 from shardplan.memory.reductions import combined_reductions, reduced_together
@@ -159,3 +160,37 @@ def test_sums_that_are_added_up_one_by_one_are_merged_from_the_last_one_on() -> 
     made = [re.findall(r"%[\w.]+", lines[view[1:]])[0] for view in re.findall(r"%bitcast[\w.]*", lines[merged])]
     numbers = [re.findall(r"/op(\d+)/", lines[name[1:]]) for name in made]
     assert [int(number) for (number,) in numbers] == group == [7, 5, 1, 3]
+
+
+@compiles_for_gpus
+@pytest.mark.parametrize("last", [P("b", "a"), P("a"), P(None, "b")])
+def test_of_what_takes_several_collectives_each_is_merged_for_itself(last: P) -> None:
+    """Weights that two axes split along both dimensions: gathered over one axis, then over the other, and their sums
+    reduced so; one that only one of these splits goes with the others over that one."""
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        y = jnp.sin(x)
+        for w in weights:
+            x, y = jnp.tanh(x @ w), jnp.sin(y @ w)
+        return jnp.sum(x) + jnp.sum(y)
+
+    def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
+
+    mesh, shapes = gpu_mesh("h100", (2, 4), ("a", "b")), [_SHAPE((512, 512), "float32")] * 3
+    pins = {"0/0": P("b", "a"), "0/1": P("a", "b"), "0/2": last, "1": P(("a", "b"))}
+    plan = shardplan.plan(step, mesh, shapes, _SHAPE((65536, 512), "float32"), pins=pins, donate_argnums=0)
+    predicted = [*map(len, gathered_together(plan.schedule)), *map(len, reduced_together(plan.schedule))]
+    compiled = [len(found.tensors) for found in audit(plan, mesh=mesh).compiled.collectives]
+    assert sorted(size for size in predicted if size > 1) == sorted(size for size in compiled if size > 1)
+
+
+@compiles_for_gpus
+def test_a_sum_that_is_passed_on_is_reduced_with_others() -> None:
+    def step(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jnp.sum(x.T @ x + y.T @ y, axis=0), jnp.max(x, axis=0), jnp.sum(x * x, axis=0)
+
+    mesh, shapes = gpu_mesh("h100", (8,), ("a",)), [_SHAPE((4096, 512), "float32")] * 2
+    plan = shardplan.plan(step, mesh, *shapes, pins={"0": P("a"), "1": P("a")})
+    compiled = [len(found.tensors) for found in audit(plan, mesh=mesh).compiled.collectives]
+    assert sorted(map(len, reduced_together(plan.schedule))) == sorted(compiled) == [1, 2]

@@ -59,6 +59,9 @@ from shardplan.program import Operation, Program
 if TYPE_CHECKING:
     from shardplan.memory.graph import Graph
 
+_NO_KERNEL = MOVING | {"optimization_barrier"}
+"""What makes nothing: a copy of what it gives is a kernel of its own."""
+
 _TILED = 8
 """The size of the innermost dimension from which on kernels that move it do so in tiles."""
 
@@ -140,7 +143,7 @@ class _Copying:
     def begins(self, copy: ProductOperand, reader: Operation) -> int:
         """Where a copy is written that a product reads first."""
         maker, value, place = self._makers.get(copy.value), copy.value, self.places[reader.index]
-        if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in MOVING:
+        if maker is None or maker.index not in self._kernels.fused or maker.primitive.name in _NO_KERNEL:
             return self._moved.setdefault((self._moving_kernel(copy), reader.region), place)
         if value in self._by_rows or copy.rounded:
             return place

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -56,17 +56,38 @@ _Kind = tuple[int, tuple[int, ...]]
 these split."""
 
 
+Gathering = Gather | tuple[Gather, int]
+"""The gather that brings something to its layout, or one before, by its number among the steps."""
+
+
+class _OneGather(NamedTuple):
+    """A gather, with what it brings, the layout to which it does, its kind, and the one of the same before it."""
+
+    one: Gathering
+    gather: Gather
+    layout: Layout
+    kind: _Kind
+    before: Gathering | None
+
+
 @once
 def combined_gathers(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Gather]]:
+    """What is brought together by the last gather that it takes: groups of two and more."""
+    groups = ([one for one in group if isinstance(one, Gather)] for group in gathered_together(schedule, joined))
+    return [group for group in groups if len(group) > 1]
+
+
+@once
+def gathered_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Gathering]]:
     """What is gathered together, in each region by itself: groups of two and more; where the kernels are known that are
-    ``joined``, with these."""
-    groups = list[list[Gather]]()
+    ``joined``, with these. Of what takes several gathers, over some mesh axes each, each is for itself."""
+    groups = list[list[Gathering]]()
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
-    numbers: dict[Gather, int] = {}
+    numbers: dict[Gathering, int] = {}
     behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
     read, gathers = read_before(schedule, joined), _gathers(schedule)
-    left = len({gather for some in gathers.values() for gather, _ in some})
+    left = len({found.one for some in gathers.values() for found in some})
     together = {index: group for group in merged_anywhere(schedule) for index in group} if left else {}
     for operation in with_partners(schedule, joined) if left else ():
         found = 0
@@ -76,36 +97,43 @@ def combined_gathers(schedule: Schedule, joined: tuple[Joined, ...] | None = Non
         here = [one for index in merged for one in gathers.get(index, ())]
         if not found and not here:
             continue
-        for gather, kind in here:
-            if gather not in numbers:
-                size = bytes_brought(schedule, gather.value, gather.layout)
+        for one, gather, layout, kind, earlier in here:
+            if one not in numbers:
+                size = bytes_brought(schedule, gather.value, layout)
                 number, filled = filling.get(kind, (-1, math.inf))
                 before = behind.get(gather.value, 0)
                 for other in waits_for(schedule, gather):
                     before |= behind.get(other.value, 0)
+                before |= 1 << numbers[earlier] if earlier is not None else 0
                 if filled + size > COMBINED_BYTES or waiting.leads(number, before):
                     number, filled = waiting.begin(number), 0.0
                     groups.append([])
                 waiting.join(number, before)
-                groups[number].append(gather)
-                numbers[gather], filling[kind] = number, (number, filled + size)
-            found |= 1 << numbers[gather]
+                groups[number].append(one)
+                numbers[one], filling[kind] = number, (number, filled + size)
+            found |= 1 << numbers[one]
         if len(numbers) == left:
             break
         behind |= dict.fromkeys(operation.results, waiting.still_open(found))
     return [group for group in groups if len(group) > 1]
 
 
-def _gathers(schedule: Schedule) -> dict[int, list[tuple[Gather, _Kind]]]:
-    """The gathers that operations read, by the index of each that reads any, with the kind of each gather."""
-    found = dict[int, list[tuple[Gather, _Kind]]]()
+def _gathers(schedule: Schedule) -> dict[int, list[_OneGather]]:
+    """The gathers that operations read, by the index of each that reads any."""
+    found = dict[int, list[_OneGather]]()
     for index, pairs in read_otherwise(schedule).items():
         operation = schedule.program.operations[index]
         for operand, layout in pairs:
-            gathered = last_gathered(schedule, operand, layout)
-            if gathered is not None:
-                gather = gather_for(schedule, operation, operand, layout)
-                found.setdefault(index, []).append((gather, (operation.region, gathered[0])))
+            steps = schedule.route(operand, layout).steps
+            if not steps or steps[-1].kind != "all-gather":
+                continue
+            gather, before = gather_for(schedule, operation, operand, layout), None
+            for number, step in enumerate(steps):
+                if step.kind == "all-gather":
+                    one = gather if number == len(steps) - 1 else (gather, number)
+                    kind = operation.region, step.axes
+                    found.setdefault(index, []).append(_OneGather(one, gather, step.layout, kind, before))
+                    before = one
     return found
 
 

@@ -14,7 +14,7 @@ from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.cutting import cut_parts, last_sent, moved_parts, send_parts
 from shardplan.memory.cycles import cycles_in_kernel
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
-from shardplan.memory.gathering import waits_for
+from shardplan.memory.gathering import Gathering, waits_for
 from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.narrower import bytes_brought
 from shardplan.memory.nodes import Nodes
@@ -22,7 +22,8 @@ from shardplan.memory.outputs import send_at_the_end
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.reductions import Reduced
+from shardplan.memory.reductions import REDUCTIONS as REDUCING
+from shardplan.memory.reductions import Reduced, Reducing
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left
@@ -43,8 +44,8 @@ class Graph(Nodes):
         self,
         schedule: Schedule,
         kernels: Kernels,
-        combined: Sequence[Sequence[Reduced]],
-        gathers: Sequence[Sequence[Gather]],
+        combined: Sequence[Sequence[Reducing]],
+        gathers: Sequence[Sequence[Gathering]],
         region: int = 0,
     ) -> None:
         layouts = schedule.assignment.values
@@ -69,7 +70,7 @@ class Graph(Nodes):
         self.merged: set[int] = set()  # ends of collectives that bring several values
         self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
         self.gathers: dict[Gather, int] = {}
-        self._first: dict[Gather, int] = {}  # of those that come by several collectives, the start of the first one
+        self._first: dict[Gather, int] = {}  # the start of the first of the collectives that bring each
         self.guarded: dict[Gather, tuple[set[int], set[int]]] = {}  # what those behind barriers need and read
         self.barriers: dict[int, int] = {}  # per barrier, the number that what comes out of it has as a value
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
@@ -89,7 +90,7 @@ class Graph(Nodes):
         self._turning = turning_reads(schedule)
         self._find_kernels(here, kernels)
         together = {one: number for number, group in enumerate(combined) for one in group}
-        self._together: dict[Gather, object] = {one: n for one, n in together.items() if isinstance(one, Gather)}
+        self._together: dict[Reducing, object] = {one: n for one, n in together.items() if not isinstance(one, int)}
         self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self._connect({one: number for one, number in together.items() if isinstance(one, int)})
 
@@ -196,8 +197,9 @@ class Graph(Nodes):
                     left = layout_left(self.schedule.problem, operation, strategy, position)
                     size = bytes_in(self.schedule, result, left)
                     end = self.collective(merged.get(index, ("result", result)), (last_sent(steps), size), index)
-                    self.needs[self.starts[end]].add(index)
-                    self.values[self.starts[end]].add(result)
+                    start = self._behind_others(end, index, result, steps)
+                    self.needs[start].add(index)
+                    self.values[start].add(result)
                     sent[result] = self.reduced[index] = end
         send_parts(self)
         for index in self.reads:
@@ -301,17 +303,24 @@ class Graph(Nodes):
             whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
             end = self.collective(key, (last, bytes_brought(self.schedule, gather.value, whole)), place)
             self.gathers[gather] = end
-            before = [step for step in steps[: steps.index(last)] if step.kind == "all-to-all"]
-            for number, step in reversed([*enumerate(before)]):  # one after another
-                size = bytes_brought(self.schedule, gather.value, step.layout)
-                one = self.collective((gather, number), (step, size), place)
-                self.needs[self.first_start(gather)].add(one)
-                self._first[gather] = self.starts[one]
+            self._first[gather] = self._behind_others(end, gather, gather.value, steps)
         return self.gathers[gather]
+
+    def _behind_others(self, end: int, sent: Reduced, value: int, steps: Sequence[Step]) -> int:
+        """Puts what leads to the last collective that brings a value one after another before it: the first start."""
+        start, place = self.starts[end], int(self.place[end])
+        earlier = enumerate(steps[: steps.index(last_sent(steps))])
+        for number, step in reversed([*earlier]):
+            if step.kind in REDUCING or step.kind in ("all-gather", "all-to-all"):
+                key = self._together.get((sent, number), (sent, number))
+                one = self.collective(key, (step, bytes_brought(self.schedule, value, step.layout)), place)
+                self.needs[start].add(one)
+                start = self.starts[one]
+        return start
 
     def first_start(self, gather: Gather) -> int:
         """Where what brings a value begins: the start of the first collective, if it takes several."""
-        return self._first.get(gather, self.starts[self.gathers[gather]])
+        return self._first[gather]
 
     def collective(self, key: object, sent: tuple[Step, float], place: int) -> int:
         """The end of a collective, which is made where there is none yet, or grows."""

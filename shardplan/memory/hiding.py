@@ -28,10 +28,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardplan.memory.bringing import Sending
-from shardplan.memory.combining import Gather
 from shardplan.memory.copied_sums import copy_sums
 from shardplan.memory.finishing import finish_reductions
-from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
+from shardplan.memory.gathering import Gathering, gathered_at_the_end, gathered_together
 from shardplan.memory.graph import Graph
 from shardplan.memory.joining import join_as, join_kernels, joined_in
 from shardplan.memory.leaving import copy_at_the_end
@@ -40,7 +39,7 @@ from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing, through_values
 from shardplan.memory.poolings import take_poolings_apart
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.reductions import Reduced, reduced_together, without_leading
+from shardplan.memory.reductions import Reducing, reduced_in, reduced_together, without_leading
 from shardplan.memory.turning import turn_operands
 from shardplan.memory.zeros import copy_for_poolings, fill_apart
 from shardplan.schedule import Schedule
@@ -51,7 +50,7 @@ def hiding_order(schedule: Schedule, kernels: Kernels) -> tuple[list[int], Sendi
     run beside them. Each body is put in order by itself."""
     regions = {region: _Apart(schedule, kernels, region) for region in _regions_run(schedule)}
     joined = tuple(one for apart in regions.values() for one in joined_in(apart.graph))
-    merged, gathers = reduced_together(schedule, joined), combined_gathers(schedule, joined)
+    merged, gathers = reduced_together(schedule, joined), gathered_together(schedule, joined)
     graphs = {region: apart.merged(schedule, kernels, merged, gathers) for region, apart in regions.items()}
     sending = Sending(together=[], joined=joined)
     return _order_in(schedule, kernels, 0, graphs, sending), sending
@@ -67,10 +66,10 @@ class _Apart:
         self.joining = join_kernels(self.graph, kernels)
 
     def merged(
-        self, schedule: Schedule, kernels: Kernels, merged: list[list[Reduced]], gathers: list[list[Gather]]
+        self, schedule: Schedule, kernels: Kernels, merged: list[list[Reducing]], gathers: list[list[Gathering]]
     ) -> Graph:
         """The same graph where collectives are merged: what is reduced together, and gathered together."""
-        groups: Iterable[Sequence[int | Gather]] = (*merged, *gathers)
+        groups: Iterable[Sequence[Reducing]] = (*merged, *gathers)
         if not any(sum(map(self._has, group)) > 1 for group in groups):
             return self.graph
         for some in ((merged, gathers), (merged, []), (without_leading(schedule, merged), gathers)):
@@ -82,8 +81,9 @@ class _Apart:
                     return graph
         return self.graph  # else two merged collectives wait for each other
 
-    def _has(self, one: int | Gather) -> bool:
-        return one in self.graph.reduced if isinstance(one, int) else one in self.graph.gathers
+    def _has(self, one: Reducing) -> bool:
+        reduced = reduced_in(one)
+        return reduced in self.graph.reduced if isinstance(reduced, int) else reduced in self.graph.gathers
 
 
 def _regions_run(schedule: Schedule) -> list[int]:

@@ -15,7 +15,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shardplan.layout import Layout
@@ -32,6 +33,7 @@ from shardplan.memory.combining import (
     repeated_of,
     with_partners,
 )
+from shardplan.memory.cutting import last_sent
 from shardplan.memory.gathering import combined_gathers
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.waiting import Waiting
@@ -46,26 +48,35 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 Reduced = int | Gather
 """What is reduced: a partial result as an operation, by its index, makes it, or a sum that waits as it is read."""
 
+Reducing = Reduced | tuple[Reduced, int]
+"""The reduction that brings this to its layout, or one before, by its number among the steps."""
+
 
 class _Reduction(NamedTuple):
-    """What is reduced, with the value, the layout to which it is, and what those have in common that are merged."""
+    """A reduction, with the value, the layout to which it is, what those have in common that are merged, and the
+    reduction of the same before it."""
 
-    one: Reduced
+    one: Reducing
     value: int
     layout: Layout
     kind: object
+    before: Reducing | None
 
 
 @once
 def combined_reductions(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Operation]]:
     """The operations whose partial results are reduced together as they are made, in the order of the program."""
-    indices = (sorted(one for one in group if isinstance(one, int)) for group in reduced_together(schedule, joined))
+    groups = reduced_together(schedule, joined)
+    earlier = sorted((one for group in groups for one in group if isinstance(one, tuple)), key=lambda one: -one[1])
+    first: dict[Reduced, Reducing] = {one[0]: one for one in earlier}  # a partial result is gone after it
+    made = ([(reduced_in(one), one) for one in group] for group in groups)
+    indices = (sorted(of for of, one in group if isinstance(of, int) and first.get(of, of) == one) for group in made)
     return [[schedule.program.operations[index] for index in group] for group in sorted(indices) if group]
 
 
 @once
-def reduced_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Reduced]]:
-    """What is reduced together.
+def reduced_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Reducing]]:
+    """What is reduced together: of what takes several reductions, over some mesh axes each, each for itself.
 
     XLA goes from what the step gives back to what it is computed from, operands first. A reduction joins those of its
     kind before it, until one depends on another one (a gradient's norm on the gradient's sum), or they are too large.
@@ -74,10 +85,11 @@ def reduced_together(schedule: Schedule, joined: tuple[Joined, ...] | None = Non
     merged by then stands behind what all of them bring, and one of kernels that are ``joined``, where these are known,
     behind what all of them read.
     """
-    groups, reductions = list[list[Reduced]](), _reductions(schedule)
+    groups, reductions = list[list[Reducing]](), _reductions(schedule)
     for scattered in (False, True):
         if some := {index: found[scattered] for index, found in reductions.items() if found[scattered]}:
-            groups += _merged(schedule, joined, [*combined_gathers(schedule, joined), *groups], some)
+            last = [[one for one in group if isinstance(one, int | Gather)] for group in groups]
+            groups += _merged(schedule, joined, [*combined_gathers(schedule, joined), *last], some)
     return groups
 
 
@@ -86,13 +98,13 @@ def _merged(
     joined: tuple[Joined, ...] | None,
     merged: Sequence[Sequence[Reduced]],
     reductions: Mapping[int, Sequence[_Reduction]],
-) -> list[list[Reduced]]:
+) -> list[list[Reducing]]:
     """What is reduced together of these, by the operation, where other collectives are ``merged``."""
-    groups = list[list[Reduced]]()
+    groups = list[list[Reducing]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
-    same, numbers = repeated_of(schedule), dict[Reduced, int]()
+    same, numbers = repeated_of(schedule), dict[Reducing, int]()
     read, brought = read_before(schedule, joined), brought_by(schedule, merged)
     changed = read_of_merged(schedule, merged, joined)
     left, bringing = len({found.one for some in reductions.values() for found in some}), len(schedule.program.values)
@@ -107,11 +119,12 @@ def _merged(
         here = reductions.get(operation.index, ())
         if not found and not here:
             continue
-        for one, value, layout, kind in here:
+        for one, value, layout, kind, earlier in here:
             if one not in numbers:
                 size = bytes_in(schedule, value, layout)
                 number, filled = filling.get(kind, (-1, math.inf))
-                before = found if isinstance(one, int) else behind.get(same.get(value, value), 0)
+                before = found if isinstance(reduced_in(one), int) else behind.get(same.get(value, value), 0)
+                before |= 1 << numbers[earlier] if earlier is not None else 0
                 if filled + size > COMBINED_BYTES or waiting.leads(number, before):
                     number, filled = waiting.begin(number), 0.0
                     groups.append([])
@@ -134,45 +147,53 @@ def _reductions(schedule: Schedule) -> dict[int, tuple[list[_Reduction], list[_R
         here = found[operation.index] = list[_Reduction](), list[_Reduction]()
         for operand, layout in otherwise.get(operation.index, ()):
             steps = schedule.route(operand, layout).steps
-            if steps and steps[-1].kind in REDUCTIONS:
-                kind = operation.region, *_kind(schedule, operand, _reducing(steps), "sum")
+            if any(step.kind in REDUCTIONS for step in steps):
                 gather = gather_for(schedule, operation, operand, layout)
-                here[_is_scattered(steps)].append(_Reduction(gather, operand, layout, kind))
+                sent = _each(schedule, gather, operand, steps, (operation.region, "sum"))
+                here[_is_scattered(steps)].extend(sent)
         if operation.index in made and operation.results[0] not in same:
-            steps = tuple(step for step in schedule.result_steps(operation, 0) if step.kind in REDUCTIONS)
-            if steps:
-                strategy, over = schedule.assignment.strategies[operation.index], _reducing(steps)
-                if schedule.island_dtype(operation) is None:
-                    over = [(name, order_of_devices(operation, strategy, axes)) for name, axes in over]
-                kind = operation.region, *_kind(schedule, operation.results[0], over, strategy.reducers[0])
-                reduction = _Reduction(operation.index, operation.results[0], steps[-1].layout, kind)
-                here[_is_scattered(steps)].append(reduction)
+            steps, strategy = schedule.result_steps(operation, 0), schedule.assignment.strategies[operation.index]
+            if schedule.island_dtype(operation) is None:
+                steps = tuple(replace(step, axes=order_of_devices(operation, strategy, step.axes)) for step in steps)
+            shared = operation.region, strategy.reducers[0] or "sum"  # what passes a sum on has none
+            sent = _each(schedule, operation.index, operation.results[0], steps, shared)
+            here[_is_scattered(steps)].extend(sent)
     return found
+
+
+def _each(
+    schedule: Schedule, reduced: Reduced, value: int, steps: Sequence[Step], shared: tuple[object, ...]
+) -> Iterator[_Reduction]:
+    """The reductions among the steps that bring a value to a layout, from the first on."""
+    before, last = None, last_sent(steps) if steps else None
+    for number, step in enumerate(steps):
+        if step.kind not in REDUCTIONS:
+            continue
+        one = reduced if step is last else (reduced, number)
+        kind = *shared, step.kind, step.axes, schedule.program.values[value].dtype
+        yield _Reduction(one, value, step.layout, kind, before)
+        before = one
+
+
+def reduced_in(one: Reducing) -> Reduced:
+    """What a reduction is of."""
+    return one if isinstance(one, int | Gather) else one[0]
 
 
 def _is_scattered(steps: Sequence[Step]) -> bool:
     return any(step.kind == "reduce-scatter" for step in steps)
 
 
-def _reducing(steps: Sequence[Step]) -> list[tuple[str, tuple[int, ...]]]:
-    """The reductions among steps, with their axes in the order in which an island names these."""
-    return [(step.kind, step.axes) for step in steps if step.kind in REDUCTIONS]
-
-
-def _kind(
-    schedule: Schedule, value: int, reducing: Sequence[tuple[str, tuple[int, ...]]], reducer: str | None
-) -> tuple[object, ...]:
-    return tuple(reducing), reducer, schedule.program.values[value].dtype
-
-
-def without_leading(schedule: Schedule, groups: Iterable[Sequence[Reduced]]) -> list[list[Reduced]]:
+def without_leading(schedule: Schedule, groups: Iterable[Sequence[Reducing]]) -> list[list[Reducing]]:
     """Groups of reductions without those from which a product, a loop or a branch is computed."""
     leading: set[int] = set()
     operations = schedule.program.operations
     for operation in reversed(operations):
         if operation.primitive.name in _PRODUCTS or operation.bodies or not leading.isdisjoint(operation.results):
             leading.update(operand for operand in operation.operands if isinstance(operand, int))
-    return [
-        [one for one in group if leading.isdisjoint(operations[one].results if isinstance(one, int) else (one.value,))]
-        for group in groups
-    ]
+
+    def leads(one: Reducing) -> bool:
+        reduced = reduced_in(one)
+        return not leading.isdisjoint(operations[reduced].results if isinstance(reduced, int) else (reduced.value,))
+
+    return [[one for one in group if not leads(one)] for group in groups]
