@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.audit import audit
+from shardplan.memory.combining import read_of_merged
 from shardplan.memory.gathering import gathered_together
 from shardplan.memory.graph import Graph
 from shardplan.memory.recomputing import kernels_in
@@ -183,6 +184,20 @@ def test_of_what_takes_several_collectives_each_is_merged_for_itself(last: P) ->
     predicted = [*map(len, gathered_together(plan.schedule)), *map(len, reduced_together(plan.schedule))]
     compiled = [len(found.tensors) for found in audit(plan, mesh=mesh).compiled.collectives]
     assert sorted(size for size in predicted if size > 1) == sorted(size for size in compiled if size > 1)
+
+
+def test_what_two_gathers_bring_stands_behind_all_that_either_is_merged_with() -> None:
+    def step(a: jax.Array, b: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.tanh(x @ a), jnp.sin(x @ b)
+
+    mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
+    pins = {"0": P("b", "a"), "1": P("b", "a"), "2": P(("a", "b"))}
+    shapes = [_SHAPE((512, 512), "float32")] * 2
+    schedule = shardplan.plan(step, mesh, *shapes, _SHAPE((65536, 512), "float32"), pins=pins).schedule
+    groups = gathered_together(schedule)
+    assert list(map(len, groups)) == [2, 2]
+    behind = {len(schedule.program.values), len(schedule.program.values) + 1}
+    assert all(behind <= {*read} for read in read_of_merged(schedule, groups).values())
 
 
 @compiles_for_gpus

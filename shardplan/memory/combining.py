@@ -49,6 +49,16 @@ class Gather:
     alone: int | None = None
 
 
+Collective = int | Gather | tuple[int | Gather, int]
+"""What brings a partial result, by the index of the operation that makes it, or another value to its layout: the last
+collective that this takes, or one before, by its number among the steps."""
+
+
+def brought_in(one: Collective) -> int | Gather:
+    """What a collective brings."""
+    return one if isinstance(one, int | Gather) else one[0]
+
+
 class Joined(NamedTuple):
     """Kernels that XLA makes one: the operations, by index, that end them, and the values that they read from memory,
     in the order in which these are computed from them."""
@@ -113,25 +123,27 @@ def read_before(schedule: Schedule, joined: tuple[Joined, ...] | None = None) ->
 
 
 def read_of_merged(
-    schedule: Schedule, merged: Sequence[Sequence[int | Gather]], joined: tuple[Joined, ...] | None = None
+    schedule: Schedule, merged: Sequence[Sequence[Collective]], joined: tuple[Joined, ...] | None = None
 ) -> dict[int, list[int]]:
-    """The same of the operations, by index, that read what collectives bring which are ``merged``: with the number of
-    their group, counted from behind all values, before each of these."""
+    """The same of the operations, by index, that read what collectives bring which are ``merged``: with the numbers of
+    their groups, counted from behind all values, before each of these."""
     read, otherwise = read_before(schedule, joined), read_otherwise(schedule)
     operations, same, first = schedule.program.operations, repeated_of(schedule), len(schedule.program.values)
-    groups = {one: first + number for number, group in enumerate(merged) if len(group) > 1 for one in group}
-    made = {operations[one].results[0]: number for one, number in groups.items() if isinstance(one, int)}
+    groups = dict[int | Gather, list[int]]()
+    for number, one in ((number, one) for number, group in enumerate(merged) if len(group) > 1 for one in group):
+        groups.setdefault(brought_in(one), []).append(first + number)
+    made = {operations[one].results[0]: numbers for one, numbers in groups.items() if isinstance(one, int)}
     reading = {index for index, values in enumerate(read) if not made.keys().isdisjoint(values)} if made else set()
     changed = dict[int, list[int]]()
     for index in sorted(reading | otherwise.keys()) if groups else ():
-        found = dict[int, int]()
+        found = dict[int, list[int]]()
         for operand, layout in otherwise.get(index, ()):
-            number = groups.get(gather_for(schedule, operations[index], operand, layout))
-            if number is not None:
-                found[same.get(operand, operand)] = number
+            numbers = groups.get(gather_for(schedule, operations[index], operand, layout))
+            if numbers is not None:
+                found[same.get(operand, operand)] = numbers
         if found or index in reading:
-            brought = ((found.get(value, made.get(value)), value) for value in read[index])
-            changed[index] = [*dict.fromkeys(one for pair in brought for one in pair if one is not None)]
+            brought = ((*found.get(value, made.get(value, ())), value) for value in read[index])
+            changed[index] = [*dict.fromkeys(one for some in brought for one in some)]
     return changed
 
 
@@ -140,12 +152,12 @@ def repeated_of(schedule: Schedule) -> dict[int, int]:
     return repeated_in(schedule.program, apart_in(schedule))
 
 
-def brought_by(schedule: Schedule, merged: Sequence[Sequence[int | Gather]]) -> dict[int, list[int]]:
+def brought_by(schedule: Schedule, merged: Sequence[Sequence[Collective]]) -> dict[int, list[int]]:
     """Per group of ``merged`` collectives, by the number that `read_of_merged` gives it, what these bring."""
     operations, same, first = schedule.program.operations, repeated_of(schedule), len(schedule.program.values)
     brought = {
-        first + number: [operations[one].results[0] if isinstance(one, int) else one.value for one in group]
-        for number, group in enumerate(merged)
+        first + number: [operations[one].results[0] if isinstance(one, int) else one.value for one in ones]
+        for number, ones in enumerate([[brought_in(one) for one in group] for group in merged])
     }
     return {number: [same.get(value, value) for value in values] for number, values in brought.items()}
 

@@ -31,6 +31,7 @@ from shardplan.layout import Layout
 from shardplan.memory.accumulation import merged_anywhere
 from shardplan.memory.combining import (
     COMBINED_BYTES,
+    Collective,
     Gather,
     Joined,
     gather_for,
@@ -56,18 +57,14 @@ _Kind = tuple[int, tuple[int, ...]]
 these split."""
 
 
-Gathering = Gather | tuple[Gather, int]
-"""The gather that brings something to its layout, or one before, by its number among the steps."""
-
-
 class _OneGather(NamedTuple):
     """A gather, with what it brings, the layout to which it does, its kind, and the one of the same before it."""
 
-    one: Gathering
+    one: Collective
     gather: Gather
     layout: Layout
     kind: _Kind
-    before: Gathering | None
+    before: Collective | None
 
 
 @once
@@ -78,12 +75,12 @@ def combined_gathers(schedule: Schedule, joined: tuple[Joined, ...] | None = Non
 
 
 @once
-def gathered_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Gathering]]:
+def gathered_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Collective]]:
     """What is gathered together, in each region by itself: groups of two and more; where the kernels are known that are
     ``joined``, with these. Of what takes several gathers, over some mesh axes each, each is for itself."""
-    groups = list[list[Gathering]]()
+    groups = list[list[Collective]]()
     filling: dict[_Kind, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
-    numbers: dict[Gathering, int] = {}
+    numbers: dict[Collective, int] = {}
     behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
     read, gathers = read_before(schedule, joined), _gathers(schedule)

@@ -9,12 +9,12 @@ from shardplan.anew import is_behind_barrier
 from shardplan.memory.accumulation import waiting_for_sums
 from shardplan.memory.barriers import put_barriers
 from shardplan.memory.coalescing import bytes_apart, turning_reads
-from shardplan.memory.combining import Gather, gather_for, read_otherwise
+from shardplan.memory.combining import Collective, Gather, gather_for, read_otherwise
 from shardplan.memory.convolutions import CONVOLUTION
 from shardplan.memory.cutting import cut_parts, last_sent, moved_parts, send_parts
 from shardplan.memory.cycles import cycles_in_kernel
 from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
-from shardplan.memory.gathering import Gathering, waits_for
+from shardplan.memory.gathering import waits_for
 from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.narrower import bytes_brought
 from shardplan.memory.nodes import Nodes
@@ -23,7 +23,6 @@ from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
 from shardplan.memory.reductions import REDUCTIONS as REDUCING
-from shardplan.memory.reductions import Reduced, Reducing
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left
@@ -44,8 +43,8 @@ class Graph(Nodes):
         self,
         schedule: Schedule,
         kernels: Kernels,
-        combined: Sequence[Sequence[Reducing]],
-        gathers: Sequence[Sequence[Gathering]],
+        combined: Sequence[Sequence[Collective]],
+        gathers: Sequence[Sequence[Collective]],
         region: int = 0,
     ) -> None:
         layouts = schedule.assignment.values
@@ -90,7 +89,7 @@ class Graph(Nodes):
         self._turning = turning_reads(schedule)
         self._find_kernels(here, kernels)
         together = {one: number for number, group in enumerate(combined) for one in group}
-        self._together: dict[Reducing, object] = {one: n for one, n in together.items() if not isinstance(one, int)}
+        self._together: dict[Collective, object] = {one: n for one, n in together.items() if not isinstance(one, int)}
         self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self._connect({one: number for one, number in together.items() if isinstance(one, int)})
 
@@ -306,7 +305,7 @@ class Graph(Nodes):
             self._first[gather] = self._behind_others(end, gather, gather.value, steps)
         return self.gathers[gather]
 
-    def _behind_others(self, end: int, sent: Reduced, value: int, steps: Sequence[Step]) -> int:
+    def _behind_others(self, end: int, sent: int | Gather, value: int, steps: Sequence[Step]) -> int:
         """Puts what leads to the last collective that brings a value one after another before it: the first start."""
         start, place = self.starts[end], int(self.place[end])
         earlier = enumerate(steps[: steps.index(last_sent(steps))])

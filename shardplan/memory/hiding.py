@@ -28,9 +28,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardplan.memory.bringing import Sending
+from shardplan.memory.combining import Collective, brought_in
 from shardplan.memory.copied_sums import copy_sums
 from shardplan.memory.finishing import finish_reductions
-from shardplan.memory.gathering import Gathering, gathered_at_the_end, gathered_together
+from shardplan.memory.gathering import gathered_at_the_end, gathered_together
 from shardplan.memory.graph import Graph
 from shardplan.memory.joining import join_as, join_kernels, joined_in
 from shardplan.memory.leaving import copy_at_the_end
@@ -39,7 +40,7 @@ from shardplan.memory.order import operands_first
 from shardplan.memory.placing import Placing, through_values
 from shardplan.memory.poolings import take_poolings_apart
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.reductions import Reducing, reduced_in, reduced_together, without_leading
+from shardplan.memory.reductions import reduced_together, without_leading
 from shardplan.memory.turning import turn_operands
 from shardplan.memory.zeros import copy_for_poolings, fill_apart
 from shardplan.schedule import Schedule
@@ -66,10 +67,10 @@ class _Apart:
         self.joining = join_kernels(self.graph, kernels)
 
     def merged(
-        self, schedule: Schedule, kernels: Kernels, merged: list[list[Reducing]], gathers: list[list[Gathering]]
+        self, schedule: Schedule, kernels: Kernels, merged: list[list[Collective]], gathers: list[list[Collective]]
     ) -> Graph:
         """The same graph where collectives are merged: what is reduced together, and gathered together."""
-        groups: Iterable[Sequence[Reducing]] = (*merged, *gathers)
+        groups: Iterable[Sequence[Collective]] = (*merged, *gathers)
         if not any(sum(map(self._has, group)) > 1 for group in groups):
             return self.graph
         for some in ((merged, gathers), (merged, []), (without_leading(schedule, merged), gathers)):
@@ -81,8 +82,8 @@ class _Apart:
                     return graph
         return self.graph  # else two merged collectives wait for each other
 
-    def _has(self, one: Reducing) -> bool:
-        reduced = reduced_in(one)
+    def _has(self, one: Collective) -> bool:
+        reduced = brought_in(one)
         return reduced in self.graph.reduced if isinstance(reduced, int) else reduced in self.graph.gathers
 
 

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 from shardplan.layout import Layout
 from shardplan.memory.combining import (
     COMBINED_BYTES,
+    Collective,
     Gather,
     Joined,
     brought_by,
+    brought_in,
     gather_for,
     read_before,
     read_of_merged,
@@ -34,7 +36,7 @@ from shardplan.memory.combining import (
     with_partners,
 )
 from shardplan.memory.cutting import last_sent
-from shardplan.memory.gathering import combined_gathers
+from shardplan.memory.gathering import gathered_together
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.waiting import Waiting
 from shardplan.once import once
@@ -45,22 +47,16 @@ from shardplan.steps import Step
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
-Reduced = int | Gather
-"""What is reduced: a partial result as an operation, by its index, makes it, or a sum that waits as it is read."""
-
-Reducing = Reduced | tuple[Reduced, int]
-"""The reduction that brings this to its layout, or one before, by its number among the steps."""
-
 
 class _Reduction(NamedTuple):
     """A reduction, with the value, the layout to which it is, what those have in common that are merged, and the
     reduction of the same before it."""
 
-    one: Reducing
+    one: Collective
     value: int
     layout: Layout
     kind: object
-    before: Reducing | None
+    before: Collective | None
 
 
 @once
@@ -68,14 +64,14 @@ def combined_reductions(schedule: Schedule, joined: tuple[Joined, ...] | None = 
     """The operations whose partial results are reduced together as they are made, in the order of the program."""
     groups = reduced_together(schedule, joined)
     earlier = sorted((one for group in groups for one in group if isinstance(one, tuple)), key=lambda one: -one[1])
-    first: dict[Reduced, Reducing] = {one[0]: one for one in earlier}  # a partial result is gone after it
-    made = ([(reduced_in(one), one) for one in group] for group in groups)
+    first: dict[int | Gather, Collective] = {one[0]: one for one in earlier}  # a partial result is gone after it
+    made = ([(brought_in(one), one) for one in group] for group in groups)
     indices = (sorted(of for of, one in group if isinstance(of, int) and first.get(of, of) == one) for group in made)
     return [[schedule.program.operations[index] for index in group] for group in sorted(indices) if group]
 
 
 @once
-def reduced_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Reducing]]:
+def reduced_together(schedule: Schedule, joined: tuple[Joined, ...] | None = None) -> list[list[Collective]]:
     """What is reduced together: of what takes several reductions, over some mesh axes each, each for itself.
 
     XLA goes from what the step gives back to what it is computed from, operands first. A reduction joins those of its
@@ -85,26 +81,25 @@ def reduced_together(schedule: Schedule, joined: tuple[Joined, ...] | None = Non
     merged by then stands behind what all of them bring, and one of kernels that are ``joined``, where these are known,
     behind what all of them read.
     """
-    groups, reductions = list[list[Reducing]](), _reductions(schedule)
+    groups, reductions = list[list[Collective]](), _reductions(schedule)
     for scattered in (False, True):
         if some := {index: found[scattered] for index, found in reductions.items() if found[scattered]}:
-            last = [[one for one in group if isinstance(one, int | Gather)] for group in groups]
-            groups += _merged(schedule, joined, [*combined_gathers(schedule, joined), *last], some)
+            groups += _merged(schedule, joined, [*gathered_together(schedule, joined), *groups], some)
     return groups
 
 
 def _merged(
     schedule: Schedule,
     joined: tuple[Joined, ...] | None,
-    merged: Sequence[Sequence[Reduced]],
+    merged: Sequence[Sequence[Collective]],
     reductions: Mapping[int, Sequence[_Reduction]],
-) -> list[list[Reducing]]:
+) -> list[list[Collective]]:
     """What is reduced together of these, by the operation, where other collectives are ``merged``."""
-    groups = list[list[Reducing]]()
+    groups = list[list[Collective]]()
     filling: dict[Any, tuple[int, float]] = {}  # per kind, the number of its last group, and the group's size
     behind: dict[int, int] = {}  # per value, the last groups that it depends on
     waiting = Waiting()
-    same, numbers = repeated_of(schedule), dict[Reducing, int]()
+    same, numbers = repeated_of(schedule), dict[Collective, int]()
     read, brought = read_before(schedule, joined), brought_by(schedule, merged)
     changed = read_of_merged(schedule, merged, joined)
     left, bringing = len({found.one for some in reductions.values() for found in some}), len(schedule.program.values)
@@ -123,7 +118,7 @@ def _merged(
             if one not in numbers:
                 size = bytes_in(schedule, value, layout)
                 number, filled = filling.get(kind, (-1, math.inf))
-                before = found if isinstance(reduced_in(one), int) else behind.get(same.get(value, value), 0)
+                before = found if isinstance(brought_in(one), int) else behind.get(same.get(value, value), 0)
                 before |= 1 << numbers[earlier] if earlier is not None else 0
                 if filled + size > COMBINED_BYTES or waiting.leads(number, before):
                     number, filled = waiting.begin(number), 0.0
@@ -162,7 +157,7 @@ def _reductions(schedule: Schedule) -> dict[int, tuple[list[_Reduction], list[_R
 
 
 def _each(
-    schedule: Schedule, reduced: Reduced, value: int, steps: Sequence[Step], shared: tuple[object, ...]
+    schedule: Schedule, reduced: int | Gather, value: int, steps: Sequence[Step], shared: tuple[object, ...]
 ) -> Iterator[_Reduction]:
     """The reductions among the steps that bring a value to a layout, from the first on."""
     before, last = None, last_sent(steps) if steps else None
@@ -175,16 +170,11 @@ def _each(
         before = one
 
 
-def reduced_in(one: Reducing) -> Reduced:
-    """What a reduction is of."""
-    return one if isinstance(one, int | Gather) else one[0]
-
-
 def _is_scattered(steps: Sequence[Step]) -> bool:
     return any(step.kind == "reduce-scatter" for step in steps)
 
 
-def without_leading(schedule: Schedule, groups: Iterable[Sequence[Reducing]]) -> list[list[Reducing]]:
+def without_leading(schedule: Schedule, groups: Iterable[Sequence[Collective]]) -> list[list[Collective]]:
     """Groups of reductions without those from which a product, a loop or a branch is computed."""
     leading: set[int] = set()
     operations = schedule.program.operations
@@ -192,8 +182,8 @@ def without_leading(schedule: Schedule, groups: Iterable[Sequence[Reducing]]) ->
         if operation.primitive.name in _PRODUCTS or operation.bodies or not leading.isdisjoint(operation.results):
             leading.update(operand for operand in operation.operands if isinstance(operand, int))
 
-    def leads(one: Reducing) -> bool:
-        reduced = reduced_in(one)
+    def leads(one: Collective) -> bool:
+        reduced = brought_in(one)
         return not leading.isdisjoint(operations[reduced].results if isinstance(reduced, int) else (reduced.value,))
 
     return [[one for one in group if not leads(one)] for group in groups]
