@@ -160,11 +160,11 @@ def _each(
     schedule: Schedule, reduced: int | Gather, value: int, steps: Sequence[Step], shared: tuple[object, ...]
 ) -> Iterator[_Reduction]:
     """The reductions among the steps that bring a value to a layout, from the first on."""
-    before, last = None, last_sent(steps) if steps else None
+    before = None
     for number, step in enumerate(steps):
         if step.kind not in REDUCTIONS:
             continue
-        one = reduced if step is last else (reduced, number)
+        one = reduced if step is last_sent(steps) else (reduced, number)
         kind = *shared, step.kind, step.axes, schedule.program.values[value].dtype
         yield _Reduction(one, value, step.layout, kind, before)
         before = one
