@@ -36,9 +36,10 @@ _SPARE = 0.8
 """The gaps, to what is needed without a limit, above which a schedule that fits is searched on from while less than
 this share of the work is spent, and is held against what the joined mesh can do while there is work left."""
 
-_ANOTHER, _MIXED = 1.7, 0.35
+_ANOTHER, _MIXED, _MIXED_FIRST = 1.7, 0.35, 0.25
 """Where what is found at last is far too dear for what is proven, and less than so many times the work is spent that
-searches may take, there is one more, and such a share of that work to mix what it finds."""
+searches may take, there is one more, and such a share of that work to mix what it finds. Where the gap is no more than
+the last, what is known is mixed before, which often is enough."""
 
 _LATE = 2.5
 """Where so many times the work that searches may take is spent, and nothing is found, what is leaner is looked for
@@ -128,24 +129,29 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         corrections.search_from_best()
     else:
         corrections.search_a_little_more()
-    fill(corrections)
-    descend(corrections)
-    if _search_once_more(corrections):
-        fill(corrections)
-        descend(corrections)
+    _mix_and_search(corrections)
     return _straight(counts, corrections.best_proven(), search.limit_bytes)
 
 
-def _search_once_more(corrections: Corrections) -> bool:
-    """One more search from the best schedule, where that is far above what is proven, and work is left: what was known
-    is mixed by then, which often is enough. False where there is none."""
-    assert corrections.best is not None
-    gap = relative_gap(corrections.best.solution.cost, corrections.lower)
-    if gap > _FAR_TOO_DEAR and corrections.work < _ANOTHER * corrections.patience:
+def _mix_and_search(corrections: Corrections) -> None:
+    """Mixes what is known, and makes one more search from the best schedule where that is far above what is proven, and
+    work is left but for what mixing takes: first what mixing alone may make cheap enough."""
+
+    def gap() -> float:
+        assert corrections.best is not None
+        return relative_gap(corrections.best.solution.cost, corrections.lower)
+
+    work, mixed = corrections.work, gap() <= _MIXED_FIRST
+    if mixed:
+        fill(corrections)
+        descend(corrections)
+    if gap() > _FAR_TOO_DEAR and work < _ANOTHER * corrections.patience:
         corrections.search_from_best()
         corrections.until = max(corrections.until, corrections.work + _MIXED * corrections.patience)
-        return True
-    return False
+        mixed = False
+    if not mixed:
+        fill(corrections)
+        descend(corrections)
 
 
 def _straight(counts: Counts, found: Found, limit_bytes: float) -> Found:

@@ -137,7 +137,7 @@ def test_where_much_work_is_left_and_the_gap_is_wide_half_as_much_is_searched_ag
     assert len(searched) == searches
 
 
-@pytest.mark.parametrize(("times", "done", "searches"), [(1.2, 1.5, 1), (1.05, 1.5, 0), (1.2, 1.8, 0)])
+@pytest.mark.parametrize(("times", "done", "searches"), [(1.2, 1.5, 1), (1.4, 1.5, 1), (1.05, 1.5, 0), (1.2, 1.8, 0)])
 def test_what_is_far_above_what_is_proven_is_searched_on_from_while_work_is_left(monkeypatch, times, done, searches):
     searched, until = [], []
 
@@ -156,8 +156,9 @@ def test_what_is_far_above_what_is_proven_is_searched_on_from_while_work_is_left
     monkeypatch.setattr(searching, "fill", lambda known: until.append((known.until - known.work) / known.patience))
     plan_within()
     assert len(searched) == searches
-    # what is there is mixed first, for it may be enough; then what the search has found
-    assert until == [pytest.approx(left, abs=0.05) for left in (1.6 - done, 0.35)[: 1 + searches]]
+    # what is there is mixed first, where that may be enough; then what the search has found
+    mixed = [1.6 - done] * (times < 1.3) + [0.35] * searches
+    assert until == [pytest.approx(left, abs=0.05) for left in mixed]
 
 
 def test_trials_end_where_three_of_them_find_nothing_lower(monkeypatch):
@@ -339,8 +340,7 @@ def test_what_fits_at_the_least_cost_is_not_searched_again_among_all_choices(mon
     monkeypatch.setattr(Corrections, "go_on_from", lambda known, others: known.take(others.best))
     monkeypatch.setattr(Corrections, "search_from_best", lambda known, most: searched.append(most))
     monkeypatch.setattr(Corrections, "cost", lambda known, choices: times * known.unlimited)
-    monkeypatch.setattr(searching, "fill", lambda known: None)
-    monkeypatch.setattr(searching, "_search_once_more", lambda corrections: None)
+    monkeypatch.setattr(searching, "_mix_and_search", lambda corrections: None)
     plan_within(jax.sharding.AbstractMesh((2, 2, 2), ("x", "y", "z")))
     assert len(searched) == searches
 

@@ -131,7 +131,7 @@ def test_more_searches_may_overdraw_the_work_where_nothing_was_found(monkeypatch
     monkeypatch.setattr(Corrections, "_search_once", nothing)
     monkeypatch.setattr(Corrections, "_exclude", lambda corrections, found: True)
     monkeypatch.setattr("shardplan.leanest.Leanest.begin", lambda leanest: None)
-    monkeypatch.setattr("shardplan.searching._search_once_more", lambda corrections: None)
+    monkeypatch.setattr("shardplan.searching._mix_and_search", lambda corrections: None)
     plan_within()
     assert len(searched) == searches
 
