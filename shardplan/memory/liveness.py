@@ -378,10 +378,9 @@ def memory_held(
         yield hold(gather.value, gather.layout, first, last, copied=True)
     yield from exchanged_copies(lifetimes, schedule, exchanged)
     yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
-    yield from _left(lifetimes, schedule, sliced, sending)
+    yield from (*_left(lifetimes, schedule, sliced, sending), *beside_kernels(lifetimes, schedule))
     for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):
         yield Held(None, (), size, Lifetime(first, last))
-    yield from beside_kernels(lifetimes, schedule)
     for layout, size, first, last in filled_before(schedule, lifetimes, sending.filling):
         yield Held(None, layout, size, Lifetime(first, last))
 
