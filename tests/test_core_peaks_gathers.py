@@ -16,6 +16,7 @@ from shardplan.memory.gathering import combined_gathers, gathered_at_the_end
 from shardplan.memory.graph import Graph
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import Lifetimes, memory_held
+from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.recomputing import kernels_in, kernels_of
 from shardplan.memory.reductions import reduced_together
@@ -369,3 +370,22 @@ def test_what_several_collectives_bring_is_brought_by_one_after_another():
     [first] = graph.needs[graph.starts[end]]
     assert graph.needs[graph.starts[first]] == {graph.maker(gather.value)}
     assert graph.takes[first] > 1
+
+
+def test_what_is_scattered_twice_takes_less_time_the_second_time():
+    """A sum that waits, scattered over one axis and then, half of it, over another one."""
+    mesh = jax.sharding.AbstractMesh((2, 4), ("a", "b"))
+
+    def step(w, x, y):
+        return w - (x.T @ jnp.sin(x) + y.T @ jnp.sin(y))
+
+    rows = jax.ShapeDtypeStruct((2**16, 2048), "float32")
+    pins = {"0": jax.P("b", "a"), "1": jax.P(("a", "b")), "2": jax.P(("a", "b"))}
+    schedule = shardplan.plan(step, mesh, _square(2048), rows, rows, pins=pins, donate_argnums=0).schedule
+    graph = Graph(schedule, kernels_of(schedule.problem), [], [])
+    [(gather, last)] = graph.gathers.items()
+    assert [one.kind for one in schedule.route(gather.value, gather.layout).steps] == ["reduce-scatter"] * 2
+    [first] = graph.needs[graph.starts[last]]
+    whole = schedule.program.values[gather.value].total_bytes
+    assert graph.takes[first] == collective_microseconds("reduce-scatter", whole, 2)
+    assert graph.takes[last] == collective_microseconds("reduce-scatter", whole / 2, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 
 from shardplan.anew import is_behind_barrier
@@ -22,13 +23,12 @@ from shardplan.memory.outputs import send_at_the_end
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.reductions import REDUCTIONS as REDUCING
 from shardplan.memory.repeated import repeated_in
 from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import UNKNOWN, computing_microseconds, is_timed, kernel_microseconds, waiting_in_columns
 from shardplan.program import Operation
-from shardplan.schedule import Schedule
+from shardplan.schedule import Route, Schedule
 from shardplan.steps import Step
 
 _MOST_SOURCES = 64
@@ -194,9 +194,8 @@ class Graph(Nodes):
                 steps = self.schedule.result_steps(operation, position)
                 if strategy is not None and any(step.kind != "slice" for step in steps):
                     left = layout_left(self.schedule.problem, operation, strategy, position)
-                    size = bytes_in(self.schedule, result, left)
-                    end = self.collective(merged.get(index, ("result", result)), (last_sent(steps), size), index)
-                    start = self._behind_others(end, index, result, steps)
+                    key = merged.get(index, ("result", result))
+                    start, end = self._bring(index, result, Route(left, steps), key, index)
                     self.needs[start].add(index)
                     self.values[start].add(result)
                     sent[result] = self.reduced[index] = end
@@ -297,25 +296,24 @@ class Graph(Nodes):
         if gather not in self.gathers:
             key = self._together.get(gather, gather)
             place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            steps = self.schedule.route(gather.value, gather.layout).steps
-            last = last_sent(steps)
-            whole = self.schedule.assignment.values[gather.value] if last.kind == "reduce-scatter" else gather.layout
-            end = self.collective(key, (last, bytes_brought(self.schedule, gather.value, whole)), place)
-            self.gathers[gather] = end
-            self._first[gather] = self._behind_others(end, gather, gather.value, steps)
+            route = self.schedule.route(gather.value, gather.layout)
+            self._first[gather], self.gathers[gather] = self._bring(gather, gather.value, route, key, place)
         return self.gathers[gather]
 
-    def _behind_others(self, end: int, sent: int | Gather, value: int, steps: Sequence[Step]) -> int:
-        """Puts what leads to the last collective that brings a value one after another before it: the first start."""
-        start, place = self.starts[end], int(self.place[end])
-        earlier = enumerate(steps[: steps.index(last_sent(steps))])
-        for number, step in reversed([*earlier]):
-            if step.kind in REDUCING or step.kind in ("all-gather", "all-to-all"):
-                key = self._together.get((sent, number), (sent, number))
-                one = self.collective(key, (step, bytes_brought(self.schedule, value, step.layout)), place)
-                self.needs[start].add(one)
-                start = self.starts[one]
-        return start
+    def _bring(self, sent: int | Gather, value: int, route: Route, key: object, place: int) -> tuple[int, int]:
+        """Adds the collectives that bring a value somewhere, one after another, the last of which has a ``key``: the
+        start of the first one, and the end of the last."""
+        layouts, last = [route.source, *(step.layout for step in route.steps)], last_sent(route.steps)
+        found = list[int]()
+        for number, step in enumerate(route.steps):
+            if step.kind != "slice":
+                layout = layouts[number] if step.kind == "reduce-scatter" else step.layout
+                size = bytes_brought(self.schedule, value, layout)
+                own = key if step is last else self._together.get((sent, number), (sent, number))
+                found.append(self.collective(own, (step, size), place))
+        for before, end in pairwise(found):
+            self.needs[self.starts[end]].add(before)
+        return self.starts[found[0]], found[-1]
 
     def first_start(self, gather: Gather) -> int:
         """Where what brings a value begins: the start of the first collective, if it takes several."""

@@ -51,7 +51,7 @@ def sent_narrow(schedule: Schedule) -> frozenset[int]:
     def as_stored(value: int) -> bool:
         stored = schedule.assignment.values.get(value)
         found = [(reader, strategies.get(reader.index)) for reader in readers[value]]
-        return any(s is None or s.operands[reader.operands.index(value)] == stored for reader, s in found)
+        return any(s is None or (value, stored) in zip(o.operands, s.operands, strict=True) for o, s in found)
 
     return frozenset(value for value in narrower_copies(schedule.problem) if not as_stored(value))
 

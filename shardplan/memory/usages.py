@@ -199,10 +199,9 @@ class Usages:
             variable, _ = self.problem.variables_of(index)
             lifetime = self._held(index)
             if variable is not None and lifetime is not None:
-                amounts, (result, replaced) = self._sizes(index), results.get(index, (None, False))
-                amounts = (
-                    narrower_copies(self.problem).get(index, 1.0) * amounts
-                )  # or all of it: known with its readers
+                # of what is sent narrow no more than that, though it may be read as it is stored, too
+                amounts = narrower_copies(self.problem).get(index, 1.0) * self._sizes(index)
+                result, replaced = results.get(index, (None, False))
                 until = self._taken_over(index, lifetime) + 1
                 made = self._lifetimes.get(result) if isinstance(result, int) else None
                 if made is not None and result not in self._inputs:
@@ -251,7 +250,7 @@ class Usages:
             if lifetime is not None:
                 behind = self._taken_over(value, lifetime) + 1
                 if any_within(moments, behind, lifetime.end):
-                    yield PairUsage(variable, copy, np.where(equal, sizes, 0.0), behind, lifetime.end + 1)
+                    yield PairUsage(variable, copy, np.where(equal, narrow * sizes, 0.0), behind, lifetime.end + 1)
 
     def _reordered(self) -> Iterator[PairUsage]:
         """Transposed copies of arguments that convolutions read as they are stored."""
