@@ -32,8 +32,13 @@ def _moved(x: jax.Array, to: jax.P = LAST) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, to)
 
 
-def _added_up(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.sin(_moved(x)), 0)
+def _added_up(x: jax.Array, to: jax.P = LAST) -> jax.Array:
+    return jnp.sum(jnp.sin(_moved(x, to)), 0)
+
+
+def _parts_added_up(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    first, second = jnp.split(jnp.tanh(x), 2, axis=2)
+    return _added_up(second.reshape(64, 32, 32, 2048), jax.P(None, None, None, "x")), first.sum(2)
 
 
 def _and_multiplied(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -53,6 +58,7 @@ SENT: list[tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[jax.P, .
     (lambda u, v, w: _and_multiplied(u @ v, w), (NARROW, WEIGHT[::-1], WEIGHT), (IMAGES, jax.P(), jax.P())),
     (lambda x: _and_kept(jnp.tanh(x)), (WIDE,), (IMAGES,)),
     (lambda a, w, v: _moved(a @ w, jax.P(None, "x")) @ v, (WIDE, (4096, 2048), (2048, 512)), (LAST, IMAGES, jax.P())),
+    (_parts_added_up, (WIDE,), (IMAGES,)),
     (lambda x: jnp.sum(jnp.sin(_moved(jnp.tanh(x), IMAGES)), 2), (WIDE,), (LAST,)),  # whose parts lie as they are sent
 ]
 

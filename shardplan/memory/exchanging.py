@@ -2,7 +2,7 @@
 
 Where the dimension that is split lies behind others, its parts do not lie so in memory. A kernel copies them, which is
 the one that computes them where one does element by element: it writes both the value and the copy, if others read
-that. What nobody reads but the collective, and nobody keeps, is gone once it is copied.
+that. What nobody reads but the collective, and nobody keeps, is gone once it is copied, and so is what it is a view of.
 
 >>> exchanged_behind(((0,), (), ()), ((), (), (0,)), (8, 16, 16)), exchanged_behind(((), (0,)), ((0,), ()), (16, 16))
 (True, False)
@@ -21,13 +21,14 @@ from shardplan.layout import Domain, Layout
 from shardplan.memory.bringing import computed_until
 from shardplan.memory.brought import Brought
 from shardplan.memory.combining import Gather
+from shardplan.memory.fusion import is_view
 from shardplan.memory.held import Held, Lifetime
 from shardplan.memory.narrower import bytes_brought, narrower_copies
 from shardplan.memory.products import is_multiplied
 from shardplan.memory.sizes import bytes_in
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
 from shardplan.search import PairUsage
 from shardplan.transition import Transitions
@@ -98,7 +99,8 @@ def sent_beside(
     shares = _shares_of(problem, brought.value)
     if not shares.any():
         return
-    held, kernel, until = lifetimes.held.get(brought.value), first_kernel(lifetimes, reader), lifetimes.end
+    held = lifetimes.held.get(_memory_of(lifetimes, problem.program, brought.value))
+    kernel, until = first_kernel(lifetimes, reader), lifetimes.end
     if brought.value not in lifetimes.arguments and held is not None:
         until = min(held.end, lifetimes.copied[brought.value][1])
         until = until if until > computed_until(lifetimes, reader) else -1
@@ -149,7 +151,8 @@ def _needed_until(lifetimes: Lifetimes, schedule: Schedule, gather: Gather, sour
     or -1: a value that is in memory only where it is sent is needed there for longer, one that a copy takes over from
     is not needed."""
     value = gather.value
-    held, stored, copy = lifetimes.held.get(value), schedule.assignment.values[value], schedule.copy(value)
+    stored, copy = schedule.assignment.values[value], schedule.copy(value)
+    held = lifetimes.held.get(_memory_of(lifetimes, schedule.program, value))
     if value in lifetimes.arguments:
         return lifetimes.end
     if source == stored != copy == gather.layout:
@@ -166,6 +169,17 @@ def _needed_until(lifetimes: Lifetimes, schedule: Schedule, gather: Gather, sour
         if strategy is None or any(operand == value and layout == source for operand, layout in read):
             places.append(computed_until(lifetimes, reader))
     return max(places)
+
+
+def _memory_of(lifetimes: Lifetimes, program: Program, value: int) -> int:
+    """The value in whose memory one is that is a view of it, and all that is read of it."""
+    found = value
+    while found not in lifetimes.held and found in program.makers and is_view(program, program.makers[found]):
+        operand = program.makers[found].operands[0]
+        if not isinstance(operand, int) or len(lifetimes.readers[operand]) > 1 or operand in program.outputs:
+            return value
+        found = operand
+    return found
 
 
 def first_kernel(lifetimes: Lifetimes, operation: Operation) -> int:
