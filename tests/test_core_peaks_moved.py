@@ -289,7 +289,7 @@ def test_parts_that_are_cut_out_in_a_loop_are_in_its_order_alone(monkeypatch):
 
     schedule = shardplan.plan(step, MESH, _shape(512, 512)).schedule
     [split] = [o for o in schedule.program.operations if o.primitive.name == "split"]
-    monkeypatch.setattr("shardplan.memory.graph.moved_parts", lambda *given: [split.results[0]])
+    monkeypatch.setattr("shardplan.memory.ending.moved_parts", lambda *given: [split.results[0]])
     assert split.region and not Graph(schedule, kernels_in(schedule), [], []).cut
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from math import prod
 
 from shardplan.anew import is_behind_barrier
 from shardplan.memory.accumulation import waiting_for_sums
 from shardplan.memory.barriers import put_barriers
-from shardplan.memory.coalescing import bytes_apart, turning_reads
-from shardplan.memory.combining import Collective, Gather, gather_for, read_otherwise
+from shardplan.memory.coalescing import bytes_apart
+from shardplan.memory.combining import Collective, Gather, gather_for
 from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.cutting import cut_parts, last_sent, moved_parts, send_parts
-from shardplan.memory.cycles import cycles_in_kernel
-from shardplan.memory.fusion import REDUCTIONS, is_view, pointwise_operations
+from shardplan.memory.cutting import cut_parts, last_sent, send_parts
+from shardplan.memory.ending import Endings, moved_for
+from shardplan.memory.fusion import REDUCTIONS
 from shardplan.memory.gathering import waits_for
 from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.narrower import bytes_brought
@@ -23,10 +24,8 @@ from shardplan.memory.outputs import send_at_the_end
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
-from shardplan.memory.repeated import repeated_in
-from shardplan.memory.rows import row_results
 from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.times import UNKNOWN, computing_microseconds, is_timed, kernel_microseconds, waiting_in_columns
+from shardplan.memory.times import UNKNOWN, is_timed, kernel_microseconds, waiting_in_columns
 from shardplan.program import Operation
 from shardplan.schedule import Route, Schedule
 from shardplan.steps import Step
@@ -46,11 +45,15 @@ class Graph(Nodes):
         combined: Sequence[Sequence[Collective]],
         gathers: Sequence[Sequence[Collective]],
         region: int = 0,
+        endings: Endings | None = None,
     ) -> None:
+        """``endings``: those of this region, where they are known already."""
         layouts = schedule.assignment.values
+        stored = cache(lambda value: bytes_in(schedule, value, layouts[value]))
+        apart = cache(lambda value: bytes_apart(schedule, value, layouts[value]))
         super().__init__(
-            lambda value: bytes_in(schedule, value, layouts[value]) if value in layouts else self.filled.get(value, 0),
-            lambda value: bytes_apart(schedule, value, layouts[value]) if value in layouts else 0.0,
+            lambda value: stored(value) if value in layouts else self.filled.get(value, 0),
+            lambda value: apart(value) if value in layouts else 0.0,
         )
         self.schedule, self.program, self.region = schedule, schedule.program, region
         self.starts: dict[int, int] = {}  # per end of a collective, its start
@@ -63,8 +66,8 @@ class Graph(Nodes):
         self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
         self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
         self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
-        here = [self.program.operations[index] for index in self.program.regions[region].operations]
-        self.makers = {result: operation for operation in here for result in operation.results}
+        self.endings = endings = endings or Endings(schedule, kernels, region)
+        self.makers = endings.makers
         self._ends: dict[object, int] = {}
         self.merged: set[int] = set()  # ends of collectives that bring several values
         self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
@@ -74,94 +77,17 @@ class Graph(Nodes):
         self.barriers: dict[int, int] = {}  # per barrier, the number that what comes out of it has as a value
         self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
         self.sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
-        self.cut = {value: -1 for value in moved_parts(schedule, kernels.fused) if value in self.makers}  # with kernels
-        self.reads: dict[int, frozenset[int]] = {}
-        self._sources: dict[int, frozenset[int]] = {}
-        self._brought: dict[int, tuple[Gather, ...]] = {}  # per value computed on the way, what that reads otherwise
-        self._moved_by: dict[int, tuple[Gather, ...]] = {}
-        self._slow: dict[int, frozenset[int]] = {}  # per value computed on the way, operations that take long, and
-        self.computing: dict[int, float] = {}  # per kernel, how long those in it take
+        self.cut = {value: -1 for value in endings.cut if self.makers[value].index not in endings.reads}  # with kernels
+        self.reads = endings.reads
+        self.computing = {**endings.computing}  # per kernel, how long what takes long in it does
         self.adding = kernels.adding
-        self.parts = {o.index for o in here if self._is_part(o)}
-        self.tiled = set[int]()  # kernels that turn what they read, in tiles
-        self.by_rows = set[int]()  # kernels that go through rows which they have reduced, and
-        self.rows = set[int]()  # what is computed of such rows on the way
-        self._turning = turning_reads(schedule)
-        self._find_kernels(here, kernels)
+        self.parts = {o.index for o in self.makers.values() if self._is_part(o)}
+        self.tiled, self.scattered = {*endings.tiled}, {*endings.scattered}
+        self.by_rows, self.rows = endings.by_rows, endings.rows
         together = {one: number for number, group in enumerate(combined) for one in group}
         self._together: dict[Collective, object] = {one: n for one, n in together.items() if not isinstance(one, int)}
         self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
         self._connect({one: number for one, number in together.items() if isinstance(one, int)})
-
-    def _find_kernels(self, here: Sequence[Operation], kernels: Kernels) -> None:
-        """The operations that end kernels, and what these read, from memory and on the way."""
-        rows = {*row_results(self.program, pointwise_operations(self.schedule.problem))}  # and what is computed of them
-        in_memory, same = kernels.stored | kernels.read, repeated_in(self.program, kernels.apart)
-        for operation in here:
-            if operation.results and same.keys() >= {*operation.results}:
-                for result in operation.results:
-                    self._sources[result] = self._sources.get(same[result], frozenset((same[result],)))
-                    self._brought[result] = self._brought.get(same[result], ())
-                continue
-            reads = self._read_by(operation)
-            results = [result for result in operation.results if result not in self.cut]
-            stored = not in_memory.isdisjoint(results) and not self._shows(operation, same)
-            brought = tuple(pair for o in operation.operands if isinstance(o, int) for pair in self._brought.get(o, ()))
-            brought += tuple(self._read_otherwise(operation))
-            slow = self._slow_in(operation)
-            by_rows = not rows.isdisjoint([o for o in (*operation.operands, *operation.results) if isinstance(o, int)])
-            if operation.index in kernels.fused and not stored and len(reads) <= _MOST_SOURCES:
-                self._sources |= dict.fromkeys(results, reads)
-                rows.update(operation.results if by_rows else ())
-                self.rows.update(operation.results if by_rows else ())
-                if brought:
-                    self._brought |= dict.fromkeys(operation.results, brought)
-                if slow:
-                    self._slow |= dict.fromkeys(operation.results, slow)
-            else:
-                if slow:
-                    some = [self.program.operations[index] for index in slow]
-                    self.computing[operation.index] = sum(computing_microseconds(self.schedule, one) for one in some)
-                    self._turn(operation, slow)
-                self.reads[operation.index], self._moved_by[operation.index] = reads, brought
-                self.by_rows.update({operation.index} if by_rows else ())
-                rows.difference_update(operation.results)
-
-    def _turn(self, operation: Operation, slow: Collection[int]) -> None:
-        """Takes in that what an operation's kernel reads may lie otherwise. What adds up gets that turned already."""
-        turning = [self._turning[one] for one in slow if one in self._turning]
-        if turning and operation.primitive.name not in REDUCTIONS:
-            (self.scattered if any(turning) else self.tiled).add(operation.index)
-
-    def _slow_in(self, operation: Operation) -> frozenset[int]:
-        """The operations that take long, of those that are computed where an operation is: this, and on the way."""
-        found = [self._slow[o] for o in operation.operands if isinstance(o, int) and o in self._slow]
-        long = cycles_in_kernel(operation) or operation.index in self._turning
-        slow = {operation.index} if long else set()
-        return frozenset[int]().union(slow, *found) if found or slow else frozenset()
-
-    def _read_by(self, operation: Operation) -> frozenset[int]:
-        """What is in memory that an operation's operands are, or are computed from on the way."""
-        found = set[int]()
-        for operand in operation.operands:
-            if isinstance(operand, int):
-                sources = self._sources.get(operand)
-                if sources is None:
-                    found.add(operand)
-                else:
-                    found |= sources
-        return frozenset(found)
-
-    def _shows(self, operation: Operation, same: Mapping[int, int]) -> bool:
-        """Whether an operation gives another shape of what is in memory: of what is computed on the way, it ends the
-        kernel that stores that."""
-        seen: Operation | None = operation
-        while seen is not None and is_view(self.program, seen):
-            [shown, *_] = seen.operands
-            if not isinstance(shown, int) or same.get(shown, shown) not in self._sources:
-                return True
-            seen = self.makers.get(same.get(shown, shown))
-        return False
 
     def _is_part(self, operation: Operation) -> bool:
         """Whether a library makes a result: together with the workspace, from which it is taken."""
@@ -177,7 +103,6 @@ class Graph(Nodes):
 
     def _connect(self, merged: Mapping[int, int]) -> None:
         sent = self.sent
-        self.cut = {value: node for value, node in self.cut.items() if self.makers[value].index not in self.reads}
         for index in self.reads:
             operation = self.program.operations[index]
             strategy = self.schedule.assignment.strategies.get(index)
@@ -231,17 +156,17 @@ class Graph(Nodes):
 
     def sources(self, value: int) -> frozenset[int]:
         """What is in memory that a value is computed from on the way; itself, if it is in memory."""
-        return self._sources.get(value, frozenset((value,)))
+        return self.endings.sources.get(value, frozenset((value,)))
 
     def read_from(self, node: int) -> list[int | Gather]:
         """What a kernel reads: values as they are made, and what collectives bring."""
-        gathers = self._moved_by.get(node, ())
+        gathers = self.endings.moved_by.get(node, ())
         moved = {value for gather in gathers for value in self.sources(gather.value)}
         return [*sorted(self.reads[node] - moved), *gathers]
 
     def brought(self, value: int) -> tuple[Gather, ...]:
         """What is brought to other layouts for a value that is computed on the way."""
-        return self._brought.get(value, ())
+        return self.endings.brought.get(value, ())
 
     def maker(self, value: int) -> int | None:
         """The kernel of the region that makes a value, if one does."""
@@ -256,9 +181,9 @@ class Graph(Nodes):
         """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
         found = list[tuple[int, int]]()
         product = self.adding[index].product if index in self.adding else None
-        brought = self._moved_by.get(index, ())
+        brought = self.endings.moved_by.get(index, ())
         if product is not None:
-            brought += tuple(self._read_otherwise(self.program.operations[product]))
+            brought += tuple(moved_for(self.schedule, self.program.operations[product]))
         for gather in brought:
             end, start = self._gather(gather, index - 1), self.first_start(gather)
             needs, values = self.needs[start], self.values[start]
@@ -266,7 +191,7 @@ class Graph(Nodes):
                 needs, values = self.guarded.setdefault(gather, (set(), set()))
             needs |= self._awaited(gather, sent, index)
             operand = gather.value
-            for value in self._sources.get(operand, frozenset((operand,))):
+            for value in self.endings.sources.get(operand, frozenset((operand,))):
                 maker = self.maker(value)
                 if maker is not None:
                     needs.add(sent.get(value, maker))
@@ -284,12 +209,6 @@ class Graph(Nodes):
             if any(step.kind != "slice" for step in self.schedule.route(*other).steps):
                 found.add(self._gather(gather_for(self.schedule, self.program.operations[reader], *other), reader - 1))
         return found
-
-    def _read_otherwise(self, operation: Operation) -> Iterator[Gather]:
-        """What an operation reads in layouts that it has to be brought to."""
-        for operand, layout in read_otherwise(self.schedule).get(operation.index, ()):
-            if any(step.kind != "slice" for step in self.schedule.route(operand, layout).steps):
-                yield gather_for(self.schedule, operation, operand, layout)
 
     def _gather(self, gather: Gather, place: int) -> int:
         """The end of what brings a value to another layout, which what is gathered together has in common."""

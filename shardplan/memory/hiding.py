@@ -74,7 +74,7 @@ class _Apart:
         if not any(sum(map(self._has, group)) > 1 for group in groups):
             return self.graph
         for some in ((merged, gathers), (merged, []), (without_leading(schedule, merged), gathers)):
-            graph = Graph(schedule, kernels, *some, self.graph.region)
+            graph = Graph(schedule, kernels, *some, self.graph.region, self.graph.endings)
             if len(graph.in_order()) == len(graph.needs):
                 _prepare(graph, kernels)
                 join_as(graph, self.joining)
