@@ -29,6 +29,7 @@ Jaxpr = jex_core.Jaxpr
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
 Tracer = jax.core.Tracer
+jaxpr_as_fun = jex_core.jaxpr_as_fun
 
 # Call-like primitives, whose body is inlined, and the parameters that may hold it: a `ClosedJaxpr` or a `Jaxpr`.
 _CALLS = frozenset(
@@ -175,7 +176,7 @@ def _with_one_predicate(equation: Equation) -> Equation:
     if equation.primitive.name != "while" or not params["cond_jaxpr"].out_avals[0].shape:
         return equation
     first, second = params["cond_nconsts"], params["body_nconsts"]
-    test, step = jex_core.jaxpr_as_fun(params["cond_jaxpr"]), jex_core.jaxpr_as_fun(params["body_jaxpr"])
+    test, step = jaxpr_as_fun(params["cond_jaxpr"]), jaxpr_as_fun(params["body_jaxpr"])
 
     def any_goes_on(*operands: Any) -> Any:
         return jax.numpy.any(test(*operands)[0])
@@ -276,7 +277,7 @@ def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:
 def source_line(equation: Equation) -> str | None:
     """``file:line (function)`` of the user's code that an equation comes from, None where nothing leads back to it."""
     frame = source_info_util.user_frame(equation.source_info.traceback)
-    if frame is None:
+    if frame is None or frame.file_name.endswith("shardplan/single_trips.py"):  # whose scan has the line
         return None
     name = frame.file_name.rsplit("/", 1)[-1]
     return f"{name}:{frame.start_line} ({frame.function_name})"
@@ -347,7 +348,6 @@ def is_ordered_for_one_device(effect: Any) -> bool:
     return effects.ordered_effects.contains(effect) and not effects.shardable_ordered_effects.contains(effect)
 
 
-@functools.cache
 @functools.cache
 def stored_dtype(dtype: Any) -> Any:
     """The element type that a tensor is stored in: that of the words of PRNG keys, its own otherwise."""

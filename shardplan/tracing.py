@@ -18,6 +18,7 @@ from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
 from shardplan.reusing import reuse_sums
 from shardplan.shifting import shift_reads
+from shardplan.single_trips import body_of_single_trip, undone_by
 from shardplan.spreading import spread_for_each
 
 
@@ -77,6 +78,7 @@ class _Builder:
     def __init__(self) -> None:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
+        self.makers: dict[int, Operation] = {}
         self.regions: list[Region] = [Region(0, (), (), 1)]
         self.region = 0
         self.stated_trips: int | None = None
@@ -102,11 +104,10 @@ class _Builder:
         results = tuple(self.new_value(aval, None) for aval in avals)
         # JAX's own functions are traced once: what is inside leads back to the user by its call alone
         source, region = _jax.source_line(equation) or self.called_from or "unknown source", self.region
-        self.operations.append(
-            Operation(
-                len(self.operations), primitive, params, tuple(operands), results, source, equation, region, bodies
-            )
-        )
+        number = len(self.operations)
+        made = Operation(number, primitive, params, tuple(operands), results, source, equation, region, bodies)
+        self.operations.append(made)
+        self.makers |= dict.fromkeys(results, made)
         return results
 
     def inline(
@@ -121,9 +122,12 @@ class _Builder:
         again = [position for position, equation in enumerate(equations) if any(_jax.barrier_mask(equation))]
         for position, equation in enumerate(map(_jax.unbatched, equations)):
             operands = [read(atom) for atom in equation.invars]
-            body = _jax.call_body(equation) or _undescribed_body(equation)
+            undone = undone_by(equation, operands, self.makers)
+            body = _jax.call_body(equation) or body_of_single_trip(equation) or _undescribed_body(equation)
             results: Sequence[int | Constant]
-            if body is None:
+            if undone is not None:
+                results = [undone]
+            elif body is None:
                 params = _jax.without_empty_shardings(equation.params)
                 bodies = self._bodies(equation, tuple(operands), captured)
                 results = self.new_operation(equation.primitive, params, operands, equation, bodies)

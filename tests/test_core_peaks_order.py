@@ -23,7 +23,7 @@ from shardplan.memory.times import BYTES_MOVED, kernel_microseconds
 from shardplan.memory.waiting import Waiting
 
 
-def _placed(needs, takes, starts=None, merged=()):
+def _placed(needs, takes, starts=None, merged=(), sends=None):
     """All nodes of a graph, the last one first: arguments, and results among several, have numbers below 0."""
     starts = starts or {}
     graph = SimpleNamespace(
@@ -32,6 +32,7 @@ def _placed(needs, takes, starts=None, merged=()):
         place={node: float(node) for node in needs},
         starts=starts,
         merged={*merged},
+        sends=sends or {},
         runs=lambda node: node < len(takes) - 2 * len(starts),
     )
     return Placing(graph, {node: set(found) for node, found in needs.items()}).run()
@@ -62,6 +63,12 @@ def test_a_collective_begins_behind_all_that_can_start_where_it_leads_to_no_othe
     assert _placed(needs, takes, starts={4: 5}) == [3, 4, 2, 0, 1, 5]
     needs |= {5: [6], 6: [7], 7: []}  # the start of one that another one leads to
     assert _placed(needs, takes | {6: 8.0, 7: 0.0}, starts={4: 5, 6: 7})[:5] == [3, 4, 2, 0, 5]
+
+
+def test_what_leads_to_a_loop_of_which_an_iteration_runs_apart_leads_to_its_collectives():
+    needs, takes = {0: [], 1: [], 2: [1], 3: [0], 4: [2, 3]}, dict.fromkeys(range(5), 1.0)
+    assert _placed(needs, takes) == [4, 3, 2, 1, 0]
+    assert _placed(needs, takes, sends={1: 20.0}) == [4, 2, 1, 3, 0]
 
 
 def test_a_collective_begins_at_once_where_another_one_waits_for_it():

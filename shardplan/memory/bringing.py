@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardplan import _jax
 from shardplan.layout import Layout
 from shardplan.memory.combining import PLACING, Gather, Joined, gather_for, read_otherwise
-from shardplan.memory.fusion import fuses_operands
+from shardplan.memory.fusion import fuses_operands, is_scatter
 from shardplan.memory.gathering import combined_gathers, waits_for
 from shardplan.memory.pipelining import gathered_before, peeled_loops
 from shardplan.memory.reductions import combined_reductions
@@ -33,17 +33,19 @@ class Sending:
     which that ``begins``, and per operation whose results are, the one behind which that ``ends``; per one of ``parts``
     that are cut out for that, the operations before which it is cut out, and sent, and the one behind which it is gone.
     And per scatter into zeros of which a kernel makes nothing else, the operation before which it is ``filling``
-    these; per sum that a product writes into a copy, the one before which that is made (``copied``);
-    per operand that merged products do not share, as an operation and a position, the one before which these
-    are put ``beside`` each other; and per operand that a convolution reads from a copy, the one before which, or in
-    which, it is made. ``side_by_side`` are those of merged products: the kernel that puts them there is the one
-    that turns them. Regions that are ``still`` have no collectives. ``together``: the operations of each kernel with
-    several results, where these kernels are known; and what those read that are ``joined`` before collectives are."""
+    these; per stack of a loop, the one before which it is ``begun``; per sum that a product writes into a copy, the one
+    before which that is made (``copied``); per operand that merged products do not share, as an operation and a
+    position, the one before which these are put ``beside`` each other; and per operand that a convolution reads from a
+    copy, the one before which, or in which, it is made. ``side_by_side`` are those of merged products: the kernel that
+    puts them there is the one that turns them. Regions that are ``still`` have no collectives. ``together``: the
+    operations of each kernel with several results, where these kernels are known; and what those read that are
+    ``joined`` before collectives are."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
     parts: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     filling: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, int] = field(default_factory=dict)
     copied: dict[int, int] = field(default_factory=dict)
     beside: dict[tuple[int, int], int] = field(default_factory=dict)
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
@@ -51,10 +53,10 @@ class Sending:
     together: list[tuple[int, ...]] | None = None
     joined: tuple[Joined, ...] | None = None
 
-    def add(self, graph: Graph, placed: Sequence[int]) -> None:
+    def add(self, graph: Graph, placed: Sequence[int], inside: Mapping[int, Sequence[int]]) -> None:
         """Adds when collectives of a graph, of which all nodes are placed, run beside kernels, and kernels that end no
         operation. What a gather brings is there from where that begins to its reader, however many others begin and end
-        between: several wait for one another."""
+        between: several wait for one another. ``inside``: per operation, those in its bodies, in their order."""
         ran: list[int] = []
         after: dict[int, int] = {}  # per node, how many kernels run before it
         read: set[int] = set()  # ends of collectives
@@ -63,22 +65,24 @@ class Sending:
             read.update(graph.needs[node] if graph.runs(node) else ())
             if node < len(graph.program.operations):
                 ran.append(node)
+        before = [inside[index][0] if inside[index] else index for index in ran]  # a loop begins with the first inside
         begun = {gather: after[graph.starts[end]] for gather, end in graph.gathers.items() if end in read}
-        self.begins.update({gather: ran[place] for gather, place in begun.items()})
+        self.begins.update({gather: before[place] for gather, place in begun.items()})
         self.ends.update({index: ran[max(0, after[end] - 1)] for index, end in graph.reduced.items()})
         last = len(ran) - 1
         for value, node in sorted(graph.cut.items(), key=lambda cut: after[graph.sent[cut[0]]]):
             end = graph.sent[value]
-            begin, gone = ran[min(last, after[graph.starts[end]])], ran[max(0, after[end] - 1)]
-            self.parts[value] = ran[min(last, after[node])], begin, gone
+            begin, gone = before[min(last, after[graph.starts[end]])], ran[max(0, after[end] - 1)]
+            self.parts[value] = before[min(last, after[node])], begin, gone
             self.ends[graph.makers[value].index] = gone
-        self.filling.update({index: ran[after[node]] for index, node in graph.filling.items()})
-        self.copied.update({index: ran[after[node]] for index, node in graph.copied.items()})
+        self.filling.update({index: before[after[node]] for index, node in graph.filling.items()})
+        self.begun.update({stack: before[after[node]] for stack, node in graph.begun.items()})
+        self.copied.update({index: before[after[node]] for index, node in graph.copied.items()})
         self.side_by_side.update(graph.side_by_side)
         if self.together is not None:
             self.together.extend(graph.several)
         self.beside.update(
-            {operand: ran[after[node]] if node in graph.further else node for operand, node in graph.beside.items()}
+            {operand: before[after[node]] if node in graph.further else node for operand, node in graph.beside.items()}
         )
 
 
@@ -138,7 +142,7 @@ def _generated_until(
                     if as_stored and not _is_transposed(lifetimes, makers, generated, reader):
                         first = lifetimes.place[reader.index]  # where what it computes is stored
                         until = computed_until(lifetimes, reader, schedule) if loop is None else first
-                        yield gather, gather, until
+                        yield gather, gather, until - is_scatter(program, reader)  # whose result takes its memory
 
 
 def _is_transposed(

@@ -21,6 +21,7 @@ from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.narrower import bytes_brought
 from shardplan.memory.nodes import Nodes
 from shardplan.memory.outputs import send_at_the_end
+from shardplan.memory.pipelining import send_last_iterations
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_multiplied, is_sum
 from shardplan.memory.recomputing import Kernels
@@ -57,11 +58,14 @@ class Graph(Nodes):
         )
         self.schedule, self.program, self.region = schedule, schedule.program, region
         self.starts: dict[int, int] = {}  # per end of a collective, its start
+        self.sends: dict[int, float] = {}  # per loop of which an iteration runs apart, how long that sends
+        self.deepest = 0.0  # how long all collectives take that wait for one another, once nodes are placed
         self.joined: dict[int, list[int]] = {}
         self.several = list[tuple[int, ...]]()
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.copied: dict[int, int] = {}  # per product that is added to a copy of something, what makes that
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
+        self.begun: dict[int, int] = {}  # per stack that a loop fills, what makes what it begins with
         self.filled: dict[int, float] = {}  # the bytes of these, and of slices
         self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
         self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
@@ -125,6 +129,7 @@ class Graph(Nodes):
                     self.values[start].add(result)
                     sent[result] = self.reduced[index] = end
         send_parts(self)
+        send_last_iterations(self)
         for index in self.reads:
             moved = self._moved(index, sent)
             self.needs[index].update(end for _, end in moved)

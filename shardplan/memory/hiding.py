@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from shardplan.memory.beginning import begin_stacks
 from shardplan.memory.bringing import Sending
 from shardplan.memory.combining import Collective, brought_in
 from shardplan.memory.copied_sums import copy_sums
@@ -37,6 +38,7 @@ from shardplan.memory.joining import join_as, join_kernels, joined_in
 from shardplan.memory.leaving import copy_at_the_end
 from shardplan.memory.merging import merge_nodes, wait_for_slices
 from shardplan.memory.order import operands_first
+from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.placing import Placing, through_values
 from shardplan.memory.poolings import take_poolings_apart
 from shardplan.memory.recomputing import Kernels
@@ -98,6 +100,7 @@ def _regions_run(schedule: Schedule) -> list[int]:
 def _prepare(graph: Graph, kernels: Kernels) -> None:
     turn_operands(graph, kernels)
     fill_apart(graph, kernels.fused)
+    begin_stacks(graph)
     copy_for_poolings(graph)
     take_poolings_apart(graph)
 
@@ -121,12 +124,15 @@ def _order_in(
     }
     order: list[int] = []
     done: set[int] = set()
-    placed = list(reversed(Placing(graph, through_values(graph)).run()))
+    for loop in peeled_loops(schedule) & graph.needs.keys():
+        graph.sends[loop] = max(graphs[body].deepest for body in operations[loop].bodies)
+    placing = Placing(graph, through_values(graph))
+    graph.deepest, placed = placing.deepest, list(reversed(placing.run()))
     nodes = (index for node in placed if node < len(operations) for index in (node, *graph.joined.get(node, ())))
     for wanted in (*nodes, *schedule.program.regions[region].operations):
         for operation in operands_first(schedule.program, wanted, done) if wanted not in done else ():
             order += [*bodies[operation.index], operation.index]
-    sending.add(graph, placed)
+    sending.add(graph, placed, bodies)
     if not graph.starts and (region or not gathered_at_the_end(schedule)):
         sending.still.add(region)
     return order

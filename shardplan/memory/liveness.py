@@ -17,6 +17,7 @@ from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout
 from shardplan.memory.accumulation import with_products_late
+from shardplan.memory.beginning import held_before
 from shardplan.memory.bringing import Sending, brought_spans, computed_in_parts, gathered_from, reduced_at
 from shardplan.memory.combining import Gather
 from shardplan.memory.convolutions import reading_copies, reordered_in, spread_copies, spread_until
@@ -377,6 +378,7 @@ def memory_held(
         exchanged.append((gather, first, lifetimes.place[index]))
         yield hold(gather.value, gather.layout, first, last, copied=True)
     yield from exchanged_copies(lifetimes, schedule, exchanged)
+    yield from held_before(lifetimes, schedule, sending.begun)
     yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
     yield from (*_left(lifetimes, schedule, sliced, sending), *beside_kernels(lifetimes, schedule))
     for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):

@@ -29,20 +29,23 @@ order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.layout import Layout
 from shardplan.memory.combining import Gather
 from shardplan.memory.fusion import is_view, pointwise_operations
 from shardplan.memory.gathering import last_gathered
+from shardplan.memory.narrower import bytes_brought
 from shardplan.memory.relaid import lies_turned
-from shardplan.memory.sizes import bytes_in
+from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.once import once
 from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
+from shardplan.steps import Step
 
 if TYPE_CHECKING:
+    from shardplan.memory.graph import Graph
     from shardplan.memory.liveness import Lifetimes
 
 _FORMATTING = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "expand_dims", "neg", "copy"})
@@ -51,40 +54,62 @@ _FORMATTING = frozenset({"convert_element_type", "transpose", "reshape", "squeez
 @once
 def peeled_loops(schedule: Schedule) -> frozenset[int]:
     """The scans whose first iteration runs apart, by index."""
+    return frozenset(sent_late(schedule))
+
+
+@once
+def sent_late(schedule: Schedule) -> dict[int, dict[int, tuple[Step, float]]]:
+    """What scans send while their next iteration computes, and of the last one once they are over: per scan, by index,
+    the stacks into which that goes, each with the collective and the bytes that this scatters."""
     program, links = schedule.program, schedule.problem.links
     scattered = {
-        operation.results[0]
+        operation.results[0]: sent
         for operation in program.operations
         if operation.region and operation.results and operation.index in schedule.assignment.strategies
-        if _scatters_itself(schedule, operation)
+        if (sent := _scattered_itself(schedule, operation)) is not None
     }
     makers = program.makers
     reads = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
-    found = set[int]()
+    found: dict[int, dict[int, tuple[Step, float]]] = {}
     for loop in program.operations:
         for link in links[loop.index].inside if loop.bodies else ():
             source = link.source
             if not link.stacked or not isinstance(source, int):
                 continue
-            if _reduces(schedule, source, schedule.link_layout(link)):
-                found.add(loop.index)
+            sent = _scattered(schedule, source, schedule.link_layout(link))
             value = source
             while value in makers and value not in scattered and _is_formatting(program, makers[value]):
                 operand = makers[value].operands[0]
                 value = operand if isinstance(operand, int) and reads[operand] == 1 else -1
             if value in scattered and makers[value].region in loop.bodies:
-                found.add(loop.index)
-    return frozenset(found)
+                sent = scattered[value]
+            if sent is not None:
+                found.setdefault(loop.index, {})[link.target] = sent
+    return found
 
 
-def _scatters_itself(schedule: Schedule, operation: Operation) -> bool:
-    """Whether an island reduces and scatters the result of an operation, or what it changes no more than the form of:
+def send_last_iterations(graph: Graph) -> None:
+    """Adds the collectives to a graph that send what was not yet sent once loops are over: one for each loop."""
+    for loop, stacks in sent_late(graph.schedule).items():
+        for stack, sent in stacks.items() if loop in graph.reads else ():
+            end = graph.sent[stack] = graph.collective(("last iteration", loop), sent, loop)
+            graph.needs[graph.starts[end]].add(loop)
+
+
+def _scattered_itself(schedule: Schedule, operation: Operation) -> tuple[Step, float] | None:
+    """What an island reduces and scatters of the result of an operation, or what that changes no more than the form of:
     a value that stays partial until it is read."""
-    if any(step.kind == "reduce-scatter" for step in schedule.result_steps(operation, 0)):
-        return schedule.island_dtype(operation) is not None
+    strategy, steps = schedule.assignment.strategies[operation.index], schedule.result_steps(operation, 0)
+    if any(step.kind == "reduce-scatter" for step in steps):
+        left = layout_left(schedule.problem, operation, strategy, 0)
+        stated = schedule.is_partial(
+            operation.results[0], strategy.results[0]
+        )  # by a linear operation on a partial sum
+        stated = stated or schedule.island_dtype(operation) is not None
+        return _of_scatter(schedule, operation.results[0], left, steps) if stated else None
     if not _is_formatting(schedule.program, operation) or not isinstance(operation.operands[0], int):
-        return False
-    return _reduces(schedule, operation.operands[0], schedule.assignment.strategies[operation.index].operands[0])
+        return None
+    return _scattered(schedule, operation.operands[0], strategy.operands[0])
 
 
 def _is_formatting(program: Program, operation: Operation) -> bool:
@@ -92,11 +117,20 @@ def _is_formatting(program: Program, operation: Operation) -> bool:
     return operation.primitive.name in _FORMATTING or is_view(program, operation)
 
 
-def _reduces(schedule: Schedule, value: int, layout: Layout | None) -> bool:
-    """Whether a value that stays partial is scattered where it is read in a layout."""
+def _scattered(schedule: Schedule, value: int, layout: Layout | None) -> tuple[Step, float] | None:
+    """What is scattered of a value that stays partial where it is read in a layout."""
     if layout is None or layout == schedule.assignment.values.get(value, layout):
-        return False
-    return any(step.kind == "reduce-scatter" for step in schedule.route(value, layout).steps)
+        return None
+    route = schedule.route(value, layout)
+    return _of_scatter(schedule, value, route.source, route.steps)
+
+
+def _of_scatter(schedule: Schedule, value: int, source: Layout, steps: Sequence[Step]) -> tuple[Step, float] | None:
+    """The reduce-scatter on the way from a layout, with its bytes on one device."""
+    for step, before in zip(steps, (source, *(step.layout for step in steps)), strict=False):
+        if step.kind == "reduce-scatter":
+            return step, bytes_brought(schedule, value, before)
+    return None
 
 
 def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[int, int]]:
@@ -113,7 +147,8 @@ def held_twice(lifetimes: Lifetimes, schedule: Schedule) -> dict[Gather, tuple[i
         for stack, first in _gathered_for(lifetimes, schedule, loop):
             if _is_copied(schedule, stack) and first < start:
                 found[stack] = first, max(found.get(stack, (first, start))[1], start)
-        found |= {stack: (place, start) for stack, place in _turned_for(lifetimes, schedule, loop) if place < start}
+        turned = _turned_for(lifetimes, schedule, loop)  # there for what turns it anyhow
+        found |= {stack: (place + 1, start) for stack, place in turned if place < start}
     largest: dict[int, tuple[float, Gather]] = {}
     for stack, place in gathered_before(lifetimes, schedule).items():
         size = bytes_in(schedule, stack.value, stack.layout)

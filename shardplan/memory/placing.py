@@ -61,7 +61,8 @@ class Placing:
         self._start: int | None = None  # of the collective that runs, once it can be placed
 
     def _depths(self) -> dict[int, float]:
-        """How long the collectives take that lead to a node, one after another."""
+        """How long the collectives take that lead to a node, one after another, with those of a loop's iteration that
+        runs apart."""
         depth: dict[int, float] = {}
         for first in self._needs:
             stack = [first]
@@ -73,7 +74,7 @@ class Placing:
                     stack += missing
                     continue
                 stack.pop()
-                sends = self._graph.takes[node] if node in self._graph.starts else 0.0
+                sends = self._graph.takes[node] if node in self._graph.starts else self._graph.sends.get(node, 0.0)
                 depth[node] = sends + max((depth[need] for need in needs), default=0.0)
         return depth
 
@@ -87,6 +88,11 @@ class Placing:
             placed.append(self._next())
             self._place(placed[-1])
         return placed
+
+    @property
+    def deepest(self) -> float:
+        """How long the collectives take one after another, at most."""
+        return max(self._depth.values(), default=0.0)
 
     def _wait(self, node: int, at: float) -> None:
         self._ready_at[node] = at

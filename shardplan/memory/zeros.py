@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.layout import Layout
 from shardplan.memory.fusion import is_scatter, readers_in, scatters_as_one
+from shardplan.memory.pipelining import peeled_loops
 from shardplan.memory.pooled import rectifiers_of_poolings
+from shardplan.memory.repeated import generated_alike
 from shardplan.memory.sizes import bytes_in, layout_left
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.once import once
@@ -213,17 +215,39 @@ def filled_before(
     to the scatter whose result takes their place, or to the last kernel that reads them, which may compute anew what
     an operation made of them long before. Where a kernel makes nothing else, it runs before the operation at which the
     filling of a scatter ``begins``."""
-    place = lifetimes.place
+    place, there = lifetimes.place, _kept_for(schedule, lifetimes)
     for filling in fillings_of(schedule.problem):
         whole = schedule.program.values[filling.scatters[0].results[0]].total_bytes
         for (layout, degree), (scatters, before, behind) in _alike(schedule, filling, lifetimes.fused).items():
             readers = before + behind
             first = min(place[begins.get(index, index)] for index in scatters + readers)
-            for last in scatters:
+            own = [index for index in scatters if index not in there]
+            for last in own:
                 yield layout, whole / degree, first, place[last] - 1
-            if scatters and readers:
+            if own and readers:
                 until = max(_computed_until(schedule, lifetimes, index) for index in readers)
                 yield layout, whole / degree, first, until
+
+
+def _kept_for(schedule: Schedule, lifetimes: Lifetimes) -> set[int]:
+    """The scatters into zeros that are kept for loops before: those of iterations that run apart, to which equal values
+    around them are one."""
+    program, generated, links = schedule.program, schedule.problem.generated, schedule.problem.links
+    around = {body: index for index in peeled_loops(schedule) for body in program.operations[index].bodies}
+    scatters = [o for o in program.operations if o.region in around and is_scatter(program, o)] if around else []
+    kept = {
+        (link.source, loop.region)
+        for loop in (lifetimes.order if scatters else ())
+        for link in (links[loop.index].enter if loop.bodies else ())
+        if isinstance(link.source, int) and link.source in generated
+    }
+    alike = generated_alike(program, generated) if kept else {}
+    found = set[int]()
+    for scatter in scatters:
+        into, region = scatter.operands[0], program.operations[around[scatter.region]].region
+        if isinstance(into, int) and any((equal, region) in kept for equal in alike.get(into, ())):
+            found.add(scatter.index)
+    return found
 
 
 def _computed_until(schedule: Schedule, lifetimes: Lifetimes, index: int) -> int:
