@@ -3,7 +3,9 @@
 XLA computes equal things once, but every partial result that the partitioner leaves is summed up by a collective of its
 own, and XLA merges no two collectives that bring the same: `x.mean()` beside `x.std()`, which computes the mean again,
 would send it twice. So a sum of one array's elements (or their largest, and so on) that equals one before is read from
-there. Products that are computed twice stay: they are large, and each may suit its readers by a layout of its own.
+there. Products that are computed twice stay: they are large, and each may suit its readers by a layout of its own. But
+what scans of one iteration compute again (`shardplan.single_trips`) is one with what they computed before, all of it: a
+layout of its own for a little of that would have XLA compute all that follows once more, and keep it besides.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.tracing import trace_program
@@ -21,10 +23,12 @@ from shardplan.memory.repeated import repeated_results
 from shardplan.program import Constant, Operation, Program
 
 
-def reuse_sums(program: Program) -> Program:
-    """The program whose operations read each sum where it was computed first; what nobody reads any more is there."""
+def reuse_sums(program: Program, every: bool = False) -> Program:
+    """The program whose operations read each sum where it was computed first, or ``every`` result; what nobody reads
+    any more is there."""
     same, makers = repeated_results(program, program.operations), program.makers
-    first = {value: found for value, found in same.items() if value in makers and _sums(program, makers[value])}
+    made = {value: found for value, found in same.items() if value in makers}
+    first = {value: found for value, found in made.items() if every or _sums(program, makers[value])}
 
     def reading(operation: Operation) -> Operation:
         if not any(isinstance(operand, int) and operand in first for operand in operation.operands):

@@ -69,7 +69,7 @@ def trace_program(
         )
     )
     hoisted = hoist_conversions(_prune(shift_reads(program)))
-    return _prune(spread_for_each(_prune(reuse_sums(_prune(hoisted)))))
+    return _prune(spread_for_each(_prune(reuse_sums(_prune(hoisted), every=builder.unrolled))))
 
 
 class _Builder:
@@ -79,6 +79,7 @@ class _Builder:
         self.values: list[Value] = []
         self.operations: list[Operation] = []
         self.makers: dict[int, Operation] = {}
+        self.unrolled = False  # whether any scan is one iteration
         self.regions: list[Region] = [Region(0, (), (), 1)]
         self.region = 0
         self.stated_trips: int | None = None
@@ -123,7 +124,9 @@ class _Builder:
         for position, equation in enumerate(map(_jax.unbatched, equations)):
             operands = [read(atom) for atom in equation.invars]
             undone = undone_by(equation, operands, self.makers)
-            body = _jax.call_body(equation) or body_of_single_trip(equation) or _undescribed_body(equation)
+            once = body_of_single_trip(equation)
+            self.unrolled |= once is not None
+            body = once or _jax.call_body(equation) or _undescribed_body(equation)
             results: Sequence[int | Constant]
             if undone is not None:
                 results = [undone]

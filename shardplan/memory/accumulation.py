@@ -27,7 +27,6 @@ whose result the last one is added.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -40,7 +39,7 @@ from shardplan.memory.convolutions import forward_convolutions
 from shardplan.memory.fusion import pointwise_operations
 from shardplan.memory.lying import lying_of
 from shardplan.memory.products import is_multiplied, merged_products, multiplied
-from shardplan.memory.repeated import apart_in, repeated_in
+from shardplan.memory.repeated import apart_in, read_as_one, repeated_in
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.unshared import unshared_operands
 from shardplan.once import once
@@ -152,14 +151,6 @@ def _units(program: Program) -> dict[int, tuple[int, tuple[int, ...]]]:
     """Per operation that is the end of a rectifier, or of such a unit, by index: see `activated`."""
     ends = ((operation.index, activated(program, operation)) for operation in program.operations)
     return {index: unit for index, unit in ends if unit is not None}
-
-
-@once
-def read_counts(program: Program) -> Counter[int]:
-    """How often each value is read, by operations or as what leaves a region."""
-    counts = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
-    counts.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
-    return counts
 
 
 @once
@@ -301,7 +292,7 @@ class _Graph:
         program = schedule.program
         self._schedule, self._program = schedule, program
         self._makers = program.makers
-        self._reads = read_counts(program)
+        self._reads = read_as_one(schedule)
         self.open: dict[int, _Open] = {}
 
     def operand(self, operation: Operation, position: int) -> int:

@@ -1,8 +1,8 @@
 """What the stacks of loops begin with, from when to when it is in memory.
 
 A kernel makes it for each stack, and waits for what the loop reads of which a number is taken (`shardplan.stacking`),
-or for nothing. XLA's last scheduler puts it where it fills a wait, which may be while another loop runs. Of loops whose
-first iteration runs apart, that makes it.
+or for nothing. XLA's last scheduler puts it where it fills a wait, which may be while another loop runs. Where the
+first iteration of a loop runs apart, that makes all stacks but those of what is sent while the next one computes.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(x):
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from shardplan.control import Link
 from shardplan.memory.combining import gather_for
 from shardplan.memory.held import Held, Lifetime
-from shardplan.memory.pipelining import peeled_loops
+from shardplan.memory.pipelining import sent_late
 from shardplan.memory.sizes import bytes_in
 from shardplan.memory.times import BYTES_MOVED
 from shardplan.program import Operation
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 def stacks_begun(schedule: Schedule, loop: Operation) -> Iterator[tuple[int, float]]:
-    """The stacks that a loop fills, with the bytes that they take on one device."""
-    apart = not loop.bodies or loop.index in peeled_loops(schedule)
-    for link in () if apart else schedule.problem.links[loop.index].inside:
-        if link.stacked == "target":
+    """The stacks that kernels begin for a loop, with the bytes that they take on one device."""
+    sent = sent_late(schedule).get(loop.index)
+    for link in schedule.problem.links[loop.index].inside if loop.bodies else ():
+        if link.stacked == "target" and (sent is None or link.target in sent):
             yield link.target, bytes_in(schedule, link.target, schedule.assignment.values[link.target])
 
 

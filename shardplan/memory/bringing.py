@@ -12,6 +12,7 @@ from shardplan.layout import Layout
 from shardplan.memory.combining import PLACING, Gather, Joined, gather_for, read_otherwise
 from shardplan.memory.fusion import fuses_operands, is_scatter
 from shardplan.memory.gathering import combined_gathers, waits_for
+from shardplan.memory.outputs import most_leaving
 from shardplan.memory.pipelining import gathered_before, peeled_loops
 from shardplan.memory.reductions import combined_reductions
 from shardplan.memory.repeated import generated_alike
@@ -39,7 +40,8 @@ class Sending:
     copy, the one before which, or in which, it is made. ``side_by_side`` are those of merged products: the kernel that
     puts them there is the one that turns them. Regions that are ``still`` have no collectives. ``together``: the
     operations of each kernel with several results, where these kernels are known; and what those read that are
-    ``joined`` before collectives are."""
+    ``joined`` before collectives are. ``leaving``, per region: the bytes
+    of gathers' results of which copies leave, at most."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class Sending:
     filling: dict[int, int] = field(default_factory=dict)
     begun: dict[int, int] = field(default_factory=dict)
     copied: dict[int, int] = field(default_factory=dict)
+    leaving: dict[int, float] = field(default_factory=dict)
     beside: dict[tuple[int, int], int] = field(default_factory=dict)
     side_by_side: set[tuple[int, int]] = field(default_factory=set)
     still: set[int] = field(default_factory=set)
@@ -78,6 +81,7 @@ class Sending:
         self.filling.update({index: before[after[node]] for index, node in graph.filling.items()})
         self.begun.update({stack: before[after[node]] for stack, node in graph.begun.items()})
         self.copied.update({index: before[after[node]] for index, node in graph.copied.items()})
+        self.leaving[graph.region] = most_leaving(graph, placed)
         self.side_by_side.update(graph.side_by_side)
         if self.together is not None:
             self.together.extend(graph.several)

@@ -179,9 +179,9 @@ def sliced_at_the_end(schedule: Schedule) -> list[int]:
     ]
 
 
-def held_at_the_end(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
+def held_at_the_end(lifetimes: Lifetimes, schedule: Schedule, leaving: float = 0.0) -> Iterator[Held]:
     """What leaves in another layout than it is computed in, see `gathered_at_the_end` and `sliced_at_the_end`: in that
-    one until then, and the largest result of a gather that is copied."""
+    one until then, and the results of gathers that are copied, ``leaving`` bytes at once or the largest."""
     sizes = []
     for number, copied in (gathered_at_the_end(schedule) | dict.fromkeys(sliced_at_the_end(schedule), False)).items():
         output, layout = schedule.program.outputs[number], schedule.layout_of_output(number)
@@ -190,7 +190,7 @@ def held_at_the_end(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[Held]:
             yield Held(output, own, bytes_in(schedule, output, own), lifetimes.held[output])
             sizes += [bytes_in(schedule, output, layout)] * copied
     if sizes:
-        yield Held(None, (), max(sizes), Lifetime(lifetimes.end, lifetimes.end))
+        yield Held(None, (), max(*sizes, leaving), Lifetime(lifetimes.end, lifetimes.end))
 
 
 def held_whole(problem: Problem, held: Mapping[int, Lifetime], end: int) -> Iterator[PairUsage]:

@@ -20,7 +20,7 @@ from shardplan.memory.gathering import waits_for
 from shardplan.memory.measured_collectives import collective_microseconds
 from shardplan.memory.narrower import bytes_brought
 from shardplan.memory.nodes import Nodes
-from shardplan.memory.outputs import send_at_the_end
+from shardplan.memory.outputs import copy_leaving, send_at_the_end
 from shardplan.memory.pipelining import send_last_iterations
 from shardplan.memory.placing import LATENCY
 from shardplan.memory.products import is_multiplied, is_sum
@@ -65,6 +65,7 @@ class Graph(Nodes):
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.copied: dict[int, int] = {}  # per product that is added to a copy of something, what makes that
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
+        self.leaving: dict[Gather, tuple[int, int, float]] = {}  # of which copies leave: start, copying kernel, bytes
         self.begun: dict[int, int] = {}  # per stack that a loop fills, what makes what it begins with
         self.filled: dict[int, float] = {}  # the bytes of these, and of slices
         self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
@@ -147,6 +148,7 @@ class Graph(Nodes):
             send_at_the_end(self)
         put_barriers(self)
         cut_parts(self)
+        copy_leaving(self)
 
     def add(self, place: float, needs: set[int], values: set[int], takes: float) -> int:
         """A further kernel: its number."""

@@ -363,7 +363,7 @@ def memory_held(
         elif isinstance(output, int) and output in lifetimes.beside:
             layout, first = schedule.assignment.values[output], lifetimes.held[output].start
             yield hold(output, layout, first, lifetimes.beside[output])
-    yield from held_at_the_end(lifetimes, schedule)
+    yield from held_at_the_end(lifetimes, schedule, sending.leaving.get(0, 0.0))
     together, exchanged = gathered_from(lifetimes, schedule, sending), list[tuple[Gather, int, int]]()
     for value in schedule.assignment.copies:
         copy = schedule.copy(value)

@@ -19,12 +19,14 @@ waits for runs beside: it is not there to fill the waits of the backward pass, w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardplan.memory.combining import COMBINED_BYTES, Gather
 from shardplan.memory.cutting import last_sent
 from shardplan.memory.gathering import last_gathered
 from shardplan.memory.sizes import bytes_in
+from shardplan.memory.times import BYTES_MOVED
 from shardplan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -59,9 +61,35 @@ def send_at_the_end(graph: Graph) -> None:
         for gather in (gather for gather in group if gather not in graph.gathers):
             last = last_sent(schedule.route(gather.value, gather.layout).steps)
             sent = last, bytes_in(schedule, gather.value, gather.layout)
-            start = graph.starts[graph.collective(("leaving", group[0]), sent, len(schedule.program.operations))]
+            end = graph.collective(("leaving", group[0]), sent, len(schedule.program.operations))
+            start = graph.starts[end]
             for value in graph.sources(gather.value):
                 maker = graph.maker(value)
                 if maker is not None:
                     graph.needs[start].add(graph.sent.get(value, maker))
                     graph.values[start].update(() if value in graph.sent else (value,))
+            graph.leaving[gather] = start, end, sent[1]
+
+
+def copy_leaving(graph: Graph) -> None:
+    """Adds the kernels to a graph, once it has all collectives, that copy what gathers leave in another order."""
+    for gather, (start, end, size) in [*graph.leaving.items()]:
+        gathered = last_gathered(graph.schedule, gather.value, gather.layout)
+        if gathered is None or not gathered[1]:
+            graph.leaving.pop(gather)
+        else:
+            place = len(graph.program.operations) + len(graph.further)
+            graph.leaving[gather] = start, graph.add(place, {end}, set(), 2 * size / BYTES_MOVED), size
+
+
+def most_leaving(graph: Graph, placed: Sequence[int]) -> float:
+    """The bytes of results of gathers of which copies leave that are in memory together: each from where its gather
+    begins until it is copied, and copies fill the waits of the gathers that come last."""
+    place = {node: number for number, node in enumerate(placed)}
+    ends = [(float(place[start]), -size) for start, _, size in graph.leaving.values()]  # beginnings first
+    ends += [(place[copy] + 0.5, size) for _, copy, size in graph.leaving.values()]
+    held = most = 0.0
+    for _, size in sorted(ends):
+        held -= size
+        most = max(most, held)
+    return most

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardplan.memory.accumulation import read_counts
 from shardplan.memory.convolutions import POOLING_GRADIENT
+from shardplan.memory.repeated import read_counts
 from shardplan.once import once
 from shardplan.program import Constant, Operation, Program
 

@@ -18,6 +18,7 @@ A loop that stacks the same value twice stacks it once, and so do the loops that
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -104,6 +105,24 @@ def apart_in(schedule: Schedule) -> Apart:
         if known.index(layout):
             found.append((~stack, known.index(layout)))
     return tuple(found)
+
+
+@once
+def read_counts(program: Program) -> Counter[int]:
+    """How often each value is read, by operations or as what leaves a region."""
+    counts = Counter(o for operation in program.operations for o in operation.operands if isinstance(o, int))
+    counts.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
+    return counts
+
+
+@once
+def read_as_one(schedule: Schedule) -> Counter[int]:
+    """The same where repeated values are the first ones, and nothing computes them again."""
+    program, same = schedule.program, repeated_in(schedule.program, apart_in(schedule))
+    computed = (o for o in program.operations if not o.results or not same.keys() >= {*o.results})
+    counts = Counter(same.get(o, o) for operation in computed for o in operation.operands if isinstance(o, int))
+    counts.update(o for region in program.regions for o in region.outputs if isinstance(o, int))
+    return counts
 
 
 @once
