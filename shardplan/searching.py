@@ -107,8 +107,8 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
     # all choices find lower peaks sooner than a mesh with two axes joined, but later than one with two of three
     attempts = [whole, *filter(None, [main.taken])] if main is whole else [main, whole]
     leanests = [attempt.leanest for attempt in attempts]
-    if main is not whole and corrections.best is None:  # a little below the least of fewer choices more is found sooner
-        leanests.insert(1, Leanest(counts, search, first[1], deadline, above=main.leanest))
+    if main is not whole and corrections.best is None:  # at last, a little below the least of fewer choices
+        leanests.append(Leanest(counts, search, first[1], deadline, above=main.leanest))
     for leanest in leanests:
         if corrections.best is None:
             leanest.begin()  # even where the time is over: it may prove that nothing fits

@@ -348,7 +348,7 @@ def test_what_fits_at_the_least_cost_is_not_searched_again_among_all_choices(mon
 ALL, FEWER, BELOW_FEWER = (True, False), (False, False), (True, True)
 
 
-@pytest.mark.parametrize(("sizes", "among"), [((2, 4), [ALL, FEWER]), ((2, 2, 2), [FEWER, BELOW_FEWER, ALL])])
+@pytest.mark.parametrize(("sizes", "among"), [((2, 4), [ALL, FEWER]), ((2, 2, 2), [FEWER, ALL, BELOW_FEWER])])
 def test_the_least_peak_is_looked_for_among_all_choices_first_but_on_three_axes(monkeypatch, sizes, among):
     looked = []
     monkeypatch.setattr(Corrections, "follow", lambda corrections, found, otherwise: None)
