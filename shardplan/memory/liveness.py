@@ -377,8 +377,7 @@ def memory_held(
     for gather, (index, first, last) in brought_spans(lifetimes, schedule, together).items():
         exchanged.append((gather, first, lifetimes.place[index]))
         yield hold(gather.value, gather.layout, first, last, copied=True)
-    yield from exchanged_copies(lifetimes, schedule, exchanged)
-    yield from held_before(lifetimes, schedule, sending.begun)
+    yield from (*exchanged_copies(lifetimes, schedule, exchanged), *held_before(lifetimes, schedule, sending.begun))
     yield from (Held(None, (), WORKSPACE_BYTES, Lifetime(place, place)) for place in sorted(lifetimes.in_libraries))
     yield from (*_left(lifetimes, schedule, sliced, sending), *beside_kernels(lifetimes, schedule))
     for size, first, last in (*masked_rows(lifetimes, schedule, donated), *beside_merged(lifetimes, schedule)):
