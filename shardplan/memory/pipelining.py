@@ -102,10 +102,8 @@ def _scattered_itself(schedule: Schedule, operation: Operation) -> tuple[Step, f
     strategy, steps = schedule.assignment.strategies[operation.index], schedule.result_steps(operation, 0)
     if any(step.kind == "reduce-scatter" for step in steps):
         left = layout_left(schedule.problem, operation, strategy, 0)
-        stated = schedule.is_partial(
-            operation.results[0], strategy.results[0]
-        )  # by a linear operation on a partial sum
-        stated = stated or schedule.island_dtype(operation) is not None
+        passed_on = schedule.is_partial(operation.results[0], strategy.results[0])  # a sum, by a linear operation
+        stated = passed_on or schedule.island_dtype(operation) is not None
         return _of_scatter(schedule, operation.results[0], left, steps) if stated else None
     if not _is_formatting(schedule.program, operation) or not isinstance(operation.operands[0], int):
         return None

@@ -215,7 +215,7 @@ def filled_before(
     to the scatter whose result takes their place, or to the last kernel that reads them, which may compute anew what
     an operation made of them long before. Where a kernel makes nothing else, it runs before the operation at which the
     filling of a scatter ``begins``."""
-    place, there = lifetimes.place, _kept_for(schedule, lifetimes)
+    place, there = lifetimes.place, _kept_for(schedule)
     for filling in fillings_of(schedule.problem):
         whole = schedule.program.values[filling.scatters[0].results[0]].total_bytes
         for (layout, degree), (scatters, before, behind) in _alike(schedule, filling, lifetimes.fused).items():
@@ -229,7 +229,8 @@ def filled_before(
                 yield layout, whole / degree, first, until
 
 
-def _kept_for(schedule: Schedule, lifetimes: Lifetimes) -> set[int]:
+@once
+def _kept_for(schedule: Schedule) -> set[int]:
     """The scatters into zeros that are kept for loops before: those of iterations that run apart, to which equal values
     around them are one."""
     program, generated, links = schedule.program, schedule.problem.generated, schedule.problem.links
@@ -237,7 +238,7 @@ def _kept_for(schedule: Schedule, lifetimes: Lifetimes) -> set[int]:
     scatters = [o for o in program.operations if o.region in around and is_scatter(program, o)] if around else []
     kept = {
         (link.source, loop.region)
-        for loop in (lifetimes.order if scatters else ())
+        for loop in (program.operations if scatters else ())
         for link in (links[loop.index].enter if loop.bodies else ())
         if isinstance(link.source, int) and link.source in generated
     }
