@@ -2,13 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardplan
 from shardplan.memory.accumulation import accumulations
 from shardplan.memory.hiding import hiding_order
 from shardplan.memory.liveness import WORKSPACE_BYTES, Lifetimes
-from shardplan.memory.recomputing import adding_products, kernels_of
+from shardplan.memory.recomputing import adding_products, kernels_in, kernels_of
 
 
 def _square(size):
@@ -101,3 +102,17 @@ def test_a_bias_of_rows_in_groups_is_added_by_the_product_too(shape, taken):
     rows = jax.ShapeDtypeStruct((4, 16, 64), "float32")
     schedule = shardplan.plan(step, 1, rows, _square(64), jax.ShapeDtypeStruct(shape, "float32")).schedule
     assert bool(accumulations(schedule)) == taken  # as compiled: one number for each column alone is a bias
+
+
+def test_a_unit_of_which_a_part_is_computed_twice_is_no_part_of_its_product():
+    def unit(x, w):
+        return jax.nn.gelu(x @ w)
+
+    def step(x, w, v):
+        number = (x @ w) + 0.044715 * (x @ w) ** 3
+        return unit(x, w) @ v, jnp.tanh(np.sqrt(2 / np.pi).astype("float32") * number)
+
+    square = jax.ShapeDtypeStruct((64, 64), "float32")
+    for fn, units in ((lambda x, w, v: unit(x, w) @ v, 1), (step, 0)):
+        schedule = shardplan.plan(fn, 1, square, square, square).schedule
+        assert len(adding_products(schedule, kernels_in(schedule)).adding) == units
