@@ -23,7 +23,7 @@ from shardplan.memory.repeated import repeated_results
 from shardplan.program import Constant, Operation, Program
 
 
-def reuse_sums(program: Program, every: bool = False) -> Program:
+def reuse_results(program: Program, every: bool) -> Program:
     """The program whose operations read each sum where it was computed first, or ``every`` result; what nobody reads
     any more is there."""
     same, makers = repeated_results(program, program.operations), program.makers

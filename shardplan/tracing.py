@@ -16,7 +16,7 @@ from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.errors import EnclosingTraceError
 from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
-from shardplan.reusing import reuse_sums
+from shardplan.reusing import reuse_results
 from shardplan.shifting import shift_reads
 from shardplan.single_trips import body_of_single_trip, undone_by
 from shardplan.spreading import spread_for_each
@@ -69,7 +69,7 @@ def trace_program(
         )
     )
     hoisted = hoist_conversions(_prune(shift_reads(program)))
-    return _prune(spread_for_each(_prune(reuse_sums(_prune(hoisted), every=builder.unrolled))))
+    return _prune(spread_for_each(_prune(reuse_results(_prune(hoisted), every=builder.unrolled))))
 
 
 class _Builder:

@@ -14,7 +14,7 @@ first iteration of a loop runs apart, that makes all stacks but those of what is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from shardplan.control import Link
@@ -28,8 +28,6 @@ from shardplan.schedule import Schedule
 from shardplan.stacking import begun_apart
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from shardplan.memory.graph import Graph
     from shardplan.memory.liveness import Lifetimes
 
@@ -60,15 +58,12 @@ def _makers(graph: Graph, loop: Operation, link: Link) -> set[int]:
     if not isinstance(value, int):
         return set()
     end = graph.gathers.get(gather_for(graph.schedule, loop, value, layout))
-    if end is not None:
-        return {end}
-    makers = {source: graph.maker(source) for source in graph.sources(value)}
-    return {graph.sent.get(source, maker) for source, maker in makers.items() if maker is not None}
+    return graph.made_by(value) if end is None else {end}
 
 
 def held_before(lifetimes: Lifetimes, schedule: Schedule, begun: Mapping[int, int]) -> Iterator[Held]:
-    """What lies there of stacks before their loops begin. ``begun``: per stack, the operation before which that
-    is made."""
+    """The stacks that lie there before their loops begin. ``begun``: per stack, the operation before which what it
+    begins with is made."""
     for loop in (operation for operation in lifetimes.order if operation.bodies):
         start = lifetimes.start(loop)
         for stack, size in stacks_begun(schedule, loop):

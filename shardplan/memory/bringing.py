@@ -40,8 +40,8 @@ class Sending:
     copy, the one before which, or in which, it is made. ``side_by_side`` are those of merged products: the kernel that
     puts them there is the one that turns them. Regions that are ``still`` have no collectives. ``together``: the
     operations of each kernel with several results, where these kernels are known; and what those read that are
-    ``joined`` before collectives are. ``leaving``, per region: the bytes
-    of gathers' results of which copies leave, at most."""
+    ``joined`` before collectives are. ``leaving``, per region: the bytes of gathers' results of which copies leave, at
+    most."""
 
     begins: dict[Gather, int] = field(default_factory=dict)
     ends: dict[int, int] = field(default_factory=dict)

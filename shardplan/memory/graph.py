@@ -31,9 +31,6 @@ from shardplan.program import Operation
 from shardplan.schedule import Route, Schedule
 from shardplan.steps import Step
 
-_MOST_SOURCES = 64
-"""Values that one kernel reads, about: what is computed from more counts as stored."""
-
 
 class Graph(Nodes):
     """The kernels of a region, by the index of the operation that ends them, and its collectives,
@@ -65,9 +62,9 @@ class Graph(Nodes):
         self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
         self.copied: dict[int, int] = {}  # per product that is added to a copy of something, what makes that
         self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
-        self.leaving: dict[Gather, tuple[int, int, float]] = {}  # of which copies leave: start, copying kernel, bytes
-        self.begun: dict[int, int] = {}  # per stack that a loop fills, what makes what it begins with
         self.filled: dict[int, float] = {}  # the bytes of these, and of slices
+        self.begun: dict[int, int] = {}  # per stack that a loop fills, what makes what it begins with
+        self.leaving: dict[Gather, tuple[int, int, float]] = {}  # of which copies leave: start, copying kernel, bytes
         self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
         self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
         self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
@@ -196,7 +193,7 @@ class Graph(Nodes):
             needs, values = self.needs[start], self.values[start]
             if gather.alone is not None and is_behind_barrier(self.schedule, gather.alone, gather.value):
                 needs, values = self.guarded.setdefault(gather, (set(), set()))
-            needs |= self._awaited(gather, sent, index)
+            needs |= self._awaited(gather, index)
             operand = gather.value
             for value in self.endings.sources.get(operand, frozenset((operand,))):
                 maker = self.maker(value)
@@ -207,12 +204,16 @@ class Graph(Nodes):
                 found.append((value, end))
         return found
 
-    def _awaited(self, gather: Gather, sent: Mapping[int, int], reader: int) -> set[int]:
+    def made_by(self, value: int) -> set[int]:
+        """The nodes that make, or bring to its layout, what a value is computed from."""
+        makers = {source: self.maker(source) for source in self.sources(value)}
+        return {self.sent.get(source, maker) for source, maker in makers.items() if maker is not None}
+
+    def _awaited(self, gather: Gather, reader: int) -> set[int]:
         """What makes, or brings, the value that a gather for a reader waits for beside what it gathers."""
         found = set[int]()
         for other in waits_for(self.schedule, gather):
-            makers = {value: self.maker(value) for value in self.sources(other.value)}
-            found |= {sent.get(value, maker) for value, maker in makers.items() if maker is not None}
+            found |= self.made_by(other.value)
             if any(step.kind != "slice" for step in self.schedule.route(*other).steps):
                 found.add(self._gather(gather_for(self.schedule, self.program.operations[reader], *other), reader - 1))
         return found
