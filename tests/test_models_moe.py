@@ -192,15 +192,10 @@ def test_what_is_compiled_is_what_was_planned_and_less_than_by_hand(routing: Lit
     assert audit.compiled.communication_bytes < bytes_by_hand(config, mesh)
 
 
-_EARLIER = "XLA runs the gradients of the groups' matrices before masked copies pile up, 16 to 20 % lower"
-
-
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize(
-    "routing", ["capacity", pytest.param("ragged", marks=pytest.mark.xfail(strict=True, reason=_EARLIER))]
-)
+@pytest.mark.parametrize("routing", ["capacity", "ragged"])
 def test_the_compiled_peak_is_near_the_planned_one(routing: Literal["capacity", "ragged"], mesh: str):
     audit = audited(routing, mesh)
     assert audit.predicted_peak_bytes == pytest.approx(audit.compiled.memory.peak, rel=0.15)
