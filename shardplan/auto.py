@@ -22,6 +22,7 @@ from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
 from shardplan.mesh import GivenMesh, can_run, check_mesh, memory_for_arrays, without_manual_axes
 from shardplan.options import Options
+from shardplan.placement import placed, put
 from shardplan.plan import Plan
 from shardplan.planning import RESERVED_MEMORY, rebuild
 from shardplan.program import Program
@@ -207,12 +208,12 @@ class _Runner:
             if self._shardings:
                 leaves, structure = jax.tree.flatten((call.args, call.kwargs))
                 call.check_alive(leaves)
-                placed = [_place(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
-                args, kwargs = jax.tree.unflatten(structure, placed)
+                there = [placed(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
+                args, kwargs = jax.tree.unflatten(structure, there)
             else:
                 args, kwargs = call.args, call.kwargs
             results = self._jitted(*args, **kwargs)
-            return results if self._retyped is None else jax.device_put(results, self._retyped)
+            return results if self._retyped is None else jax.tree.map(put, results, self._retyped)
 
     def _compile(self, call: Call) -> Callable[..., Any]:
         if isinstance(self.mesh, Mesh) and not all(map(can_run, self.mesh.local_devices)):
@@ -245,15 +246,6 @@ class _Runner:
                 f"{given / 1e9:.2f} GB: set XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVED_MEMORY:.2f} before JAX is "
                 f"imported, which is what plans count on (the default is 0.75), or plan with memory_limit={given}."
             )
-
-
-def _place(leaf: Any, sharding: NamedSharding) -> Any:
-    """A leaf where the plan has it; itself where it lies so already. A layout that is part of its type is taken off."""
-    if isinstance(leaf, jax.Array) and leaf.committed:
-        lies_so = leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-        if lies_so and not _jax.has_typed_layout(leaf):
-            return leaf
-    return jax.device_put(leaf, sharding)
 
 
 def _devices_for(plan: Plan) -> Mesh | None:
