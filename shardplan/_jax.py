@@ -17,10 +17,12 @@ import jax
 import numpy as np
 from jax._src import config, dispatch, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
-from jax._src.interpreters import mlir
+from jax._src.interpreters import mlir, pxla
 from jax._src.lax import lax as lax_internal
+from jax._src.state.types import AbstractRef, RefEffect
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
+from jaxlib.mlir import ir
 
 ClosedJaxpr = jex_core.ClosedJaxpr
 DropVar = jex_core.DropVar
@@ -28,6 +30,7 @@ Equation = jex_core.JaxprEqn
 Jaxpr = jex_core.Jaxpr
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
+Ref = jax.ref.Ref
 Tracer = jax.core.Tracer
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 
@@ -145,13 +148,54 @@ _REDUCTIONS = {"psum": jax.lax.reduce_sum_p, "pmax": jax.lax.reduce_max_p, "pmin
 
 
 def one_by_one(equation: Equation) -> list[Equation]:
-    """An equation that moves several arrays (``jax.device_put`` of a tree) as one for each; others as they are."""
-    operands, results, params = equation.invars, equation.outvars, equation.params
-    if equation.primitive.name != "device_put" or len(operands) == 1:
+    """An equation that moves arrays (``jax.device_put`` of a tree) as one for each, which says the memory that it moves
+    to alone: devices and shardings are the plan's. Others as they are."""
+    if equation.primitive.name != "device_put":
         return [equation]
-    apart = [{name: (of_all[place],) for name, of_all in params.items()} for place in range(len(operands))]
-    moved = zip(operands, results, apart, strict=True)
-    return [equation.replace(invars=[o], outvars=[r], params=own) for o, r, own in moved]
+    found = []
+    copies = equation.params["copy_semantics"]
+    moved: Any = zip(equation.invars, equation.outvars, copies, strict=True)
+    for operand, result, copy in moved:
+        space = result.aval.memory_space
+        to = None if operand.aval.memory_space is space else space
+        params = {"devices": (to,), "srcs": (None,), "copy_semantics": (copy,)}
+        found.append(equation.replace(invars=[operand], outvars=[result], params=params))
+    return found
+
+
+HOST_MEMORY = "pinned_host"
+"""The one kind of memory beside the devices' own that is part of types."""
+
+
+def memory_kind(aval: Any) -> str | None:
+    """The kind of memory of an array of a type, None for the devices' own."""
+    return HOST_MEMORY if getattr(aval, "memory_space", None) is jax.memory.Space.Host else None
+
+
+def moved(array: Any, kind: str | None) -> Any:
+    """A traced array in a kind of memory; itself where its type has that already."""
+    space = jax.memory.Space.Host if kind == HOST_MEMORY else jax.memory.Space.Device
+    return array if jax.typeof(array).memory_space is space else jax.device_put(array, space)
+
+
+def without_layout(kind: str) -> jax.sharding.NamedSharding:
+    """A sharding that says the kind of memory of an argument, and nothing of its layout."""
+    return jax.sharding.NamedSharding(jax.sharding.AbstractMesh((), ()), jax.sharding.PartitionSpec(), memory_kind=kind)
+
+
+def with_memory_kinds(lowered: Any, kinds: Sequence[str | None]) -> Any:
+    """A lowered program whose arguments are in these kinds of memory. Devices that are only described have no memories
+    that JAX knows of: it drops the kinds from shardings over them."""
+    module, constants = lowered.compiler_ir(), len(lowered._lowering.const_args)
+    places = sorted(lowered._lowering.compile_args["kept_var_idx"])  # constants come first
+    [main] = [one for one in module.body.operations if "main" in str(one.attributes["sym_name"])]
+    with module.context:
+        attributes = [{entry.name: entry.attr for entry in one} for one in main.arg_attrs]
+        for own, place in zip(attributes, places, strict=False):
+            if place >= constants and (kind := kinds[place - constants]) is not None:
+                own["mhlo.memory_kind"] = ir.StringAttr.get(kind)
+        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(own) for own in attributes])
+    return lowered
 
 
 def unbatched(equation: Equation) -> Equation:
@@ -319,6 +363,55 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         return jax.jit(fn).trace(*args, **kwargs)
 
 
+def without_refs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Ref], dict[int, int]]:
+    """A program over references, as one over arrays: what it writes to them comes out behind its results.
+
+    Returns it, the references that it closes over, which are its last arguments, and per result that is written to one
+    the position of that among the arguments.
+    """
+    inside = jax_core.internal_mutable_array_effect in closed.effects
+    if not inside and not any(isinstance(one, RefEffect) for one in closed.effects):
+        return closed, [], {}
+    arrays, _, mutated = pxla._discharge_refs(closed)
+    jaxpr = arrays.jaxpr
+    every = zip(jaxpr.outvars, mutated.out_mut, strict=True)
+    ends = [(var, position) for var, position in every if position is None or var is not jaxpr.invars[position]]
+    written = {number: position for number, (_, position) in enumerate(ends) if position is not None}
+    changed = jaxpr.replace(outvars=[var for var, _ in ends], debug_info=jaxpr.debug_info.with_unknown_names())
+    return arrays.replace(jaxpr=changed), list(mutated.in_mut), written
+
+
+def is_ref_type(aval: Any) -> bool:
+    """Whether an abstract value is that of a reference (``jax.new_ref``)."""
+    return isinstance(aval, AbstractRef)
+
+
+def is_ref(leaf: Any) -> bool:
+    """Whether an argument is a reference, or the type of one."""
+    return isinstance(leaf, (AbstractRef, Ref))
+
+
+def ref_type(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) -> AbstractRef:
+    """The type of a reference to an array, without a layout."""
+    return AbstractRef(jax_core.ShapedArray(shape, dtype, weak_type))
+
+
+def ref_to(array: jax.Array) -> Ref:
+    """A reference to this very array, not to a copy."""
+    aval = AbstractRef(jax.typeof(array))
+    return Ref(aval, jax_core.ArrayRefImpl(aval, array))
+
+
+def array_in(ref: Ref) -> Any:
+    """The array that a reference holds, not a copy."""
+    return ref._refs._buf
+
+
+def put_in(ref: Ref, array: Any) -> None:
+    """Has a reference hold this very array."""
+    ref._refs._buf = array
+
+
 @contextmanager
 def automatic_mesh() -> Iterator[None]:
     """The user's ``jax.set_mesh`` with axes of type Auto: what a step is traced and run under.
@@ -363,7 +456,9 @@ def item_bytes(dtype: Any) -> int:
 
 
 def shape_of(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """What ``jax.jit(...).lower`` takes for a value of a shape and dtype."""
+    """What ``jax.jit(...).lower`` takes for a value of a shape and dtype, in its kind of memory."""
+    if sharding is None and value.memory_kind is not None:
+        sharding = without_layout(value.memory_kind)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type, sharding=sharding)
 
 

@@ -46,7 +46,7 @@ class Call:
     donated_positions: tuple[int, ...]
 
     def key(self) -> Any:
-        """What two calls share that run by the same plan: structure, shapes, dtypes and static values."""
+        """What two calls share that run by the same plan: structure, shapes, dtypes, memory kinds and static values."""
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
         try:
             types = tuple(map(_key_of, leaves))
@@ -56,28 +56,51 @@ class Call:
         return structure, types, self.constants, _jax.trace_context()
 
     def shapes(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as shapes and dtypes alone, so that where they lie does not enter the trace.
+        """Arguments as shapes, dtypes and memory kinds alone, so that their layouts do not enter the trace.
 
-        Raises CallError for leaves that are no arrays.
+        Raises CallError for leaves that are no arrays, and for donated references.
         """
+        for place in self.donated:
+            argument = self.args[place] if isinstance(place, int) else self.kwargs[place]
+            for path, leaf in jax.tree_util.tree_leaves_with_path(argument):
+                if _jax.is_ref(leaf):
+                    where = _place_of((None, jax.tree_util.DictKey(place), *path))
+                    raise CallError(
+                        f"`{where}` is a Ref in an argument that is donated (donate_argnums): what is written to a Ref "
+                        "takes its memory in any case. Pass it in an argument that is not donated"
+                    )
         return jax.tree_util.tree_map_with_path(_shape_of, (self.args, self.kwargs))
 
-    def types(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments by their paths."""
-        return {path: (shape.shape, str(shape.dtype)) for path, shape in _by_path(self.shapes()).items()}
+    def types(self) -> dict[str, str]:
+        """Types of the arguments by their paths, as messages say them."""
+        return {path: type_text(*_key_of(leaf)) for path, leaf in _by_path(self.shapes()).items()}
 
     def by_path(self) -> dict[str, Any]:
         """The arguments by their paths."""
         return _by_path((self.args, self.kwargs))
 
+    def check_single(self, leaves: Sequence[Any], refs: Iterable[int], captured: Sequence[Any]) -> None:
+        """Raises CallError where a reference (``refs``, by position) is given twice, or closed over as well."""
+        seen = {id(ref): "one that the function closes over" for ref in captured}
+        for position in sorted(refs):
+            if id(leaves[position]) in seen:
+                place = _place_of(self._leaf_paths()[position])
+                raise CallError(
+                    f"`{place}` is the same Ref as {seen[id(leaves[position])]}: a step takes each Ref once"
+                )
+            seen[id(leaves[position])] = "another argument"
+
+    def _leaf_paths(self) -> list[Any]:
+        return [path for path, _ in jax.tree_util.tree_leaves_with_path((self.args, self.kwargs))]
+
     def check_alive(self, leaves: Sequence[Any]) -> None:
         """Raises CallError where an array was donated before; over several CPU devices XLA would end the process."""
         gone = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
         if any(gone):
-            paths = [_place_of(path) for path, _ in jax.tree_util.tree_leaves_with_path((self.args, self.kwargs))]
             raise CallError(
-                f"`{paths[gone.index(True)]}` holds no data any more, one of {sum(gone)} such arrays: a step before "
-                "took their memory for its results (donate_argnums) or they were deleted. Pass what that step returned"
+                f"`{_place_of(self._leaf_paths()[gone.index(True)])}` holds no data any more, one of {sum(gone)} such "
+                "arrays: a step before took their memory for its results (donate_argnums) or they were deleted. Pass "
+                "what that step returned"
             )
 
 
@@ -199,20 +222,45 @@ def _positional_parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
     return positional, any(p.kind == p.VAR_POSITIONAL for p in parameters)
 
 
+def memory_kind_of(leaf: Any) -> str | None:
+    """The kind of memory of an array or a shape (``pinned_host``), None for the devices' own, which is the default."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return None if kind == "device" else kind
+
+
+def type_text(
+    shape: Sequence[int], dtype: Any, weak_type: bool = False, memory_kind: str | None = None, is_ref: bool = False
+) -> str:
+    """The type of an argument, as messages say it.
+
+    >>> type_text((8, 4), "float32"), type_text((), "int32", memory_kind="pinned_host")
+    ('float32[8, 4]', 'int32<pinned_host>[]')
+    >>> type_text((2,), "bool", is_ref=True)
+    'Ref to bool[2]'
+    """
+    kind = f"<{memory_kind}>" if memory_kind else ""
+    return f"{'Ref to ' * is_ref}{dtype}{kind}{list(shape)}"
+
+
 def _key_of(leaf: Any) -> Any:
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
+    kind, aval = memory_kind_of(leaf), leaf
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        is_type = isinstance(leaf, jax.core.AbstractValue)
+        aval, kind = (leaf, _jax.memory_kind(leaf)) if is_type else (jax.typeof(leaf), kind)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False), kind, _jax.is_ref_type(aval)
 
 
-def _shape_of(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(path: Any, leaf: Any) -> Any:
     try:
-        shape, dtype, weak_type = _key_of(leaf)
+        shape, dtype, weak_type, kind, is_ref = _key_of(leaf)
     except TypeError:
         raise CallError(
             f"`{_place_of(path)}` is `{leaf!r}` of type `{type(leaf).__name__}`: arguments are arrays, numbers or "
             "pytrees of them; list others in static_argnums"
         ) from None
-    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    if is_ref:
+        return _jax.ref_type(shape, dtype, weak_type)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=kind and _jax.without_layout(kind))
 
 
 def _place_of(path: Any) -> str:

@@ -77,6 +77,7 @@ class Audit:
         predicted: times and bytes per kind and mesh axes, as planned.
         predicted_bytes: communication bytes, as planned.
         predicted_peak_bytes: peak memory, as planned.
+        predicted_host_bytes: host memory, as planned.
         compiled: what the compiler made of it.
         operations: the same bytes by operation, largest difference first. The compiler merges and moves collectives, so
             that a difference here may be made up by another one; the totals cannot be.
@@ -92,6 +93,7 @@ class Audit:
     operations: tuple[OperationTraffic, ...]
     predicted_time: StepTime | None = None
     compiled_time: CompiledTime | None = None
+    predicted_host_bytes: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -164,6 +166,8 @@ class Audit:
         beside = megabytes(self.overlapped_bytes)
         rows.append(("total", "", "", "", *_pair(self.predicted_bytes, total), beside))
         rows.append(("peak memory", "", "", "", *_pair(self.predicted_peak_bytes, peak), ""))
+        host = self.predicted_host_bytes, self.compiled.memory.host
+        rows += [("host memory", "", "", "", *_pair(*host), "")] if any(host) else []
         return rows
 
     def _verdict(self) -> str:
@@ -231,6 +235,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         operations=attribute(plan.collectives, report.collectives, axes),
         predicted_time=planned.step_time if planned else None,
         compiled_time=compiled_time(planned, report) if planned else None,
+        predicted_host_bytes=planned.host_bytes if planned else 0.0,
     )
 
 

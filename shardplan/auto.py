@@ -17,12 +17,12 @@ from shardplan import _jax, arguments, program
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
-from shardplan.errors import ArgumentError, EnclosingTraceError, PlanMismatchError, warn
+from shardplan.errors import ArgumentError, CallError, EnclosingTraceError, PlanMismatchError, warn
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
 from shardplan.mesh import GivenMesh, can_run, check_mesh, memory_for_arrays, without_manual_axes
 from shardplan.options import Options
-from shardplan.placement import placed, put
+from shardplan.placement import place_captured, put, referred
 from shardplan.plan import Plan
 from shardplan.planning import RESERVED_MEMORY, rebuild
 from shardplan.program import Program
@@ -199,20 +199,23 @@ class _Runner:
         self.mesh = without_manual_axes(mesh) if isinstance(mesh, Mesh) else _devices_for(plan)
         self._jitted: Callable[..., Any] | None = None
         self._shardings: tuple[NamedSharding, ...] = ()
+        self._captured_refs: list[Any] = []
         self._retyped: Any = None
 
     def __call__(self, call: Call) -> Any:
         with _jax.automatic_mesh():
             if self._jitted is None:
                 self._jitted = self._compile(call)
-            if self._shardings:
-                leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-                call.check_alive(leaves)
-                there = [placed(leaf, sharding) for leaf, sharding in zip(leaves, self._shardings, strict=True)]
+            place_captured(self._captured_refs, self.mesh or self.plan.mesh)
+            if not self._shardings:
+                return self._jitted(*call.args, **call.kwargs)
+            leaves, structure = jax.tree.flatten((call.args, call.kwargs))
+            call.check_alive(leaves)
+            refs = self.plan.program.refs
+            call.check_single(leaves, refs, self._captured_refs)
+            with referred(leaves, self._shardings, refs) as there:
                 args, kwargs = jax.tree.unflatten(structure, there)
-            else:
-                args, kwargs = call.args, call.kwargs
-            results = self._jitted(*args, **kwargs)
+                results = self._jitted(*args, **kwargs)
             return results if self._retyped is None else jax.tree.map(put, results, self._retyped)
 
     def _compile(self, call: Call) -> Callable[..., Any]:
@@ -225,6 +228,7 @@ class _Runner:
         if not ordered or self.plan.device_count == 1:
             self._warn_of_memory()
             self._shardings = self.plan.leaf_shardings(self.mesh)
+            self._captured_refs = [*self.plan.program.captured_refs.values()]
             self._retyped = self.plan.retyped(self.mesh)
             return self.plan.jitted(self.mesh)
         warn(
@@ -311,6 +315,10 @@ def _trace(call: Call) -> Program:
     try:
         return trace_program(call.fn, args, kwargs)
     except ValueError as error:
+        if "Ref sharding" in str(error):  # those of arguments have none while it is traced
+            raise CallError(
+                f"`{name_of(call.fn)}` closes over a Ref on mesh axes of type Explicit: pass it as an argument"
+            ) from error
         if "of type Auto" in str(error):
             error.add_note(
                 f"`{name_of(call.fn)}` is planned, so its arrays have no layouts while it is traced: use "

@@ -97,12 +97,12 @@ def follow_examples(program: Program, mesh: MeshAxes) -> Examples:
     Raises ArgumentError where there is no batch, or no mesh axis divides it.
     """
     state = set(_state(program))
-    batch = [i for i in program.inputs if i not in state and program.values[i].shape and program.values[i].total_bytes]
+    batch = [i for i in program.inputs if i not in state and program.values[i].shape and program.values[i].elements]
     if not state:
         raise ArgumentError("the step replaces no argument, so that state and batch cannot be told apart")
     if not batch:
         raise ArgumentError("the step replaces all its arguments: none is a batch of examples")
-    size = program.values[max(batch, key=lambda i: program.values[i].total_bytes)].shape[0]
+    size = program.values[max(batch, key=lambda i: program.values[i].stored_bytes)].shape[0]
     examples = Examples(_dividing(mesh, size))
     if not examples.axes:
         raise ArgumentError(f"no mesh axis divides the batch of {size} examples")

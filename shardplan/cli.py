@@ -235,6 +235,8 @@ def _audit(options: argparse.Namespace) -> int:
         "ratio": _number(found.ratio),
         "predicted_peak_bytes": float(found.predicted_peak_bytes),
         "compiled_peak_bytes": found.compiled.memory.peak,
+        "predicted_host_bytes": float(found.predicted_host_bytes),
+        "compiled_host_bytes": found.compiled.memory.host,
         "within_tolerance": agrees,
         "overlapped_bytes": found.overlapped_bytes,
         "seconds": {

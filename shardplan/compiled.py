@@ -56,6 +56,7 @@ class CompiledMemory:
         aliases: outputs that take the place of donated arguments.
         temporaries: everything in between.
         peak: the most that is alive at once, arguments and outputs included.
+        host: host memory of the device's parts: arguments, outputs and temporaries there, which the others are without.
     """
 
     arguments: int
@@ -63,6 +64,7 @@ class CompiledMemory:
     aliases: int
     temporaries: int
     peak: int
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,8 @@ class CompiledReport:
 
     def __str__(self) -> str:
         table = text_table(_HEADER, self._rows(), numbers=(2, 3, 4))
-        return f"{table}\npeak memory {megabytes(self.memory.peak)} MB, compiled in {self.compile_seconds:.1f} s"
+        host = f", host memory {megabytes(self.memory.host)} MB" if self.memory.host else ""
+        return f"{table}\npeak memory {megabytes(self.memory.peak)} MB{host}, compiled in {self.compile_seconds:.1f} s"
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), numbers=(2, 3, 4))
@@ -185,13 +188,15 @@ def _mesh_axes_of(compiled: jax.stages.Compiled) -> Mapping[str, int]:
 
 def _memory_of(compiled: jax.stages.Compiled) -> CompiledMemory:
     stats: Any = compiled.memory_analysis()
-    return CompiledMemory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliases=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        peak=stats.peak_memory_in_bytes,
-    )
+    sizes = [
+        [getattr(stats, f"{where}{what}_size_in_bytes") for what in ("argument", "output", "alias", "temp")]
+        for where in ("", "host_")
+    ]
+    (arguments, outputs, aliases, temporaries), on_host = sizes
+    host, peak = on_host[0] + on_host[1] - on_host[2] + on_host[3], stats.peak_memory_in_bytes
+    if host:  # XLA's peak counts it
+        peak = min(peak, arguments + outputs - aliases + temporaries)
+    return CompiledMemory(arguments, outputs, aliases, temporaries, peak, host)
 
 
 def axes_text(axes: Axes) -> str:

@@ -182,7 +182,8 @@ class DeferredSums:
 
     def _may(self, index: int) -> bool:
         value = self._program.values[index]
-        return bool(value.shape) and _jax.is_inexact(value.dtype) and index not in self._fixed
+        inexact = bool(value.shape) and _jax.is_inexact(value.dtype)
+        return inexact and index not in self._fixed and value.memory_kind is None
 
     def _linear(self, operation: Operation, able: Any) -> tuple[int, ...] | None:
         return next(self._all_linear(operation, able), None)

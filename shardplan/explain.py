@@ -86,7 +86,8 @@ class _Explainer:
         readers = [o for o in self._program.operations if index in o.operands]
         spec = to_spec(self._mesh, layout)  # arguments are never partial
         degree = self._mesh.degree([axis for axes in layout for axis in axes])
-        held = f"{megabytes(value.total_bytes / degree)} MB per device of {megabytes(value.total_bytes)} MB"
+        where = f" in {value.memory_kind}" if value.memory_kind else ""
+        held = f"{megabytes(value.stored_bytes / degree)} MB per device of {megabytes(value.stored_bytes)} MB{where}"
         lines = [("layout", [f"{spec}: {value.dtype}[{sizes_text(value.shape, spec)}], {held}"])]
         copied = self._schedule.copy(index)
         if copied != layout:

@@ -37,6 +37,7 @@ def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
         "objective": plan.objective,
         "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
         "peak_bytes": float(plan.peak_bytes),
+        "host_bytes": float(plan.host_bytes),
         "arguments": [argument_entry(argument) for argument in plan.arguments],
         "collectives": [(asdict(sent), at) for sent, at in zip(plan.collectives, operations, strict=True)],
         "statistics": plain(plan.statistics),
@@ -59,6 +60,7 @@ def restored(program: Program, mesh: Mesh | AbstractMesh, options: Options, entr
         recipe=recipe,
         built=ScheduleToBe(program, partial(_schedule, program, mesh, recipe)),
         donated=donated_positions(options),
+        host_bytes=entry["host_bytes"],
     )
 
 

@@ -17,11 +17,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
+from shardplan.arguments import type_text
 from shardplan.errors import PlanMismatchError, no_plan
 from shardplan.layout import to_spec
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.overlap import StepTime, step_time
+from shardplan.placement import place_captured
 from shardplan.plan_difference import PlanDifference, compare_plans
 from shardplan.plan_report import plan_html, plan_text
 from shardplan.program import Program
@@ -48,7 +50,11 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True)
 class PlannedArgument:
-    """One leaf of the arguments: tree path, whole shape and layout; ``fed_back`` where a result replaces it."""
+    """One leaf of the arguments: tree path, whole shape and layout; ``fed_back`` where a result replaces it.
+
+    ``memory_kind`` is that of JAX (``pinned_host``), None for the memory of the devices; ``is_ref`` tells that it is a
+    reference (``jax.new_ref``), which a step changes in place.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -56,6 +62,13 @@ class PlannedArgument:
     total_bytes: int
     spec: PartitionSpec
     fed_back: bool
+    memory_kind: str | None = None
+    is_ref: bool = False
+
+    @property
+    def type_text(self) -> str:
+        """Its type, as messages say it."""
+        return type_text(self.shape, self.dtype, memory_kind=self.memory_kind, is_ref=self.is_ref)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +105,8 @@ class Plan:
     ``objective``, ``lower_bound`` and ``gap`` speak of the whole objective (bytes sent and work repeated);
     ``communication_bytes`` is what one device sends per step. ``layouts`` maps the path of every argument leaf to its
     ``PartitionSpec``. ``statistics`` holds counts and seconds of the stages. ``donated`` are positions among the
-    arguments that are not static.
+    arguments that are not static. ``host_bytes`` is what a device's parts of all tensors in host memory take there at
+    the peak; ``peak_bytes`` is without them.
 
     A plan that was read from a file knows no program until it meets its function (``bind``, or the first call of what
     ``apply`` gives); until then what needs one raises PlanMismatchError and says so.
@@ -108,6 +122,7 @@ class Plan:
     recipe: Recipe = field(repr=False)
     built: Schedule | ScheduleToBe | None = field(repr=False)
     donated: tuple[int | str, ...] = ()
+    host_bytes: float = 0.0
 
     @property
     def mesh_axes(self) -> dict[str, int]:
@@ -185,10 +200,15 @@ class Plan:
         Raises PlanMismatchError where the mesh is another one, or has no devices.
         """
         shardings = self.leaf_shardings(self._with_devices(mesh))
-        values = [self.program.values[i] for i in self.program.inputs]
-        leaves = [_jax.shape_of(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
+        leaves: list[Any] = []
+        for position, (index, sharding) in enumerate(zip(self.program.inputs, shardings, strict=True)):
+            value, is_ref = self.program.values[index], position in self.program.refs
+            type_of_ref = _jax.ref_type(value.shape, value.dtype, value.weak_type)
+            leaves.append(type_of_ref if is_ref else _jax.shape_of(value, sharding))
         args, kwargs = jax.tree.unflatten(self.program.in_tree, leaves)
-        return self.jitted(mesh).lower(*args, **kwargs)
+        lowered, kinds = self.jitted(mesh).lower(*args, **kwargs), [argument.memory_kind for argument in self.arguments]
+        dropped = any(kind and kind != s.memory_kind for kind, s in zip(kinds, shardings, strict=True))
+        return _jax.with_memory_kinds(lowered, kinds) if dropped else lowered
 
     def jitted(self, mesh: Mesh | None = None) -> Any:
         """The planned step as a ``jax.jit`` function of the arguments that were planned, without the static ones.
@@ -198,11 +218,17 @@ class Plan:
         """
         concrete = self._with_devices(mesh)
         program = self.program
+        place_captured(program.captured_refs.values(), concrete)
 
         def planned(*args: Any, **kwargs: Any) -> Any:
+            leaves = jax.tree.leaves((args, kwargs))
+            refs = {program.inputs[position]: leaves[position] for position in program.refs} | program.captured_refs
             with _jax.automatic_mesh():
-                results = Replay(self.schedule, concrete)(jax.tree.leaves((args, kwargs)))
-            return jax.tree.unflatten(program.out_tree, results)
+                arrays = [leaf[...] if position in program.refs else leaf for position, leaf in enumerate(leaves)]
+                results = Replay(self.schedule, concrete)(arrays)
+                for number, value in program.written.items():
+                    refs[value][...] = results[number]
+            return jax.tree.unflatten(program.out_tree, results[: len(program.results)])
 
         args, kwargs = self._in_shardings(concrete)
         return jax.jit(
@@ -226,22 +252,25 @@ class Plan:
     def leaf_shardings(self, mesh: Mesh | AbstractMesh | None = None) -> tuple[NamedSharding, ...]:
         """The sharding of every argument leaf, in the order of the flattened arguments."""
         chosen = with_auto_axes(self.mesh if mesh is None else mesh)
-        return tuple(NamedSharding(chosen, argument.spec) for argument in self.arguments)
+        return tuple(NamedSharding(chosen, one.spec, memory_kind=one.memory_kind) for one in self.arguments)
 
     def check_program(self, program: Program) -> None:
         """Raises PlanMismatchError where ``program`` is not the one that was planned."""
         if program.fingerprint() == self.fingerprint:
             return
-        inputs = (program.values[index] for index in program.inputs)
-        different = self.other_arguments({value.name or "": (value.shape, str(value.dtype)) for value in inputs})
+        found = {}
+        for position, value in enumerate(program.values[index] for index in program.inputs):
+            kind, is_ref = value.memory_kind, position in program.refs
+            found[value.name or ""] = type_text(value.shape, value.dtype, memory_kind=kind, is_ref=is_ref)
+        different = self.other_arguments(found)
         what = different or "another function or version of JAX"
         raise PlanMismatchError(f"the plan was made for another program ({self.fingerprint[:12]}), {what}")
 
-    def other_arguments(self, found: Mapping[str, tuple[tuple[int, ...], str]]) -> str:
-        """How arguments (shapes and dtypes by path) differ from the planned ones; nothing where they do not."""
-        planned = {argument.path: (argument.shape, argument.dtype) for argument in self.arguments}
+    def other_arguments(self, found: Mapping[str, str]) -> str:
+        """How arguments (types by path) differ from the planned ones; nothing where they do not."""
+        planned = {argument.path: argument.type_text for argument in self.arguments}
         different = [
-            f"\n  `{path}` was planned as {_typed(planned.get(path))} and is {_typed(found.get(path))}"
+            f"\n  `{path}` was planned as {planned.get(path, 'no argument')} and is {found.get(path, 'no argument')}"
             for path in dict.fromkeys((*planned, *found))
             if planned.get(path) != found.get(path)
         ]
@@ -326,10 +355,9 @@ class Plan:
         return jax.tree.unflatten(self.program.in_tree, self.leaf_shardings(mesh))
 
     def _out_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
-        axes, outputs = mesh_axes(self.mesh), range(len(self.program.outputs))
-        specs = [to_spec(axes, self.schedule.layout_of_output(number)) for number in outputs]
-        return jax.tree.unflatten(self.program.out_tree, [NamedSharding(mesh, spec) for spec in specs])
-
-
-def _typed(found: tuple[tuple[int, ...], str] | None) -> str:
-    return "no argument" if found is None else f"{found[1]}{list(found[0])}"
+        axes, values, found = mesh_axes(self.mesh), self.program.values, []
+        for number, output in enumerate(self.program.results):
+            spec = to_spec(axes, self.schedule.layout_of_output(number))
+            kind = values[output].kind_as_result if isinstance(output, int) else None
+            found.append(NamedSharding(mesh, spec, memory_kind=kind))
+        return jax.tree.unflatten(self.program.out_tree, found)

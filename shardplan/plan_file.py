@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
@@ -84,6 +84,7 @@ def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None
         ),
         built=None,
         donated=tuple(document["donated"]),
+        host_bytes=figures["host_bytes"],
     )
 
 
@@ -106,6 +107,7 @@ def _content(plan: Plan) -> dict[str, Any]:
             "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
             "communication_bytes": plan.communication_bytes,
             "peak_bytes": float(plan.peak_bytes),
+            "host_bytes": float(plan.host_bytes),
         },
         "options": options_entries(plan.recipe.options),
         "donated": list(plan.donated),

@@ -33,7 +33,7 @@ _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#
 
 @dataclass(frozen=True, slots=True)
 class LayoutGroup:
-    """Arguments of equal shape, dtype and layout whose paths match one glob.
+    """Arguments of equal shape, dtype, memory kind and layout whose paths match one glob.
 
     ``also`` are the globs of where else such tensors are: a parameter's moments in the optimizer's state.
     ``bytes_per_device`` is what one device holds of all of them.
@@ -44,13 +44,16 @@ class LayoutGroup:
     paths: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
+    memory_kind: str | None
     spec: PartitionSpec
     bytes_per_device: float
 
     @property
     def tensor(self) -> str:
-        """Type and shape, with the mesh axes behind the dimensions that they split: ``float32[64/data, 256]``."""
-        return f"{self.dtype}[{sizes_text(self.shape, self.spec)}]"
+        """Type and shape, with the mesh axes behind the dimensions that they split: ``float32[64/data, 256]``, and with
+        the kind of memory that is not the devices': ``float32<pinned_host>[64]``."""
+        kind = f"<{self.memory_kind}>" if self.memory_kind else ""
+        return f"{self.dtype}{kind}[{sizes_text(self.shape, self.spec)}]"
 
 
 def glob_of(path: str) -> str:
@@ -84,7 +87,7 @@ def layout_groups(plan: Plan) -> list[LayoutGroup]:
     mesh_axes = plan.mesh_axes
     globs: dict[tuple[str, Any], list[PlannedArgument]] = {}
     for argument in plan.arguments:
-        key = (argument.shape, argument.dtype, tuple(argument.spec))
+        key = (argument.shape, argument.dtype, argument.memory_kind, tuple(argument.spec))
         globs.setdefault((glob_of(argument.path), key), []).append(argument)
     homes = _homes(list(globs))
     found = []
@@ -98,6 +101,7 @@ def layout_groups(plan: Plan) -> list[LayoutGroup]:
                 paths=tuple(member.path for member in members),
                 shape=first.shape,
                 dtype=first.dtype,
+                memory_kind=first.memory_kind,
                 spec=first.spec,
                 bytes_per_device=sum(bytes_on_device(member, mesh_axes) for member in members),
             )
@@ -171,11 +175,12 @@ def time_text(plan: Plan) -> str:
 
 
 def memory_text(plan: Plan) -> str:
-    """One line: what one device holds."""
+    """One line: what one device holds, and what its parts of tensors in host memory take there."""
     mesh_axes = plan.mesh_axes
-    arguments = sum(bytes_on_device(argument, mesh_axes) for argument in plan.arguments)
+    arguments = sum(bytes_on_device(one, mesh_axes) for one in plan.arguments if one.memory_kind is None)
     peak = f", {megabytes(plan.peak_bytes)} MB at the peak" if plan.peak_bytes else ""
-    return f"{megabytes(arguments)} MB of arguments per device{peak}"
+    host = f"; {megabytes(plan.host_bytes)} MB per device in host memory" if plan.host_bytes else ""
+    return f"{megabytes(arguments)} MB of arguments per device{peak}{host}"
 
 
 def pins_text(plan: Plan) -> str:
@@ -202,6 +207,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "lower_bound": plan.lower_bound if math.isfinite(plan.lower_bound) else None,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "peak_bytes": float(plan.peak_bytes),
+        "host_bytes": float(plan.host_bytes),
         **_time_record(plan),
         "collectives": [
             {"kind": kind, "axes": axes, "times": times, "bytes": sent}

@@ -16,6 +16,7 @@ from shardplan.errors import PlanMismatchError
 from shardplan.finding import Search
 from shardplan.hard import hard_layouts, undivided
 from shardplan.hardware import load
+from shardplan.host_memory import host_bytes
 from shardplan.layout import LayoutSpace, to_spec
 from shardplan.mesh import mesh_axes
 from shardplan.options import Options, as_positions
@@ -118,6 +119,7 @@ def plan_problem(
         recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest(), schedule.running),
         built=schedule,
         donated=donated,
+        host_bytes=host_bytes(schedule, search.donated),
     )
 
 
@@ -160,9 +162,11 @@ def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
                 path=value.name or "",
                 shape=value.shape,
                 dtype=str(value.dtype),
-                total_bytes=value.total_bytes,
+                total_bytes=value.stored_bytes,
                 spec=spec,
                 fed_back=position in tied,
+                memory_kind=value.memory_kind,
+                is_ref=position in program.refs,
             )
         )
     return tuple(found)
@@ -176,9 +180,9 @@ def donated_positions(options: Options) -> tuple[int, ...]:
 
 
 def _donated_leaves(program: Program, donated: tuple[int, ...]) -> frozenset[int]:
-    """The positions among the flattened arguments that belong to donated ones."""
+    """The positions among the flattened arguments that belong to donated ones, and of references."""
     positions = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))[0]
-    return frozenset(leaf for argument in donated for leaf in jax.tree.leaves(positions[argument]))
+    return program.refs.union(*(jax.tree.leaves(positions[argument]) for argument in donated))
 
 
 def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:

@@ -65,6 +65,9 @@ class Prices:
     share: float | None = None
     beside: bool = False
     """Whether the prices are of collectives that work runs beside."""
+    through_device: bool = False
+    """Whether the prices are of tensors in host memory, which are sent from the memory of the devices: at twice the
+    price, so that they are sent once they are there in any case."""
 
     @property
     def unit(self) -> str:
@@ -72,9 +75,10 @@ class Prices:
 
     def per_byte(self, axes: Sequence[int]) -> float:
         """Of one byte sent by a device in a collective over mesh axes; the slowest axis decides."""
+        times = 2.0 if self.through_device else 1.0
         if self.objective == "bytes":
-            return 1.0
-        seconds = 1.0 / min(self._link(axis).bytes_per_second for axis in axes)
+            return times
+        seconds = times / min(self._link(axis).bytes_per_second for axis in axes)
         if self.share is None or not self.beside:
             return seconds
         return self.share * seconds + (1 - self.share) * self.memory_seconds_per_byte

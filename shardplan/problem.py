@@ -68,6 +68,7 @@ class Problem:
         self.prices = prices
         self.transitions = Transitions(space, prices)
         self._beside = Transitions(space, replace(prices, beside=True))
+        self._through_device = Transitions(space, replace(prices, through_device=True))
         self.known: dict[Any, Any] = {}  # what was derived of this, see `shardplan.once`
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
@@ -161,9 +162,12 @@ class Problem:
         return self._value_times[value]
 
     def _find_even(self) -> frozenset[int]:
-        """Values that split evenly alone: a jit's arguments and results, what goes into loops and out of them."""
+        """Values that split evenly alone: a jit's arguments and results, what goes into loops and out of them, and what
+        is in host memory."""
         into = (value for region in self.program.regions for value in region.inputs)
-        return self._leaving | {*into, *(result for o in self.program.operations if o.bodies for result in o.results)}
+        on_host = (value.index for value in self.program.values if value.memory_kind is not None)
+        of_loops = (result for o in self.program.operations if o.bodies for result in o.results)
+        return self._leaving | {*into, *on_host, *of_loops}
 
     def _lies_evenly(self, value: int) -> bool:
         """Whether a value is split evenly though copies of it may be padded: an update then reads the value itself."""
@@ -200,7 +204,9 @@ class Problem:
         return price
 
     def moving(self, value: int) -> Transitions:
-        """The transitions of a value, priced by whether work can run beside its collectives."""
+        """The transitions of a value, priced by its memory, and by whether work can run beside its collectives."""
+        if self.program.values[value].memory_kind is not None:
+            return self._through_device
         return self._beside if self.timing and value in self.timing.hidden else self.transitions
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
@@ -227,7 +233,7 @@ class Problem:
     def _costs_of_value(self, value: Value, own: np.ndarray | None) -> np.ndarray:
         """What each layout of a value costs: to be stored, and with the work of the operation that follows it."""
         domain = self.domain(value.index)
-        costs = value.total_bytes / domain.degrees * self.prices.per_byte_stored()
+        costs = value.stored_bytes / domain.degrees * self.prices.per_byte_stored()
         if own is not None:
             costs = costs + own
         if value.index in self._even:
@@ -368,8 +374,8 @@ class Problem:
         return Partial(strategy.results[position], pending, island, width, scattered)
 
     def _add_outputs(self, network: Network) -> None:
-        for number, position in self.program.ties.items():
-            output, target = self.program.outputs[number], self.program.inputs[position]
+        for number, target in self.program.replaced.items():
+            output = self.program.outputs[number]
             if not isinstance(output, int) or output in self.generated or output == target:
                 continue
             if len(self.domain(output)) > 1:

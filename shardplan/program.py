@@ -31,21 +31,33 @@ from shardplan.once import once
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of the program: its position, shape, dtype, and for arguments their tree path."""
+    """One tensor of the program: its position, shape, dtype, and for arguments their tree path.
+
+    ``memory_kind`` is that of JAX (``pinned_host``), None for the memory of the devices.
+    """
 
     index: int
     shape: tuple[int, ...]
     dtype: Any
     name: str | None = None
     weak_type: bool = False
-    total_bytes: int = field(init=False, repr=False, compare=False)
+    memory_kind: str | None = None
+    stored_bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the whole tensor, before it is split."""
+    total_bytes: int = field(init=False, repr=False, compare=False)
+    """Those of them that are in the memory of the devices: none where the tensor is in host memory."""
     elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         elements = prod(self.shape)
         object.__setattr__(self, "elements", elements)
-        object.__setattr__(self, "total_bytes", elements * _jax.item_bytes(self.dtype))
+        object.__setattr__(self, "stored_bytes", elements * _jax.item_bytes(self.dtype))
+        object.__setattr__(self, "total_bytes", 0 if self.memory_kind else self.stored_bytes)
+
+    @property
+    def kind_as_result(self) -> str | None:
+        """The kind of memory in which a caller gets it: other kinds than that of types end in the devices' own."""
+        return self.memory_kind if self.memory_kind == _jax.HOST_MEMORY else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,9 @@ class Program:
     ``inputs`` and ``outputs`` are value indices in the order of the flattened arguments and results (an output that is
     a literal is a `Constant`); ``captured`` maps the values of closed-over arrays to the arrays. ``ties`` maps an
     output position to the input position that it will be fed back to: a step's new state to its old state.
+
+    ``refs`` are the positions of inputs that are references (``jax.new_ref``) to arrays. ``written`` maps the outputs
+    that are left in references, which come behind the results, to the values that these had before.
     """
 
     values: tuple[Value, ...]
@@ -114,10 +129,22 @@ class Program:
     output_names: tuple[str, ...]
     in_tree: Any
     out_tree: Any
+    refs: frozenset[int] = frozenset()
+    written: Mapping[int, int] = field(default_factory=dict)
     devices: int = 1
     """How many run it, which is how far a compiler sees large operations split."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What was derived of the program, see `shardplan.once`."""
+
+    @property
+    def captured_refs(self) -> dict[int, Any]:
+        """The closed-over references, by their values."""
+        return {value: held for value, held in self.captured.items() if isinstance(held, _jax.Ref)}
+
+    @property
+    def results(self) -> tuple[int | Constant, ...]:
+        """The outputs that the function returns."""
+        return self.outputs[: self.out_tree.num_leaves]
 
     def on(self, devices: int) -> Program:
         """The same program where so many devices run it."""
@@ -132,6 +159,11 @@ class Program:
     def leaving(self) -> frozenset[int]:
         """The values that the caller gets, but for the new state, which is fed back."""
         return frozenset(o for n, o in enumerate(self.outputs) if isinstance(o, int) and n not in self.ties)
+
+    @property
+    def replaced(self) -> Mapping[int, int]:
+        """Per output that comes in again, or that is left in a reference, the value that it replaces."""
+        return _replaced(self)
 
     @property
     def makers(self) -> Mapping[int, Operation]:
@@ -178,13 +210,14 @@ class Program:
         """A digest of names, shapes and operations with parameters: equal for equal programs, on every machine."""
         digest = hashlib.sha256()
         for value in self.values:
-            digest.update(f"{value.shape}{value.dtype}{value.name};".encode())
+            digest.update(f"{value.shape}{value.dtype}{value.name}{value.memory_kind or ''};".encode())
         for operation in self.operations:
             params = stable_text(operation.params)
             operands = [o if isinstance(o, int) else str(o.aval) for o in operation.operands]
             digest.update(f"{operation.primitive.name}{params}{operands}{operation.results};".encode())
         digest.update(repr((self.inputs, [o for o in self.outputs if isinstance(o, int)], self.ties)).encode())
         digest.update(repr([region.times for region in self.regions]).encode())
+        digest.update(repr((sorted(self.refs), self.written)).encode() if self.refs or self.written else b"")
         return digest.hexdigest()
 
 
@@ -196,3 +229,8 @@ def _on(program: Program, devices: int) -> Program:
 @once
 def _makers(program: Program) -> dict[int, Operation]:
     return {result: operation for operation in program.operations for result in operation.results}
+
+
+@once
+def _replaced(program: Program) -> dict[int, int]:
+    return {number: program.inputs[position] for number, position in program.ties.items()} | {**program.written}

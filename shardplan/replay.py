@@ -54,8 +54,14 @@ class Replay:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
-        self._hold(self._program.inputs, inputs)
-        self._hold(self._program.captured.keys(), self._program.captured.values())
+        taken = zip(inputs, self._program.inputs, strict=True)  # types over devices that are only described say no kind
+        self._hold(self._program.inputs, [self._in_own_memory(value, array) for array, value in taken])
+        for value in (self._program.inputs[position] for position in self._program.refs):
+            layout = self._schedule.assignment.values[value]
+            # jit takes no layouts of keywords, and a reference's type says none
+            self._held[value, layout] = self._constrain(self._held[value, layout], layout)
+        captured = self._program.captured
+        self._hold(captured, [a[...] if isinstance(a, _jax.Ref) else a for a in captured.values()])
         self._run_region(0)
         with jax.named_scope("output"):
             return [
@@ -201,7 +207,7 @@ class Replay:
             held = result if reduced else self._constrain(result, strategy.results[position])
             for step in ends_of(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
-                    held = self._constrain(held, step.layout)
+                    held = self._in_own_memory(index, self._constrain(_jax.moved(held, None), step.layout))
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
@@ -357,11 +363,11 @@ class Replay:
         before = route.source
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
-                passed = sent_in(self._schedule, value, held) if step.fraction else held
+                passed = _jax.moved(sent_in(self._schedule, value, held), None) if step.fraction else held
                 brought = bring(self._schedule, value, passed, (before, step.layout), self._constrain)
                 if is_gathered_out_of_order(self._schedule, value, step.layout):
                     brought = in_order(brought, step.layout, self._schedule, self._mesh)
-                self._held[value, step.layout] = brought
+                self._held[value, step.layout] = self._in_own_memory(value, brought)
             held, before = self._held[value, step.layout], step.layout
 
     def _generate(self, value: int, layout: Layout) -> Any:
@@ -384,6 +390,10 @@ class Replay:
     def _apart(self, value: int, array: Any, layout: Layout) -> Any:
         """A value, behind a barrier where XLA would not make it before others are added to it."""
         return self._constrain(jax.lax.optimization_barrier(array), layout) if value in self._behind else array
+
+    def _in_own_memory(self, value: int, array: Any) -> Any:
+        """A value in the memory that its type says: collectives bring it to other layouts in that of the devices."""
+        return _jax.moved(array, self._program.values[value].memory_kind)
 
     def _constrain(self, array: Any, layout: Layout) -> Any:
         if not _jax.is_array_type(jax.typeof(array)):

@@ -99,9 +99,9 @@ class Schedule:
 
     def layout_of_output(self, number: int) -> Layout:
         """The layout in which a result reaches the caller: that of the input which it replaces, or its own."""
-        output, tied = self.program.outputs[number], self.program.ties.get(number)
-        if tied is not None:
-            return self.assignment.values[self.program.inputs[tied]]
+        output, replaced = self.program.outputs[number], self.program.replaced
+        if number in replaced:
+            return self.assignment.values[replaced[number]]
         if not isinstance(output, int):
             return ()
         if output in self.assignment.generated:

@@ -106,7 +106,7 @@ class _Shifting:
     def _emit(self, function: Callable[..., Any], *operands: int | Constant) -> int:
         """Adds the operations of a function of some operands; gives its result."""
         avals = [
-            jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) if isinstance(v, Value) else v.aval
+            _jax.shape_of(v) if isinstance(v, Value) else v.aval
             for v in (self.values[o] if isinstance(o, int) else o for o in operands)
         ]
         jaxpr = jax.make_jaxpr(function)(*avals).jaxpr
@@ -116,7 +116,8 @@ class _Shifting:
             (var,) = equation.outvars
             aval: Any = var.aval
             known[var] = made = len(self.values)
-            self.values.append(Value(made, tuple(aval.shape), aval.dtype, None, bool(aval.weak_type)))
+            kind = _jax.memory_kind(aval)
+            self.values.append(Value(made, tuple(aval.shape), aval.dtype, None, bool(aval.weak_type), kind))
             primitive, params = equation.primitive, _jax.without_empty_shardings(equation.params)
             taken = self._taken
             one = Operation(0, primitive, params, tuple(read), (made,), taken.source, equation, taken.region)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardplan import _jax, rules
-from shardplan.arguments import name_of
+from shardplan.arguments import memory_kind_of, name_of
 from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.errors import EnclosingTraceError
 from shardplan.hoisting import hoist_conversions
@@ -36,24 +36,28 @@ def trace_program(
     input_paths, in_tree = _paths(args, kwargs)
     output_paths, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
     builder = _Builder()
-    jaxpr = traced.jaxpr.jaxpr
+    closed, captured_refs, written = _jax.without_refs(traced.jaxpr)
+    jaxpr, count = closed.jaxpr, len(traced.jaxpr.in_avals)
     names = [_path_name(path) for path in input_paths]
-    if len(jaxpr.invars) > len(names):
+    if count > len(names):
         raise EnclosingTraceError(
             f"`{name_of(fn)}` reads values of another function that is being traced (jit, grad, vmap, scan), or was: "
             "plan that function, or pass these values as arguments"
         )
-    environment: dict[Any, int | Constant] = {}
-    inputs = [builder.new_value(var.aval, name) for var, name in zip(jaxpr.invars, names, strict=True)]
-    environment.update(zip(jaxpr.invars, inputs, strict=True))
-    captured = {}
-    for var, array in zip(jaxpr.constvars, traced.jaxpr.consts, strict=True):
+    kinds = map(memory_kind_of, jax.tree.leaves((args, kwargs)))
+    taken = zip(jaxpr.invars[:count], names, kinds, strict=True)
+    inputs = [builder.new_value(var.aval, name, kind) for var, name, kind in taken]
+    environment: dict[Any, int | Constant] = dict(zip(jaxpr.invars, inputs, strict=False))
+    captured, values = {}, list(inputs)  # references that it closes over are its last inputs
+    closed_over = zip((*jaxpr.constvars, *jaxpr.invars[count:]), (*closed.consts, *captured_refs), strict=True)
+    for var, array in closed_over:
         environment[var] = value = builder.new_value(var.aval, None)
         captured[value] = _jax.without_typed_layout(array)
+        values += [value] if isinstance(array, _jax.Ref) else []
     outputs = builder.inline(jaxpr, environment, captured)
-    ties = _find_ties(
-        input_paths, [path for path, _ in output_paths], [builder.values[i] for i in inputs], outputs, builder
-    )
+    refs = {position for position, aval in enumerate(traced.jaxpr.in_avals) if _jax.is_ref_type(aval)}
+    ties = _find_ties(input_paths, [path for path, _ in output_paths], inputs, outputs, builder, refs)
+    ties |= {n: position for n, position in written.items() if position < count and isinstance(outputs[n], int)}
     program = _prune(
         Program(
             values=tuple(builder.values),
@@ -66,6 +70,8 @@ def trace_program(
             output_names=tuple(_path_name(path) for path, _ in output_paths),
             in_tree=in_tree,
             out_tree=out_tree,
+            refs=frozenset(refs),
+            written={number: values[position] for number, position in written.items()},
         )
     )
     hoisted = hoist_conversions(_prune(shift_reads(program)))
@@ -85,10 +91,10 @@ class _Builder:
         self.stated_trips: int | None = None
         self.called_from: str | None = None
 
-    def new_value(self, aval: Any, name: str | None) -> int:
-        shape = tuple(getattr(aval, "shape", ()))
+    def new_value(self, aval: Any, name: str | None, kind: str | None = None) -> int:
+        shape, kind = tuple(getattr(aval, "shape", ())), kind or _jax.memory_kind(aval)
         dtype = getattr(aval, "dtype", np.dtype(np.bool_))
-        self.values.append(Value(len(self.values), shape, dtype, name, bool(getattr(aval, "weak_type", False))))
+        self.values.append(Value(len(self.values), shape, dtype, name, bool(getattr(aval, "weak_type", False)), kind))
         return len(self.values) - 1
 
     def new_operation(
@@ -221,7 +227,7 @@ def _undescribed_body(equation: _jax.Equation) -> _jax.CallBody | None:
 
 def _prune(program: Program) -> Program:
     """Drops operations whose results nobody reads and that have no effect."""
-    needed = {output for output in program.outputs if isinstance(output, int)}
+    needed = {output for output in program.outputs if isinstance(output, int)} | {*program.written.values()}
     kept = []
     for operation in reversed(program.operations):
         if operation.equation.effects or needed.intersection(operation.results):
@@ -254,26 +260,27 @@ def _path_name(path: Any) -> str:
 
 # Operations by which a step makes its new state of the old one, element by element or in place.
 _ELEMENTWISE = {"add", "sub", "mul", "div", "neg", "max", "min", "add_any", "select_n", "clamp", "integer_pow", "sqrt"}
-_UNCHANGED = {"convert_element_type", "copy", "copy_p", "optimization_barrier", "sharding_constraint"}
+_UNCHANGED = {"convert_element_type", "copy", "copy_p", "device_put", "optimization_barrier", "sharding_constraint"}
 _UPDATES = _ELEMENTWISE | _UNCHANGED | {"scatter", "scatter-add", "dynamic_update_slice", "cond", "scan", "while"}
 
 
 def _find_ties(
     input_paths: Sequence[Any],
     output_paths: Sequence[Any],
-    inputs: Sequence[Value],
+    inputs: Sequence[int],
     outputs: Sequence[int | Constant],
     builder: _Builder,
+    refs: set[int],
 ) -> dict[int, int]:
-    """Pairs each output with the input that it replaces in the next step.
+    """Pairs each result with the input that it replaces in the next step, which is none of ``refs``, by position.
 
     The paths must agree whole (``step(params, x) -> params, loss``) or behind the argument's position
-    (``step(state, x) -> state``), and so must shape and dtype. An input is used once; whole agreement goes first. Where
-    the path says little (a bare array, or a part of it) the output must be an update of the input besides: gradients
-    have the paths of the parameters, but do not replace them.
+    (``step(state, x) -> state``), and so must shape, dtype and memory kind. An input is used once; whole agreement goes
+    first. Where the path says little (a bare array, or a part of it) the output must be an update of the input besides:
+    gradients have the paths of the parameters, but do not replace them.
     """
     ties: dict[int, int] = {}
-    taken: set[int] = set()
+    taken = set(refs)
     by_path = {tuple(path): position for position, path in enumerate(input_paths)}
     by_tail: dict[tuple[Any, ...], list[int]] = {}
     for position, path in enumerate(input_paths):
@@ -284,11 +291,12 @@ def _find_ties(
     def agrees(output: int | Constant, position: int) -> bool:
         if not isinstance(output, int) or position in taken:
             return False
-        value = builder.values[output]
-        return value.shape == inputs[position].shape and value.dtype == inputs[position].dtype
+        value, replaced = builder.values[output], builder.values[inputs[position]]
+        alike = value.shape == replaced.shape and value.dtype == replaced.dtype
+        return alike and value.kind_as_result == replaced.memory_kind
 
     def updates(output: int | Constant, position: int) -> bool:
-        return isinstance(output, int) and inputs[position].index in _updated(output, builder.values, makers)
+        return isinstance(output, int) and inputs[position] in _updated(output, builder.values, makers)
 
     def tie(number: int, position: int) -> None:
         ties[number] = position

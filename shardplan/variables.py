@@ -94,10 +94,10 @@ class Numbering:
 
     def _linked(self) -> Iterator[tuple[Any, int]]:
         """Values that no operation reads, but links and outputs that are fed back; each with its reader."""
-        for number, position in self.program.ties.items():
+        for number, replaced in self.program.replaced.items():
             output = self.program.outputs[number]
             if isinstance(output, int) and output not in self.generated:
-                yield ("output", position), output
+                yield ("output", replaced), output
         for links in self.links.values():
             for link in (*links.enter, *links.inside):
                 if isinstance(link.source, int) and link.source not in self.generated:

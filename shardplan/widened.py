@@ -37,7 +37,7 @@ _PASSED = frozenset(
 
 def sent_bytes(program: Program) -> list[int]:
     """Per value, the bytes of the whole tensor in the type in which parts of it are sent."""
-    found = [value.total_bytes for value in program.values]
+    found = [value.stored_bytes for value in program.values]
     for value, dtype in (narrowed_to(program) | widened_from(program)).items():
         found[value] = program.values[value].elements * _jax.item_bytes(dtype)
     return found

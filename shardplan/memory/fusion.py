@@ -170,8 +170,18 @@ def _is_zero(operand: int | Constant) -> bool:
     return isinstance(operand, Constant) and operand.value == 0
 
 
+def moves_between_memories(program: Program, operation: Operation) -> bool:
+    """Whether an operation copies a tensor from the memory of the host to that of the devices, or back."""
+    if operation.primitive.name != "device_put" or not isinstance(operation.operands[0], int):
+        return False
+    kinds = {program.values[value].memory_kind for value in (operation.operands[0], operation.results[0])}
+    return len(kinds) > 1
+
+
 def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
     name = operation.primitive.name
+    if moves_between_memories(problem.program, operation):
+        return False
     if name in _PRODUCTS and not adds_few(problem.program, operation):
         return is_outer(problem.program, operation)
     if name in _SCATTERS:
