@@ -125,7 +125,7 @@ def run(job: Job, kernels: str | None = None) -> Measured:
     sizes = MESHES[job.mesh]
     mesh = gpu_mesh(TARGET, tuple(sizes.values()), tuple(sizes))
     planning = partial(shardplan.plan, training.train_step, mesh, training.state, training.batch, donate_argnums=(0,))
-    limit = ALLOWED * _least_peak(planning) if job.way == TIGHT else None
+    limit = ALLOWED * least_peak(planning) if job.way == TIGHT else None
     plan, seconds, work = timed(partial(planning, memory_limit=limit))
     planned = Planned(plan.communication_bytes, float(plan.peak_bytes), plan.gap, seconds, work)
     if job.way == TIGHT:
@@ -180,12 +180,17 @@ def _compiled(read: CompiledReport, seconds: float, work: float) -> Compiled:
     return Compiled(read.communication_bytes, read.reduced_bytes(), read.memory.peak, seconds, work)
 
 
-def _least_peak(planning: Callable[..., Plan]) -> float:
-    """The least peak that the planner finds, from what it says where nothing fits."""
-    try:
-        return float(planning(memory_limit=1.0).peak_bytes)
-    except InfeasibleError as error:
-        return error.least_peak_bytes
+def least_peak(planning: Callable[..., Plan]) -> float:
+    """The least peak that the planner finds, from what it says where nothing fits.
+
+    A limit below the arguments alone is refused without a search, with their sum."""
+    limit = 1.0
+    for _ in range(2):
+        try:
+            return float(planning(memory_limit=limit).peak_bytes)
+        except InfeasibleError as error:
+            limit = error.least_peak_bytes
+    return limit
 
 
 def start_compiler(mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from shardplan.collecting import uncollected
 from shardplan.errors import ArgumentError, CallError, EnclosingTraceError, PlanMismatchError, warn
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
-from shardplan.mesh import GivenMesh, can_run, check_mesh, memory_for_arrays, without_manual_axes
+from shardplan.mesh import GivenMesh, can_run, check_mesh, has_gpus, memory_for_arrays, without_manual_axes
 from shardplan.options import Options
 from shardplan.placement import place_captured, put, referred
 from shardplan.plan import Plan
@@ -36,7 +36,7 @@ def auto(
     fn: Callable[..., Any],
     mesh: GivenMesh,
     *,
-    memory_limit: float | None = None,
+    memory_limit: float | str | None = None,
     objective: str = "bytes",
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     pins: Mapping[str, PartitionSpec] | None = None,
@@ -46,6 +46,7 @@ def auto(
     time_limit: float = 60.0,
     refine: int = 1,
     islands: bool = True,
+    verify: bool | None = None,
 ) -> AutoFunction:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
@@ -55,7 +56,7 @@ def auto(
         fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``.
         mesh: a ``jax.sharding.Mesh`` with axes of any type, an ``AbstractMesh`` (plans, but cannot run), or a number of
             devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used).
-        memory_limit: bytes that one device may hold.
+        memory_limit: bytes that one device may hold, as a number or as ``"11GB"``.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
         hardware: a profile or its name; ``"h100"`` where none is given.
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
@@ -67,6 +68,8 @@ def auto(
         refine: plans made in so many ways and compiled for GPUs (which need not be there); the best one is kept. What
             each gave stands in ``plan.statistics["refined"]``. Needs the extra ``audit``.
         islands: False leaves every reduction to XLA, also where it sends more than planned reductions would.
+        verify: whether a plan whose predicted peak comes near the memory limit is compiled, and planned again where the
+            compiled peak exceeds the limit (`shardplan.feedback`). None: where the mesh has GPUs that are there.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.
@@ -76,14 +79,17 @@ def auto(
         InfeasibleError: nothing keeps within the memory limit.
     """
     general = (memory_limit, objective, hardware, pins, donate_argnums, static_argnums)
-    options = Options(*general, reduce_dtype, time_limit, refine, islands)
+    if verify is None:
+        verify = isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
+    options = Options(*general, reduce_dtype, time_limit, refine, islands, verify)
     return AutoFunction(fn, mesh, options)
 
 
 @_jax.api_boundary
 def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) -> Plan:
     """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s; see ``auto`` for the options."""
-    return AutoFunction(fn, mesh, options_from(options)).plan(*args)
+    chosen = options_from(options)
+    return AutoFunction(fn, mesh, replace(chosen, verify=bool(chosen.verify))).plan(*args)
 
 
 class AutoFunction:
@@ -230,7 +236,7 @@ class _Runner:
             self._shardings = self.plan.leaf_shardings(self.mesh)
             self._captured_refs = [*self.plan.program.captured_refs.values()]
             self._retyped = self.plan.retyped(self.mesh)
-            return self.plan.jitted(self.mesh)
+            return self.plan.executable or self.plan.jitted(self.mesh)
         warn(
             f"`{name_of(call.fn)}` has effects whose order JAX keeps on one device alone (`{ordered[0]}`): it runs "
             "unplanned. Use ordered=False to run it on all devices."

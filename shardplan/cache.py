@@ -114,13 +114,14 @@ def default_cache() -> Cache | None:
     return Cache(root / "shardplan" / "plans")
 
 
-def key_of(program: Program, meshes: Sequence[MeshAxes], options: Options) -> str:
-    """A digest of all that the plan of a program depends on; ``meshes`` are those that it is chosen from."""
+def key_of(program: Program, meshes: Sequence[MeshAxes], options: Options, target: str = "") -> str:
+    """A digest of all that the plan of a program depends on; ``meshes`` are those that it is chosen from, ``target`` is
+    the GPU type that it is verified for."""
     entries = options_entries(replace(options, hardware=None))
     hardware = None if options.hardware is None else asdict(load(options.hardware))
     shapes = [(mesh.names, mesh.sizes) for mesh in meshes]
     versions = (library_version(), _code(), jax.__version__)
-    parts = (program.fingerprint(), shapes, entries, hardware, versions, _described())
+    parts = (program.fingerprint(), shapes, entries, hardware, versions, _described(), target)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -8,6 +8,7 @@ row for each.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.cache import default_cache, key_of
 from shardplan.errors import InfeasibleError, warn
+from shardplan.feedback import target_of, verified
 from shardplan.hardware import load
 from shardplan.kept import kept_entry, restored
 from shardplan.mesh import GivenMesh, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
@@ -47,7 +49,8 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
     options = _with_hosts(mesh, options)
     meshes = _meshes(mesh, options)
     cache = default_cache()
-    key = key_of(program, [mesh_axes(one) for one in meshes], options) if cache else ""
+    target = target_of(meshes[0], options) if options.verify else ""
+    key = key_of(program, [mesh_axes(one) for one in meshes], options, target) if cache else ""
     kept = cache.read(key) if cache else None
     if kept:
         chosen = next(one for one in meshes if _sizes(one) == kept["mesh"])
@@ -56,6 +59,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
     else:
         plan = plan_program(program, meshes[0], options) if len(meshes) == 1 else _best(program, meshes, options)
+        plan = verified(plan, options, partial(_again, program, plan.mesh))
         plan = with_reports(plan, program, options)
         on_operations = on_layouts = True
     said = (
@@ -85,6 +89,11 @@ def _with_hosts(mesh: GivenMesh, options: Options) -> Options:
         return options
     profile = load(options.hardware or DEFAULT_HARDWARE)
     return replace(options, hardware=replace(profile, devices_per_host=hosts_by_devices(mesh)[1]))
+
+
+def _again(program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]) -> Plan:
+    """Plans the program once more over one mesh, with excess bytes per operation."""
+    return plan_program(program, mesh, options, excess=excess)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ import numpy as np
 from shardplan.audit import audit
 from shardplan.auto import plan as make_plan
 from shardplan.baselines import BASELINES
-from shardplan.cli_arguments import Step, load_step, parse_bytes, parse_mesh, parse_pins, parse_positions
+from shardplan.cli_arguments import Step, load_step, parse_mesh, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
@@ -140,6 +140,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     parser.add_argument("--reduce-dtype", metavar="DTYPE", help="a narrower type in which partial sums may travel")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of search (default: %(default)s)")
     parser.add_argument("--refine", type=int, default=1, metavar="N", help="compile N plans and keep the best")
+    parser.add_argument("--verify", action="store_true", help="compile plans near the memory limit, and keep within it")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -151,7 +152,7 @@ def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
         except TypeError:
             raise ArgumentError(f"there is no element type `{dtype}`: give one such as bfloat16") from None
     return {
-        "memory_limit": parse_bytes(options.memory_limit) if options.memory_limit else None,
+        "memory_limit": options.memory_limit,
         "objective": options.objective,
         "hardware": options.hardware,
         "pins": parse_pins(options.pin) or None,
@@ -159,6 +160,7 @@ def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
         "reduce_dtype": dtype,
         "time_limit": options.time_limit,
         "refine": options.refine,
+        "verify": options.verify,
     }
 
 

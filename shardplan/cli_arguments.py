@@ -25,8 +25,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from shardplan.errors import ArgumentError
 from shardplan.mesh import GivenMesh
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -129,14 +127,6 @@ def _entry(text: str) -> str | tuple[str, ...] | None:
         return None
     names = tuple(name.strip() for name in text.split("+"))
     return names[0] if len(names) == 1 else names
-
-
-def parse_bytes(text: str) -> float:
-    """A number of bytes from ``80GB``, ``512MiB`` or plain digits."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
-    if found is None or found[2].upper() not in _UNITS:
-        raise ArgumentError(f"a size is written `80GB`, `512MiB` or as a number of bytes, got `{text}`")
-    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def parse_positions(texts: Sequence[str]) -> tuple[int, ...]:

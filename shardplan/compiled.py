@@ -11,8 +11,11 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +23,8 @@ from jax.sharding import NamedSharding
 
 from shardplan.errors import ArgumentError
 from shardplan.hlo.collectives import REDUCTIONS, CompiledCollective, collectives
+from shardplan.hlo.live_ranges import LiveRanges
+from shardplan.hlo.module import Module
 from shardplan.tables import html_table, megabytes, text_table
 from shardplan.target import compile_for
 
@@ -76,6 +81,9 @@ class CompiledReport:
     memory: CompiledMemory
     compile_seconds: float
     hlo_text: str = field(repr=False)
+    live_ranges: LiveRanges | None = field(default=None, repr=False)
+    """What is held at each position of the schedule, where that was asked for and XLA says so."""
+    executable: jax.stages.Compiled | None = field(default=None, repr=False)
 
     @property
     def communication_bytes(self) -> int:
@@ -157,8 +165,31 @@ def origins(found: CompiledCollective) -> list[tuple[tuple[str, ...], float]]:
     return shares
 
 
+def bytes_by_operation(report: CompiledReport) -> dict[int, float]:
+    """The most bytes that a compiled step holds while each operation of the plan runs, by the operation's number.
+
+    An instruction that belongs to no operation counts for the one before it. Empty without live ranges.
+    """
+    if report.live_ranges is None:
+        return {}
+    computations = Module.parse(report.hlo_text).computations.values()
+    names = {name: operation_of(one.op_name) for inside in computations for name, one in inside.items() if one.op_name}
+    found: dict[int, float] = {}
+    latest: int | None = None
+    for name, held in zip(report.live_ranges.instructions, report.live_ranges.bytes.tolist(), strict=True):
+        own = names.get(name)
+        latest = latest if own is None else own
+        if latest is not None:
+            found[latest] = max(held, found.get(latest, 0.0))
+    return found
+
+
 def measure(
-    lowered: jax.stages.Lowered, mesh_axes: Mapping[str, int] | None = None, kernels: str | None = None
+    lowered: jax.stages.Lowered,
+    mesh_axes: Mapping[str, int] | None = None,
+    kernels: str | None = None,
+    live_ranges: bool = False,
+    tuned: bool = False,
 ) -> CompiledReport:
     """Compiles a lowered program for the devices of its shardings and reads back what one device sends and holds.
 
@@ -166,14 +197,29 @@ def measure(
         lowered: any jitted function, lowered for a mesh of real, emulated or compile-only devices.
         mesh_axes: name and size of each axis of that mesh; by default those of the program's input shardings.
         kernels: a file of compiled kernels, see `shardplan.target.compile_for`.
+        live_ranges: whether the report has what is held at each position of the schedule.
+        tuned: whether the devices are there, see `shardplan.target.compile_for`.
 
     Raises:
         ArgumentError: no input of the program has a `NamedSharding`, and `mesh_axes` is not given.
     """
-    compiled, seconds = compile_for(lowered, kernels)
+    with ExitStack() as stack:
+        dump = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardplan-xla-")) if live_ranges else None
+        compiled, seconds = compile_for(lowered, kernels, dump, tuned)
+        found = None if dump is None else read_live_ranges(dump)
     axes = dict(_mesh_axes_of(compiled) if mesh_axes is None else mesh_axes)
     text = compiled.as_text() or ""
-    return CompiledReport(axes, collectives(text), _memory_of(compiled), seconds, text)
+    return CompiledReport(axes, collectives(text), _memory_of(compiled), seconds, text, found, compiled)
+
+
+def read_live_ranges(folder: str) -> LiveRanges | None:
+    """The live ranges among the files that XLA wrote of one program; None where it wrote none, or others."""
+    try:
+        [ranges] = Path(folder).glob("*_after_optimizations-live-range.txt")
+        [buffers] = Path(folder).glob("*_after_optimizations-buffer-assignment.txt")
+        return LiveRanges.parse(ranges.read_text(encoding="utf-8"), buffers.read_text(encoding="utf-8"))
+    except (ValueError, OSError):
+        return None
 
 
 def _mesh_axes_of(compiled: jax.stages.Compiled) -> Mapping[str, int]:

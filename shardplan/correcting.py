@@ -128,7 +128,7 @@ class Corrections:
         self.places = {moved[place] for place in self.places}
         self.prices = {moved[place]: price for place, price in self.prices.items()}
         self.lifetimes = lifetimes
-        self.usages = Usages(lifetimes, self.problem, self.search.donated)
+        self.usages = Usages(lifetimes, self.problem, self.search.donated, self.search.excess)
         self.lower, self.least_bound = self.unlimited, 0.0
         """What no cost is below, within the limit, and no peak."""
         self.beyond: dict[int, float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -68,6 +68,8 @@ class Search:
     donated: frozenset[int]
     precision: float = 0.0
     """The gap at which a search may stop, where it is above what searches stop at anyhow."""
+    excess: Mapping[int, float] = field(default_factory=dict)
+    """Per operation, by index, bytes that a compiled program held there above what was counted."""
 
 
 def find(
@@ -131,7 +133,9 @@ class Counts:
         if key not in self._own:
             schedule = self.schedule(solution.choices)
             self.work += SECONDS_PER_OWN * len(self.problem.program.operations)
-            self._own[key] = _counted(self.problem, (schedule, solution), self.search)
+            lifetimes, sending = in_own_order(schedule)
+            peak = float(profile_of(lifetimes, schedule, self.search, sending).max())
+            self._own[key] = Found(schedule, solution, peak, lifetimes, sending)
         return replace(self._own[key], solution=solution)
 
     def counted(self) -> list[Found]:
@@ -149,13 +153,13 @@ class Counts:
         if key not in self._profiles:
             schedule = self.schedule(choices)
             self.work += _SECONDS_PER_PROFILE * len(self.problem.program.operations)
-            self._profiles[key] = memory_profile(lifetimes, schedule, self.search.donated)
+            self._profiles[key] = profile_of(lifetimes, schedule, self.search)
         return self._profiles[key]
 
     def profile_in_own(self, own: Found) -> NDArray[np.float64]:
         """Likewise of what was counted in its own order, with its collectives under way."""
         self.work += _SECONDS_PER_PROFILE * len(self.problem.program.operations)
-        return memory_profile(own.lifetimes, own.schedule, self.search.donated, own.sending)
+        return profile_of(own.lifetimes, own.schedule, self.search, own.sending)
 
     def schedule(self, choices: NDArray[np.int64]) -> Schedule:
         """The schedule of these choices of the problem's variables."""
@@ -166,14 +170,21 @@ class Counts:
         return self._schedules[key]
 
 
-def _counted(problem: Problem, best: tuple[Schedule, Solution], search: Search) -> Found:
-    """What is found, with what it holds in the order that XLA is taken to keep."""
-    schedule = best[0]
+def in_own_order(schedule: Schedule) -> tuple[Lifetimes, Sending]:
+    """The lifetimes of a schedule in the order that XLA is taken to keep, and when its collectives run there."""
     kernels = adding_products(schedule, ending_at_reductions(schedule, kernels_in(schedule, _copied(schedule))))
     order, sending = hiding_order(schedule, kernels)
-    lifetimes = Lifetimes(problem, order, kernels, sending)
-    peak = float(memory_profile(lifetimes, schedule, search.donated, sending).max())
-    return Found(schedule, best[1], peak, lifetimes, sending)
+    return Lifetimes(schedule.problem, order, kernels, sending), sending
+
+
+def profile_of(
+    lifetimes: Lifetimes, schedule: Schedule, search: Search, sending: Sending | None = None
+) -> NDArray[np.float64]:
+    """float [operations + 1]: what a device holds in this order, with the excess that a compiled program had."""
+    profile = memory_profile(lifetimes, schedule, search.donated, sending)
+    for index, excess in search.excess.items():
+        profile[lifetimes.place[index]] += excess
+    return profile
 
 
 def _copied(schedule: Schedule) -> set[tuple[int, int]]:

@@ -14,6 +14,8 @@ from shardplan.layout import MeshAxes
 
 GivenMesh = Mesh | AbstractMesh | int | str
 
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+
 
 def check_mesh(mesh: Any) -> None:
     """Raises ArgumentError for what is no mesh, with what would be one."""
@@ -65,6 +67,11 @@ def can_run(device: jax.Device) -> bool:
         return device in jax.devices(device.platform)
     except RuntimeError:  # a compile-only device, whose platform is not here
         return False
+
+
+def has_gpus(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are GPUs, of this machine or compile-only ones."""
+    return mesh.devices.flat[0].platform in _GPU_PLATFORMS
 
 
 def memory_for_arrays(mesh: Mesh) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -15,15 +16,17 @@ from shardplan._jax import is_float
 from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, load
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
 MOST_REFINED = 8
 """The most plans that `refine` compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may say about a plan; the arguments of ``shardplan.auto``."""
+    """What a user may say about a plan; the arguments of ``shardplan.auto``. A memory limit may be text (``11GB``)."""
 
-    memory_limit: float | None = None
+    memory_limit: Any = None
     objective: str = "bytes"
     hardware: HardwareProfile | str | os.PathLike[str] | None = None
     pins: Mapping[str, PartitionSpec] | None = None
@@ -33,6 +36,11 @@ class Options:
     time_limit: float = 60.0
     refine: int = 1
     islands: bool = True
+    verify: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.memory_limit, str):
+            object.__setattr__(self, "memory_limit", parse_bytes(self.memory_limit))
 
     def check(self) -> None:
         """Raises ArgumentError for options that no program could be planned with."""
@@ -46,6 +54,8 @@ class Options:
             raise ArgumentError(f"reduce_dtype is a floating-point type, got `{self.reduce_dtype}`")
         if isinstance(self.refine, bool) or not isinstance(self.refine, int) or not 1 <= self.refine <= MOST_REFINED:
             raise ArgumentError(f"refine is a number of plans from 1 to {MOST_REFINED}, got `{self.refine}`")
+        if self.verify is not None and not isinstance(self.verify, bool):
+            raise ArgumentError(f"verify is True, False or None, got `{self.verify!r}`")
         if not isinstance(self.islands, bool):
             raise ArgumentError(f"islands is True or False, got `{self.islands!r}`")
         if self.reduce_dtype is not None and not self.islands:
@@ -65,6 +75,18 @@ class Options:
     @property
     def static(self) -> tuple[int, ...]:
         return as_positions(self.static_argnums)
+
+
+def parse_bytes(text: str) -> float:
+    """A number of bytes from ``80GB``, ``512MiB`` or plain digits.
+
+    >>> parse_bytes("11GB"), parse_bytes("512 MiB")
+    (11000000000.0, 536870912.0)
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text, re.IGNORECASE)
+    if found is None or found[2].upper() not in _UNITS:
+        raise ArgumentError(f"a size is written `80GB`, `512MiB` or as a number of bytes, got `{text}`")
+    return float(found[1]) * _UNITS[found[2].upper()]
 
 
 def as_positions(argnums: int | Iterable[int] | None) -> tuple[int, ...]:

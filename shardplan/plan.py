@@ -103,10 +103,10 @@ class Plan:
     """How one program is split over one mesh.
 
     ``objective``, ``lower_bound`` and ``gap`` speak of the whole objective (bytes sent and work repeated);
-    ``communication_bytes`` is what one device sends per step. ``layouts`` maps the path of every argument leaf to its
-    ``PartitionSpec``. ``statistics`` holds counts and seconds of the stages. ``donated`` are positions among the
-    arguments that are not static. ``host_bytes`` is what a device's parts of all tensors in host memory take there at
-    the peak; ``peak_bytes`` is without them.
+    ``communication_bytes`` is what one device sends per step. ``peak_bytes`` is predicted, or compiled where the plan
+    is ``verified``. ``layouts`` maps the path of every argument leaf to its ``PartitionSpec``. ``statistics`` holds
+    counts and seconds of the stages. ``donated`` are positions among the arguments that are not static. ``host_bytes``
+    is what a device's parts of all tensors in host memory take there at the peak; ``peak_bytes`` is without them.
 
     A plan that was read from a file knows no program until it meets its function (``bind``, or the first call of what
     ``apply`` gives); until then what needs one raises PlanMismatchError and says so.
@@ -123,6 +123,14 @@ class Plan:
     built: Schedule | ScheduleToBe | None = field(repr=False)
     donated: tuple[int | str, ...] = ()
     host_bytes: float = 0.0
+    executable: jax.stages.Compiled | None = field(default=None, repr=False)
+    """The compiled step, where the plan was verified on the devices of its mesh."""
+
+    @property
+    def verified(self) -> Mapping[str, Any] | None:
+        """By which compiler ``peak_bytes`` was compiled: the ``target``, the version of ``jaxlib``, and a row per plan
+        of the ``rounds`` (predicted and compiled peak, bytes sent, seconds to compile). None where it is predicted."""
+        return self.statistics.get("verified")
 
     @property
     def mesh_axes(self) -> dict[str, int]:

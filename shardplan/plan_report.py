@@ -178,9 +178,18 @@ def memory_text(plan: Plan) -> str:
     """One line: what one device holds, and what its parts of tensors in host memory take there."""
     mesh_axes = plan.mesh_axes
     arguments = sum(bytes_on_device(one, mesh_axes) for one in plan.arguments if one.memory_kind is None)
-    peak = f", {megabytes(plan.peak_bytes)} MB at the peak" if plan.peak_bytes else ""
+    peak = f", {megabytes(plan.peak_bytes)} MB at the peak ({_peak_source(plan)})" if plan.peak_bytes else ""
     host = f"; {megabytes(plan.host_bytes)} MB per device in host memory" if plan.host_bytes else ""
     return f"{megabytes(arguments)} MB of arguments per device{peak}{host}"
+
+
+def _peak_source(plan: Plan) -> str:
+    """Where the figure of the peak comes from."""
+    if plan.verified is None:
+        return "predicted"
+    rounds = len(plan.verified["rounds"])
+    tried = f" after {rounds} plans" if rounds > 1 else ""
+    return f"compiled for {plan.verified['target']} by jaxlib {plan.verified['jaxlib']}{tried}"
 
 
 def pins_text(plan: Plan) -> str:
@@ -208,6 +217,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "peak_bytes": float(plan.peak_bytes),
         "host_bytes": float(plan.host_bytes),
+        "verified": plan.verified,
         **_time_record(plan),
         "collectives": [
             {"kind": kind, "axes": axes, "times": times, "bytes": sent}

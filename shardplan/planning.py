@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan import _jax
 from shardplan.balancing import LEAST_SHARE, search_balanced
-from shardplan.errors import PlanMismatchError
+from shardplan.errors import InfeasibleError, PlanMismatchError
 from shardplan.finding import Search
 from shardplan.hard import hard_layouts, undivided
 from shardplan.hardware import load
@@ -28,6 +29,7 @@ from shardplan.problem import Problem
 from shardplan.program import Program
 from shardplan.repeating import search_sharing
 from shardplan.schedule import Schedule
+from shardplan.tables import megabytes
 
 DEFAULT_HARDWARE = "h100"
 
@@ -63,8 +65,11 @@ def plan_program(
     options: Options,
     prepare: Callable[[Problem], None] | None = None,
     method: str = "auto",
+    excess: Mapping[int, float] = MappingProxyType({}),
 ) -> Plan:
-    """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices."""
+    """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices.
+
+    ``excess``: per operation, by index, bytes that a compiled program held there above what was counted."""
     started = time.perf_counter()
 
     def build(share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None) -> Problem:
@@ -74,7 +79,7 @@ def plan_program(
         return problem
 
     problem = build()
-    return plan_problem(problem, mesh, options, time.perf_counter() - started, method, build)
+    return plan_problem(problem, mesh, options, time.perf_counter() - started, method, build, excess)
 
 
 def plan_problem(
@@ -84,15 +89,17 @@ def plan_problem(
     spent_seconds: float = 0.0,
     method: str = "auto",
     rebuild: Callable[..., Problem] | None = None,
+    excess: Mapping[int, float] = MappingProxyType({}),
 ) -> Plan:
     """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
-    with the memory traffic of repeated work."""
+    with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
     started = time.perf_counter()
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
     donated = donated_positions(options)
-    limit = options.memory_limit or problem.prices.hardware.memory_bytes * (1 - RESERVED_MEMORY)
-    search = Search(method, options.time_limit, limit, _donated_leaves(program, donated))
+    limit = memory_limit_of(options)
+    _check_arguments(problem, limit)
+    search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
     timed = options.objective == "time"
     found = (search_balanced if timed else search_sharing)(problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
@@ -179,7 +186,25 @@ def donated_positions(options: Options) -> tuple[int, ...]:
     return tuple(position - sum(s < position for s in static) for position in wanted if position not in static)
 
 
-def _donated_leaves(program: Program, donated: tuple[int, ...]) -> frozenset[int]:
+def memory_limit_of(options: Options) -> float:
+    """The bytes that one device may hold: those that the user allows, or what the hardware has without the reserve."""
+    memory_bytes = load(options.hardware or DEFAULT_HARDWARE).memory_bytes
+    return options.memory_limit or memory_bytes * (1 - RESERVED_MEMORY)
+
+
+def _check_arguments(problem: Problem, limit: float) -> None:
+    """Raises InfeasibleError where the arguments alone exceed the limit, split as far as the mesh can split them."""
+    program = problem.program
+    sizes = [program.values[index].total_bytes / problem.domain(index).degrees.max() for index in program.inputs]
+    if sum(sizes) > limit:
+        raise InfeasibleError(
+            f"the arguments alone take {megabytes(sum(sizes))} MB per device, split as far as the mesh can split them, "
+            f"and the limit is {megabytes(limit)} MB. What helps: more devices, or a smaller state",
+            float(sum(sizes)),
+        )
+
+
+def donated_leaves(program: Program, donated: tuple[int, ...]) -> frozenset[int]:
     """The positions among the flattened arguments that belong to donated ones, and of references."""
     positions = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))[0]
     return program.refs.union(*(jax.tree.leaves(positions[argument]) for argument in donated))

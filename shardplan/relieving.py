@@ -98,7 +98,8 @@ def _leaner(known: Corrections, base: Found, target: float, mixed: Sequence[Foun
     cost = known.cost(base.solution.choices)
     counted = {choices.tobytes(): choices for choices in (found.solution.choices for found in _counted(known))}
     others = [choices for choices in (known.seen | counted).values() if cost < known.cost(choices) < np.inf]
-    usages, moved = Usages(base.lifetimes, known.problem, known.search.donated), known.places_in(base.lifetimes)
+    usages = Usages(base.lifetimes, known.problem, known.search.donated, known.search.excess)
+    moved = known.places_in(base.lifetimes)
     usages.follow(base.schedule)
     for found in mixed:
         usages.follow_besides(found.schedule, found.sending)

@@ -19,9 +19,8 @@ from shardplan.correcting import LEAST_SECONDS, Corrections
 from shardplan.descending import descend
 from shardplan.errors import InfeasibleError
 from shardplan.filling import fill
-from shardplan.finding import CLEARLY, ENOUGH, Counts, Found, Search, find
+from shardplan.finding import CLEARLY, ENOUGH, Counts, Found, Search, find, profile_of
 from shardplan.leanest import Leanest
-from shardplan.memory.liveness import memory_profile
 from shardplan.memory.products import turned_carries
 from shardplan.problem import Problem
 from shardplan.relieving import relieve
@@ -249,7 +248,7 @@ def _too_little(
 
 def _does_not_fit(problem: Problem, least: Found, bound: float, search: Search, late: bool) -> str:
     lifetimes = least.lifetimes
-    profile = memory_profile(lifetimes, least.schedule, search.donated)
+    profile = profile_of(lifetimes, least.schedule, search)
     moment = int(np.argmax(profile))
     program = problem.program
     makers = program.makers

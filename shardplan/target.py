@@ -112,7 +112,9 @@ def only_described() -> Iterator[None]:
         raise ShardplanError(f"the program cannot be compiled for a GPU that is not there: {reason}.") from error
 
 
-def compile_for(lowered: jax.stages.Lowered, kernels: str | None = None) -> tuple[jax.stages.Compiled, float]:
+def compile_for(
+    lowered: jax.stages.Lowered, kernels: str | None = None, dump: str | None = None, tuned: bool = False
+) -> tuple[jax.stages.Compiled, float]:
     """Compiles a lowered program for the devices of its shardings, with the options that a GPU target needs.
 
     Programs that are made of one step have many kernels in common, and making kernels is about half of the work of
@@ -121,15 +123,19 @@ def compile_for(lowered: jax.stages.Lowered, kernels: str | None = None) -> tupl
     Args:
         lowered: the program.
         kernels: the path of that file, in a folder that exists; by default one that goes with the process.
+        dump: a folder for the files in which XLA writes what it makes of the program.
+        tuned: whether the devices are there, so that XLA can try its kernels on them, and compiles as for a run.
 
     Returns:
         The compiled program, and the seconds that compiling took.
     """
     started = time.perf_counter()
-    options: dict[str, bool | str] = {**COMPILER_OPTIONS}
+    options: dict[str, bool | str] = {} if tuned else {**COMPILER_OPTIONS}
     # where JAX keeps whole programs, it knows them by their options
-    if not getattr(jax.config, "jax_compilation_cache_dir", None):
+    if not tuned and not getattr(jax.config, "jax_compilation_cache_dir", None):
         options["xla_gpu_kernel_cache_file"] = kernels or _kernels_of(os.getpid())
+    if dump is not None:
+        options |= {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
     compiled = lowered.compile(compiler_options=options)
     return compiled, time.perf_counter() - started
 

@@ -190,7 +190,7 @@ def test_refined_by_the_compiler(capsys: pytest.CaptureFixture[str]):
         ("plan train:step --mesh 8 --pin data", "a pin is written `path=spec`"),
         ("plan train:step --mesh data=8 --pin nothing=data", "the pin `nothing` matches no argument"),
         ("plan train:step --mesh 8 --memory-limit much", "a size is written `80GB`"),
-        ("plan train:step --mesh 8 --memory-limit 1KB", "no layout was found that keeps within"),
+        ("plan train:step --mesh 8 --memory-limit 1KB", "the arguments alone take"),
         ("plan train:step --mesh 8 --hardware abacus", "there is no hardware profile `abacus`"),
         ("plan train:step --mesh 8 --reduce-dtype wide", "there is no element type `wide`"),
         ("plan train:step --mesh 8 --donate first", "positions of arguments are numbers"),

@@ -67,7 +67,8 @@ def test_no_function() -> None:
         ({"memory_limit": 0}, "above 0, got `0`"),
         ({"memory_limit": float("nan")}, "above 0, got `nan`"),
         ({"memory_limit": True}, "above 0, got `True`"),
-        ({"memory_limit": "80GB"}, "above 0, got `'80GB'`"),
+        ({"memory_limit": "much"}, "a size is written `80GB`, `512MiB` or as a number of bytes, got `much`"),
+        ({"verify": "yes"}, "verify is True, False or None, got `'yes'`"),
         ({"memory_limit": jnp.float32(80e9)}, r"a number of bytes above 0, got `Array\("),
         ({"islands": "no"}, "islands is True or False, got `'no'`"),
         ({"time_limit": -1}, "time limit is a number of seconds above 0, got `-1`"),
@@ -132,6 +133,9 @@ def test_a_pinned_state_comes_out_as_it_went_in() -> None:
 
 def test_nothing_keeps_within_the_memory_limit() -> None:
     planned = shardplan.auto(step, mesh_of((8,)), memory_limit=64, time_limit=2)
+    with pytest.raises(InfeasibleError, match=r"the arguments alone take .* per device.*What helps") as caught:
+        planned(PARAMS, X)
+    planned = shardplan.auto(step, mesh_of((8,)), memory_limit=caught.value.least_peak_bytes, time_limit=2)
     with pytest.raises(InfeasibleError, match=r"(?s)keeps within .* per device.*What helps"):
         planned(PARAMS, X)
 

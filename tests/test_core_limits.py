@@ -13,7 +13,7 @@ from shardplan import InfeasibleError, correcting, finding
 from shardplan.correcting import Corrections
 from shardplan.search import Mixtures, pricing
 from shardplan.search.pricing import Pricing
-from tests.core_limited import MESH, plan_within, training
+from tests.core_limited import MESH, least_peak, plan_within, training
 
 
 def test_what_a_schedule_holds_is_counted_once_in_its_own_order(monkeypatch):
@@ -67,9 +67,7 @@ def test_a_higher_limit_never_sends_more():
 def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
-    with pytest.raises(InfeasibleError) as caught:
-        shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=1e4)
-    limit = times * caught.value.least_peak_bytes
+    limit = times * least_peak(step, mesh, state, batch, donate_argnums=0)
     assert shardplan.plan(step, mesh, state, batch, donate_argnums=0, memory_limit=limit).peak_bytes <= limit
 
 
@@ -366,8 +364,7 @@ def test_loops_over_generated_values_of_no_elements():
         return jax.lax.scan(lambda carry, part: (jnp.tanh(carry @ x) + part.sum(), None), y @ x, jnp.ones((4, 0)))[0]
 
     values = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
-    with pytest.raises(InfeasibleError):
-        shardplan.plan(step, MESH, *values, memory_limit=1.0)
+    assert least_peak(step, MESH, *values) > 0
 
 
 def test_what_is_nearly_the_best_by_the_bound_gets_little_more_work(monkeypatch):

@@ -29,6 +29,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +70,16 @@ _NEGLIGIBLE = 1e-6
 class Usages:
     """The usages of one order of operations, as `memory_held` counts them."""
 
-    def __init__(self, lifetimes: Lifetimes, problem: Problem, donated: frozenset[int]) -> None:
+    def __init__(
+        self,
+        lifetimes: Lifetimes,
+        problem: Problem,
+        donated: frozenset[int],
+        excess: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
+        """``excess``: per operation, by index, bytes in use while it runs besides what is counted."""
         self.lifetimes, self.problem, self.donated = lifetimes, problem, donated
+        self._excess = {lifetimes.place[index]: size for index, size in excess.items()}
         self.program = problem.program
         outputs = [(number, o) for number, o in enumerate(self.program.outputs) if isinstance(o, int)]
         self._lifetimes = lifetimes.held
@@ -122,7 +131,7 @@ class Usages:
         working = network.add_variable([0.0], name="libraries")
         for moment, place in enumerate(moments):
             always = WORKSPACE_BYTES if place in self.lifetimes.in_libraries else 0.0
-            always += (beyond or {}).get(place, 0.0)
+            always += (beyond or {}).get(place, 0.0) + self._excess.get(place, 0.0)
             if always:
                 network.add_usage(working, [always], moment, moment + 1)
         return network
