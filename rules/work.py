@@ -22,7 +22,8 @@ def _work(term: Term, elements: int, expression: Expression) -> int:
     match term:
         case Reduce(_, indices, body):
             looked_up = max(1, prod(expression.sizes[name] for name in _looked_up(body)))
-            inner = max(1, elements * prod(expression.sizes[name] for name in indices) // looked_up)
+            added = elements * prod(expression.sizes[name] for name in indices) // looked_up
+            inner = max(1, added or elements)  # a sum over nothing writes its elements all the same
             return inner + _work(body, inner, expression)
         case Guard(_, body):
             return _work(body, elements, expression)

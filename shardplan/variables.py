@@ -105,12 +105,15 @@ class Numbering:
 
 
 def generated_values(program: Program, choices: Mapping[int, Choices], fixed: Mapping[int, Any]) -> frozenset[int]:
-    """Results of operations that read no tensor and follow their result: they cost nothing in any layout."""
+    """Results of operations that read no tensor, follow their result, and compute each element by one operation at
+    most: they cost nothing in any layout. A product or a sum of such results has a kernel, and a layout, of its own."""
     generated: set[int] = set()
     for operation in program.operations:
         found = choices.get(operation.index)
         free = all(isinstance(o, Constant) or o in generated for o in operation.operands)
         free = free and not fixed.keys() & operation.results
-        if free and found is not None and found.follows_result and not operation.equation.effects:
+        work, made = found.flops if found is not None else 0, sum(program.values[r].elements for r in operation.results)
+        free = free and work <= made and not operation.equation.effects
+        if free and found is not None and found.follows_result:
             generated.update(operation.results)
     return frozenset(generated)
