@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
+from shardplan.search.cpsat import solve_model
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
 
@@ -60,7 +61,7 @@ def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, tim
         solver.parameters.max_time_in_seconds = max(deadline - time.monotonic(), 0.01)
         solver.parameters.max_deterministic_time = left
         solver.parameters.absolute_gap_limit = max(tolerance / builder.unit, 1e-4)  # the latter is CP-SAT's own
-        status = solver.solve(builder.model)
+        status = solve_model(solver, builder.model)
         left -= solver.response_proto.deterministic_time
         spent += solver.response_proto.deterministic_time * SECONDS_PER_UNIT
         if status == cp_model.INFEASIBLE:
@@ -88,7 +89,6 @@ def _solver(limited: bool) -> cp_model.CpSolver:
     whole: the tree proves that sooner than cuts, probing and symmetries do.
     """
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 2
     if limited:
         solver.parameters.cut_level = 0

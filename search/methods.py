@@ -73,8 +73,8 @@ def solve(
     time_limit: seconds after which the search ends with the best found. Up to then the same network gives the same
         solution, however fast the machine; most searches that do not prove what they find end earlier, by their work.
     gap: the search ends when the cost is proven to be within this share of the optimum.
-    progress: called now and then with a `Progress`; the search ends when it returns False. A `KeyboardInterrupt`
-        also ends it. Either way the best found so far is returned, with the status `interrupted`.
+    progress: called now and then with a `Progress`; the search ends when it returns False. The best found so far is
+        returned then, with the status `interrupted`. A `KeyboardInterrupt` is not caught.
     work_limit: estimated seconds (`Solution.work`) after which the search ends, at the same place on every machine.
     serves: may be asked of an assignment that is near the bound, where proving it takes long, or that is the best so
         far within a usage limit; the search ends with it where it does not serve.
@@ -91,15 +91,11 @@ def solve(
     before = time.process_time()
     run = Run(network, time_limit, gap, progress, work_limit, serves)
     run.enough = max(gap, enough)
-    try:
+    with contextlib.suppress(Stop):
         _search(run, METHODS[method])
-    except Stop:
-        pass
-    except KeyboardInterrupt:
-        run.interrupted = True
     if run.choices is None and run.cost == math.inf and not run.proven_infeasible:
         # The time was over before anything was found: a poor assignment serves better than none.
-        with contextlib.suppress(Infeasible, KeyboardInterrupt):
+        with contextlib.suppress(Infeasible):
             run.offer(tofu.greedy(network))
     return replace(run.solution(method), processor_seconds=time.process_time() - before)
 

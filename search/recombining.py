@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ortools.sat.python import cp_model
 
 from shardplan.search.closing import SECONDS_PER_UNIT
+from shardplan.search.cpsat import solve_model
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
 from shardplan.search.packing import packed
@@ -176,7 +177,6 @@ def _closed(
     model.minimize(cp_model.LinearExpr.weighted_sum(taken, np.round(costs / unit).astype(np.int64).tolist()))
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = work
-    solver.parameters.num_workers = 1
     # presolving a knapsack of large numbers takes a quarter of a second, uncounted; relaxed it was by `packed`
     solver.parameters.cp_model_presolve = False
     solver.parameters.linearization_level = 0
@@ -184,7 +184,7 @@ def _closed(
     if known is not None or (room >= 0).all():
         for number, variable in enumerate(taken):
             model.add_hint(variable, known is not None and bool(known[number]))
-    status = solver.solve(model)
+    status = solve_model(solver, model)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         found = np.array([solver.boolean_value(variable) for variable in taken])
         known = found if known is None or costs[found].sum() < costs[known].sum() else known

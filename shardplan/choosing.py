@@ -66,7 +66,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
         remarks_on_operations(plan.schedule) if on_operations else [],
         remarks_on_layouts(program, plan.mesh, options.pins) if on_layouts else [],
     )
-    if cache and not kept and plan.statistics["status"] != "interrupted":
+    if cache and not kept:
         cache.write(key, kept_entry(plan, [bool(remarks) for remarks in said]))
     for remark in (*said[0], *said[1]):
         warn(remark)

@@ -6,7 +6,7 @@ A step is named ``module:attribute`` and planned from its shapes; no devices are
     shardplan explain train:step '0/params/*/kernel' --plan plan.json
 
 The exit status is 0; 1 where an audit is outside of its tolerance; 2 for an error, which is one message, or the
-traceback of what the step itself raises.
+traceback of what the step itself raises; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,13 +45,26 @@ _usual_format = warnings.formatwarning
 _FROM_FILE = ("audit", "explain")
 """The commands that take a saved plan."""
 
+_INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it: 128 and the number of the signal."""
+
 _STEP = "step"
 """The entry of a plan's statistics that names its step as the command line was given it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command; returns its exit status. Without ``arguments``, those are the process's, which Ctrl-C ends."""
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
+    except KeyboardInterrupt:
+        print("shardplan: interrupted", file=sys.stderr)
+    if arguments is None:
+        sys.stdout.flush()
+        os._exit(_INTERRUPTED)  # JAX 0.10.2 tears down what it was compiling by a segmentation fault
+    return _INTERRUPTED
+
+
+def _run(given: list[str]) -> int:
     if given[:1] == ["demo"]:  # has its own options
         return _demo(given[1:])
     options = _parser().parse_args(given)

@@ -28,8 +28,8 @@ def uncollected() -> Iterator[None]:
 
     Objects that somebody has frozen stay so."""
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:

@@ -22,6 +22,8 @@ DOCUMENT = (ROOT / "docs" / "cli.md").read_text()
 needs_compiler = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="the extra `audit` is not installed")
 
 STEPS = """
+import os
+import signal
 import jax
 from types import SimpleNamespace
 from shardplan.models import mlp
@@ -36,6 +38,10 @@ def broken():
 def raises(x):
     raise ZeroDivisionError("the user's own")
 step_that_raises = (raises, shape)
+def interrupts(x):
+    os.kill(os.getpid(), signal.SIGINT)
+    return x
+step_with_ctrl_c = (interrupts, shape)
 odd = mlp.training(mlp.Config(widths=(64, 64), batch=13))
 """
 
@@ -290,3 +296,13 @@ def test_it_runs_as_a_module_and_warns_in_one_line(folder: Path):
     assert warned and all(line.startswith("shardplan: no mesh axis (data=8) divides") for line in warned)
     assert "main()" not in ran.stderr
     assert ran.stdout.startswith("Plan over mesh (data=8)")
+
+
+@pytest.mark.slow
+def test_interrupt_ends_the_command(folder: Path) -> None:
+    """After Ctrl-C the exit status is that of shells, and one line says so."""
+    command = [sys.executable, "-m", "shardplan", "plan", "steps:step_with_ctrl_c", "--mesh", "x=2"]
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert ended.returncode == 130
+    assert "shardplan: interrupted" in ended.stderr and "Traceback" not in ended.stderr
