@@ -64,7 +64,9 @@ def auto(
         donate_argnums: positions of arguments whose memory the results may take, as in ``jax.jit``.
         static_argnums: positions of arguments that are compiled into the program, as in ``jax.jit``.
         reduce_dtype: a narrower float type in which gradients may be summed over devices.
-        time_limit: seconds that the search may take; the best plan by then is taken, with its true bound.
+        time_limit: seconds that the search may take, within a second; the best plan by then is taken, with its true
+            bound. Counting the memory of what is searched is part of it, tracing and stating the problem are not, nor
+            is compiling. Each plan of ``refine``, and each mesh of a number of devices, has the limit to itself.
         refine: plans made in so many ways and compiled for GPUs (which need not be there); the best one is kept. What
             each gave stands in ``plan.statistics["refined"]``. Needs the extra ``audit``.
         islands: False leaves every reduction to XLA, also where it sends more than planned reductions would.

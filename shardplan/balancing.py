@@ -60,7 +60,11 @@ def search_balanced(problem: Problem, search: Search, rebuild: Callable[[float],
         share, left = _next_share(tried), deadline - time.perf_counter()
         if best - bound <= _NEAR * best or share is None or left <= 0:
             break
-        tried.append(_try(rebuild(share), replace(search, seconds=left)))
+        repriced = rebuild(share)
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            break
+        tried.append(_try(repriced, replace(search, seconds=left)))
     chosen = min(tried, key=lambda one: one.value)
     bound = max(one.found.solution.lower_bound for one in tried)
     solution = replace(chosen.found.solution, cost=chosen.value, lower_bound=min(bound, chosen.value))

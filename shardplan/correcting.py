@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from shardplan.search.solution import relative_gap
 
 # Searches within a limit, and all that is counted and mixed with them, take so many times the work of planning without
 # a limit: so many seconds per operation and per table, and of the search (fitted to 27 programs, 10 of them on two axes
-# too, and 5 on three); but not less than the least patience, in seconds too. Where nothing was found, one more search
+# too, and 5 on three); but not less than the least patience. Where nothing was found, one more search
 # may overdraw it: leaner schedules take longer to find. Where what is found costs hardly more than without a limit, not
 # memory is missing but an order: leaner schedules would send far more, and a few searches are made anyhow. Where the
 # cheapest of what is found just does not fit, making it fit is worth as much work again.
@@ -32,7 +31,6 @@ _OVERDRAWN = 1.25
 _TIMES_LONGER_FILLED = 1.6
 _SECONDS_PER_VARIABLE = 1.8e-5
 _TIMES_LONGER_WHERE_NOTHING_FITS = 4
-LEAST_SECONDS = 2.5
 
 # A search is held to the limit where memory is short, at a few places of the order. Where what it finds exceeds the
 # limit elsewhere, the highest of these places are added, at some distance from each other. Where it exceeds the limit
@@ -74,9 +72,9 @@ asked for that much less."""
 class Corrections:
     """Searches within the limit, each at the places where what was found before exceeds it."""
 
-    def __init__(self, counts: Counts, search: Search, first: Found, deadline: float, part: Part | None = None) -> None:
+    def __init__(self, counts: Counts, search: Search, first: Found, part: Part | None = None) -> None:
         """``part``: that of the problem's network which is searched; all of it, where none is given."""
-        self.counts, self.search, self.first, self.deadline = counts, search, first, deadline
+        self.counts, self.search, self.first = counts, search, first
         self.part = part or Part(counts.problem.network)
         self.problem = problem = counts.problem
         self.limit_bytes = search.limit_bytes
@@ -203,7 +201,7 @@ class Corrections:
                 lower = max(min(self.search.limit_bytes, lower), self.search.limit_bytes / FAR)
                 self.search = replace(self.search, limit_bytes=lower)
             lowest = max(self.unreached, 0.0 if fits else self.least_bound)
-            if time.perf_counter() > self.deadline or lowest > self.search.limit_bytes:
+            if lowest > self.search.limit_bytes:
                 return
 
     def _just_missed(self, found: Found) -> bool:
@@ -286,6 +284,7 @@ class Corrections:
 
     def network(self, limit: float, places: Collection[int]) -> Network:
         """The network of a limit at these places of the order that is searched."""
+        self.counts.check()
         network = self.usages.network(limit, places, self.beyond, self.part)
         self.spent += _SECONDS_PER_VARIABLE * len(network)
         return network
@@ -301,7 +300,7 @@ class Corrections:
         work = self.patience - self.work - count
         work = min(max(work, _LEAST_SHARE * self.patience), most)
         for _ in range(_MOST_PROLONGATIONS):
-            left = max(LEAST_SECONDS, self.deadline - time.perf_counter())
+            left = self.counts.seconds_left()
             solution = find(self.problem, network, self.search, left, work, self._serves, self.part)
             found = self.counts.within(solution, self.lifetimes)
             self.spent += found.solution.work
@@ -313,7 +312,7 @@ class Corrections:
             seen = [found.solution.choices, *map(self.part.outside, self.known)]
             self.seen |= {choices.tobytes(): choices for choices in seen}
             settled = np.isfinite(found.solution.cost) or found.solution.status == "infeasible"
-            over = self.work > self.patience or time.perf_counter() >= self.deadline or most < np.inf
+            over = self.work > self.patience or most < np.inf
             if settled or found.peak_bytes <= self.search.limit_bytes or over:
                 break
             work *= _TIMES_LONGER_WHERE_NOTHING_FITS

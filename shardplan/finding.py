@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +42,10 @@ _PRECISION_WITHIN_LIMIT = 1e-3
 # What counting the memory of a schedule takes per operation: what is derived of it once, then in an order that is
 # known, and in its own.
 _SECONDS_PER_SCHEDULE, _SECONDS_PER_PROFILE, SECONDS_PER_OWN = 1.2e-5, 4e-6, 5.2e-5
+
+
+class OutOfTime(Exception):
+    """The time limit is over: what was found by then is what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,11 @@ class Counts:
         self.problem, self.search, self._running = problem, search, running
         self.work = 0.0
         """Estimated seconds of all counts, the same on every machine."""
+        self.deadline = np.inf
+        """By the clock of ``time.perf_counter``."""
+        self.late = False
+        """Whether something was left out because of that."""
+        self._longest = 0.0
         self._own: dict[bytes, Found] = {}
         self._schedules: dict[bytes, Schedule] = {}
         self._profiles: dict[tuple[bytes, Lifetimes], NDArray[np.float64]] = {}
@@ -131,12 +141,26 @@ class Counts:
         """What is found, with what it holds in its own order."""
         key = solution.choices.tobytes()
         if key not in self._own:
+            begun = self.check()
             schedule = self.schedule(solution.choices)
             self.work += SECONDS_PER_OWN * len(self.problem.program.operations)
             lifetimes, sending = in_own_order(schedule)
             peak = float(profile_of(lifetimes, schedule, self.search, sending).max())
             self._own[key] = Found(schedule, solution, peak, lifetimes, sending)
+            self._longest = max(self._longest, time.perf_counter() - begun)
         return replace(self._own[key], solution=solution)
+
+    def check(self, seconds: float = 0.0) -> float:
+        """The time by the clock; raises `OutOfTime` where the time limit is over so many seconds later."""
+        now = time.perf_counter()
+        if now + seconds > self.deadline:
+            self.late = True
+            raise OutOfTime
+        return now
+
+    def seconds_left(self) -> float:
+        """What a search may take that leaves the time to count what it finds. Raises `OutOfTime` where that is none."""
+        return self.deadline - self.check(self._longest) - self._longest
 
     def counted(self) -> list[Found]:
         """All that was counted in its own order."""
@@ -151,6 +175,7 @@ class Counts:
         """float [operations + 1]: what a device holds with these choices, in this order. Not to be changed."""
         key = choices.tobytes(), lifetimes
         if key not in self._profiles:
+            self.check()
             schedule = self.schedule(choices)
             self.work += _SECONDS_PER_PROFILE * len(self.problem.program.operations)
             self._profiles[key] = profile_of(lifetimes, schedule, self.search)

@@ -7,17 +7,9 @@ alone: the limit says only when it ends. So a limit that is at least the peak wh
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 
-from shardplan.correcting import (
-    FAR,
-    LEAST_SECONDS,
-    MISSED,
-    MOST_ORDERS,
-    Corrections,
-    hint_of,
-)
+from shardplan.correcting import FAR, MISSED, MOST_ORDERS, Corrections, hint_of
 from shardplan.finding import Counts, Found, Search, find
 from shardplan.search import Part
 
@@ -39,16 +31,15 @@ class Leanest:
         counts: Counts,
         search: Search,
         first: Found,
-        deadline: float,
         part: Part | None = None,
         above: Leanest | None = None,
     ) -> None:
         """``first`` must not depend on the limit of ``search``. What has looked ``above``, among fewer choices, is gone
         on from, a little below what that has found."""
         self._above = above
-        self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, deadline, part)
+        self._known = Corrections(counts, replace(search, limit_bytes=0.0), first, part)
         self._known.enough = search.limit_bytes
-        self._counts, self._search, self._deadline = counts, search, deadline
+        self._counts, self._search = counts, search
         self.bound = 0.0
         """What no peak is below, in the orders that were searched."""
         self._spent = 0.0
@@ -80,7 +71,7 @@ class Leanest:
     def look(self) -> None:
         """Looks for schedules of lower peaks until one is within the limit."""
         limit = self._search.limit_bytes
-        while self._trials < _MOST_TRIALS and self.found.peak_bytes > limit and time.perf_counter() <= self._deadline:
+        while self._trials < _MOST_TRIALS and self.found.peak_bytes > limit:
             if self._in_vain == _MOST_IN_VAIN or (self._nearest_reached() and not self._go_over()):
                 return
             before = self.found
@@ -116,7 +107,7 @@ class Leanest:
         network = usages.network(target, self._places, part=known.part)
         network.hint = hint_of(network, known.part, self._least, {}, self._places)
         trial = replace(search, limit_bytes=target, precision=_PRECISION_OF_TRIALS)
-        left = max(LEAST_SECONDS, self._deadline - time.perf_counter())
+        left = self._counts.seconds_left()
         solution = find(known.problem, network, trial, left, work, part=known.part)
         self._spent += solution.work
         found = self._counts.within(solution, known.lifetimes)

@@ -60,8 +60,12 @@ def search_sharing(problem: Problem, search: Search, rebuild: Callable[..., Prob
     left = deadline - time.perf_counter()
     if rebuild is None or not traffic or left <= 0:
         return found
+    repriced = rebuild(traffic=traffic)
+    left = deadline - time.perf_counter()
+    if left <= 0:
+        return found
     try:
-        other = search_within(rebuild(traffic=traffic), replace(search, seconds=left))
+        other = search_within(repriced, replace(search, seconds=left))
     except InfeasibleError:  # at these prices it has found nothing within the limit, but the first plan is
         return found
     return min(found, other, key=lambda one: _step(one.schedule, traffic, traffic).seconds)

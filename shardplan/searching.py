@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.correcting import LEAST_SECONDS, Corrections
+from shardplan.correcting import Corrections
 from shardplan.descending import descend
 from shardplan.errors import InfeasibleError
 from shardplan.filling import fill
-from shardplan.finding import CLEARLY, ENOUGH, Counts, Found, Search, find, profile_of
+from shardplan.finding import CLEARLY, ENOUGH, Counts, Found, OutOfTime, Search, find, profile_of
 from shardplan.leanest import Leanest
 from shardplan.memory.products import turned_carries
 from shardplan.problem import Problem
@@ -51,6 +52,12 @@ _LEAST_OF_WHOLE, _LONGEST = 2.0, 1.8
 """That one takes so many times the work of the search without a limit at least, and is not begun where that would be
 more than so much of the work altogether."""
 
+_AFTER = 0.5
+"""Seconds after the time limit in which what is found is counted, and it is looked whether anything fits at all."""
+_SECONDS_PER_OPERATION = 5e-4
+"""What the memory of a program's first schedule takes to be counted, per operation: what takes more than the seconds
+after the time limit is left out of the first search, of which one half is left in any case."""
+
 _Masks = Mapping[int, NDArray[np.bool_]]
 
 
@@ -70,25 +77,38 @@ def search_within(problem: Problem, search: Search) -> Found:
         return any(counts.own(known).peak_bytes <= CLEARLY * limit_bytes for counts in ways)
 
     asked = serves if limit_bytes < np.inf else None
-    best = find(problem, problem.network, search, search.seconds, serves=asked)
+    best = find(problem, problem.network, search, _seconds_of_first(problem, search), serves=asked)
     if best.status == "infeasible":
         raise InfeasibleError(
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
-    for counts in ways:
-        found = counts.own(best)
-        if found.peak_bytes <= limit_bytes:
-            return found
-    return _search_again(counts, search, [found, counts.own(begun[0] if begun else best)], deadline)
+    first = ways[0].own(best)  # however late it is
+    try:
+        for counts in ways:
+            counts.deadline = deadline + _AFTER
+            found = counts.own(best)
+            if found.peak_bytes <= limit_bytes:
+                return found
+        return _search_again(counts, search, [found, counts.own(begun[0] if begun else best)], deadline)
+    except OutOfTime:
+        raise _too_little(problem, search, [first], late=True) from None
+
+
+def _seconds_of_first(problem: Problem, search: Search) -> float:
+    counting = _SECONDS_PER_OPERATION * len(problem.program.operations)
+    return max(search.seconds - max(counting - _AFTER, 0.0), search.seconds / 2)
 
 
 def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadline: float) -> Found:
     """The best schedule within the limit, where none of the ``first`` is: the best one without a limit, and one that
     does not depend on this limit."""
-    among = partial(_among, counts, search, deadline)
+    among = partial(_among, counts, search)
     every, pairs = _coarser(counts.problem, search)
-    whole = _Attempt(counts, search, first, deadline)
-    main = (among(_nearest(pairs, first[1])) if pairs else None) or whole
+    whole = _Attempt(counts, search, first)
+    counts.deadline = deadline
+    main = whole
+    with suppress(OutOfTime):
+        main = (among(_nearest(pairs, first[1])) if pairs else None) or whole
     if main is not whole:
         main.corrections.be_patient(_SHARE_OF_PARTS, whole.corrections)
     main.joined = partial(among, every) if every else None
@@ -98,37 +118,45 @@ def _search_again(counts: Counts, search: Search, first: Sequence[Found], deadli
         found = corrections.best
         return found is None or (relative_gap(found.solution.cost, free) > gap and corrections.work < share * patience)
 
-    main.follow()
-    descend(corrections)
-    if dear(_JOINED, 1.0):
-        main.take_joined()
+    with suppress(OutOfTime):
+        main.follow()
         descend(corrections)
+        if dear(_JOINED, 1.0):
+            main.take_joined()
+            descend(corrections)
+    corrections.take_counted()
+    counts.deadline += _AFTER * (corrections.best is None)
     # all choices find lower peaks sooner than a mesh with two axes joined, but later than one with two of three
     attempts = [whole, *filter(None, [main.taken])] if main is whole else [main, whole]
     leanests = [attempt.leanest for attempt in attempts]
-    if main is not whole and corrections.best is None:  # at last, a little below the least of fewer choices
-        leanests.append(Leanest(counts, search, first[1], deadline, above=main.leanest))
-    for leanest in leanests:
-        if corrections.best is None:
-            leanest.begin()  # even where the time is over: it may prove that nothing fits
-            leanest.look()
-            corrections.take_leaner(leanest.take_spent())
-            descend(corrections)
-            if corrections.best is not None:
-                corrections.count_in(corrections.best.lifetimes)
+    with suppress(OutOfTime):
+        if main is not whole and corrections.best is None:  # at last, a little below the least of fewer choices
+            leanests.append(Leanest(counts, search, first[1], above=main.leanest))
+        for leanest in leanests:
+            if corrections.best is None:
+                leanest.begin()
+                leanest.look()
+                corrections.take_leaner(leanest.take_spent())
+                descend(corrections)
+                if corrections.best is not None:
+                    corrections.count_in(corrections.best.lifetimes)
+    corrections.take_counted()
     if corrections.best is None:
-        raise _too_little(counts.problem, search, leanests, whole.leanest.bound, deadline)
+        raise _too_little(counts.problem, search, [one.found for one in leanests], counts.late, whole.leanest.bound)
     if main is not whole:
         whole.corrections.go_on_from(corrections)
         corrections = whole.corrections
-        work = corrections.work + _LEAST_OF_WHOLE * first[0].solution.work
-        if work < _LONGEST * patience and dear(ENOUGH, np.inf):
-            corrections.search_from_best(_SHARE_OF_WHOLE * patience)
-    elif dear(_FAR_TOO_DEAR, _SPARE):
-        corrections.search_from_best()
-    else:
-        corrections.search_a_little_more()
-    _mix_and_search(corrections)
+    with suppress(OutOfTime):
+        if main is not whole:
+            work = corrections.work + _LEAST_OF_WHOLE * first[0].solution.work
+            if work < _LONGEST * patience and dear(ENOUGH, np.inf):
+                corrections.search_from_best(_SHARE_OF_WHOLE * patience)
+        elif dear(_FAR_TOO_DEAR, _SPARE):
+            corrections.search_from_best()
+        else:
+            corrections.search_a_little_more()
+        _mix_and_search(corrections)
+    corrections.take_counted()
     return _straight(counts, corrections.best_proven(), search.limit_bytes)
 
 
@@ -158,20 +186,20 @@ def _straight(counts: Counts, found: Found, limit_bytes: float) -> Found:
     choices = straightened(counts.problem, found.solution.choices)
     if np.array_equal(choices, found.solution.choices):
         return found
-    turned = counts.own(replace(found.solution, choices=choices))
-    return turned if turned.peak_bytes <= limit_bytes else found
+    with suppress(OutOfTime):
+        turned = counts.own(replace(found.solution, choices=choices))
+        return turned if turned.peak_bytes <= limit_bytes else found
+    return found
 
 
 class _Attempt:
     """Searches within the limit, and for the least peak besides, in a part of the problem's network, or all of it."""
 
-    def __init__(
-        self, counts: Counts, search: Search, first: Sequence[Found], deadline: float, part: Part | None = None
-    ) -> None:
+    def __init__(self, counts: Counts, search: Search, first: Sequence[Found], part: Part | None = None) -> None:
         """``first``: as `_search_again` takes them."""
         self._first = first[0]
-        self.corrections = Corrections(counts, search, first[0], deadline, part)
-        self.leanest = Leanest(counts, search, first[1], deadline, part)
+        self.corrections = Corrections(counts, search, first[0], part)
+        self.leanest = Leanest(counts, search, first[1], part)
         self.joined: Callable[[], _Attempt | None] | None = None
         """Begins what is searched where a search has found nothing: what the mesh with all axes joined can do."""
         self.taken: _Attempt | None = None
@@ -224,25 +252,24 @@ def _nearest(restrictions: Sequence[_Masks], first: Found) -> _Masks:
     return max(restrictions, key=lambda masks: sum(bool(mask[choices[v]]) for v, mask in masks.items()))
 
 
-def _among(counts: Counts, search: Search, deadline: float, masks: _Masks) -> _Attempt | None:
+def _among(counts: Counts, search: Search, masks: _Masks) -> _Attempt | None:
     """Searches among some choices; None where the hard layouts exclude these."""
-    part = Part.of(counts.problem.network, masks)
-    best = find(counts.problem, part.network, search, max(LEAST_SECONDS, deadline - time.perf_counter()), part=part)
+    seconds, part = counts.seconds_left(), Part.of(counts.problem.network, masks)
+    best = find(counts.problem, part.network, search, seconds, part=part)
     if not np.isfinite(best.cost):
         return None
     found = counts.own(best)
-    attempt = _Attempt(counts, search, [found, found], deadline, part)
+    attempt = _Attempt(counts, search, [found, found], part)
     attempt.corrections.patience *= _SHARE_OF_PARTS
     return attempt
 
 
 def _too_little(
-    problem: Problem, search: Search, leanests: Sequence[Leanest], bound: float, deadline: float
+    problem: Problem, search: Search, leanest: Sequence[Found], late: bool, bound: float = 0.0
 ) -> InfeasibleError:
     """What is said where nothing fits, and no choice is below the bound."""
-    least = min((leanest.found for leanest in leanests), key=lambda found: found.peak_bytes)
-    late = time.perf_counter() > deadline and bound <= search.limit_bytes
-    said = _does_not_fit(problem, least, min(bound, least.peak_bytes), search, late)
+    least = min(leanest, key=lambda found: found.peak_bytes)
+    said = _does_not_fit(problem, least, min(bound, least.peak_bytes), search, late and bound <= search.limit_bytes)
     return InfeasibleError(said, least.peak_bytes)
 
 

@@ -86,7 +86,7 @@ def test_no_search_is_made_within_a_limit_that_the_first_trial_has_excluded(monk
     search = finding.Search("auto", 60.0, 0.8 * free.peak_bytes, frozenset({0}))
     counts = finding.Counts(free.schedule.problem, search)
     first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
-    Corrections(counts, search, first, math.inf).follow(first, lambda again: None)
+    Corrections(counts, search, first).follow(first, lambda again: None)
     assert len(searched) == searches
 
 
@@ -167,7 +167,7 @@ def test_trials_end_where_three_of_them_find_nothing_lower(monkeypatch):
     search = finding.Search("auto", 60.0, 1.0, frozenset(range(len(state))))
     counts = finding.Counts(free.schedule.problem, search)
     first = counts.own(finding.find(counts.problem, counts.problem.network, search, 60.0))
-    leanest, tried = Leanest(counts, search, first, math.inf), []
+    leanest, tried = Leanest(counts, search, first), []
     lower = replace(first, peak_bytes=0.9 * first.peak_bytes)
 
     def trial():
@@ -180,7 +180,7 @@ def test_trials_end_where_three_of_them_find_nothing_lower(monkeypatch):
     leanest.look()
     assert leanest.found is lower
     assert len(tried) == 5  # one in vain, one that finds something, three in vain
-    below = Leanest(counts, search, first, math.inf, above=leanest)
+    below = Leanest(counts, search, first, above=leanest)
     monkeypatch.setattr(below, "_try", lambda: tried.append(below._unreached / below._least.peak_bytes))
     below.begin()
     assert tried[5:] == [0.9] and below._least is lower  # a little below what was found
@@ -195,7 +195,7 @@ def above_limit():
     search = finding.Search("auto", 60.0, 0.95 * free.peak_bytes, frozenset(range(len(state))))
     counts = finding.Counts(problem, search)
     first = counts.own(finding.find(problem, problem.network, search, 60.0))
-    corrections = Corrections(counts, search, first, math.inf)
+    corrections = Corrections(counts, search, first)
     corrections.count(np.array(lean.recipe.choices))
     assert corrections.best.solution.cost == pytest.approx(lean.objective)
     return corrections, lean
