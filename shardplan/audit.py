@@ -172,7 +172,7 @@ class Audit:
 
     def _verdict(self) -> str:
         unexplained = f"{megabytes(self.unexplained_bytes)} MB that no planned collective explains"
-        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}"
+        return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}{self.compiled.counted_once}"
 
     def _times(self) -> str:
         if self.predicted_time is None or self.compiled_time is None:

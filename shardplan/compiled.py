@@ -86,9 +86,20 @@ class CompiledReport:
     executable: jax.stages.Compiled | None = field(default=None, repr=False)
 
     @property
-    def communication_bytes(self) -> int:
+    def communication_bytes(self) -> float:
         """Bytes that one device sends per step, by ring algorithms."""
         return sum(found.bytes_sent * found.times for found in self.collectives)
+
+    @property
+    def counted_once(self) -> str:
+        """A line about loops that send, and whose length neither the compiler nor the user knows; empty without any."""
+        sources = dict.fromkeys(found.source.rsplit("/", 1)[-1] for found in self.collectives if found.assumed)
+        if not sources:
+            return ""
+        return (
+            f"\nloops of unknown length are counted once, with what they send at {', '.join(filter(None, sources))}: "
+            "state their lengths by shardplan.trip_count"
+        )
 
     def traffic(self) -> dict[tuple[str, Axes], Traffic]:
         """Times and bytes per kind of collective and mesh axes."""
@@ -119,7 +130,8 @@ class CompiledReport:
     def __str__(self) -> str:
         table = text_table(_HEADER, self._rows(), numbers=(2, 3, 4))
         host = f", host memory {megabytes(self.memory.host)} MB" if self.memory.host else ""
-        return f"{table}\npeak memory {megabytes(self.memory.peak)} MB{host}, compiled in {self.compile_seconds:.1f} s"
+        peak = f"peak memory {megabytes(self.memory.peak)} MB{host}, compiled in {self.compile_seconds:.1f} s"
+        return f"{table}\n{peak}{self.counted_once}"
 
     def _repr_html_(self) -> str:
         return html_table(_HEADER, self._rows(), numbers=(2, 3, 4))

@@ -147,6 +147,11 @@ def trip_count(count: int) -> AbstractContextManager[Any]:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ArgumentError(f"a trip count is an integer above 0, got `{count!r}`")
+    return scope_of_trips(count)
+
+
+def scope_of_trips(count: int) -> AbstractContextManager[Any]:
+    """The scope that says so, 0 included: it leads from a compiled loop to its count."""
     return jax.named_scope(f"{_SCOPE}{count}")
 
 
@@ -154,6 +159,15 @@ def stated_trip_count(scope: str) -> int | None:
     """The innermost count that ``trip_count`` put into a path of scopes, None where there is none."""
     found = re.findall(rf"\b{_SCOPE}(\d+)", scope)
     return int(found[-1]) if found else None
+
+
+def trips_stated_around(path: str) -> int | None:
+    """The count that was stated for a loop with this path in a compiled program, None where there is none.
+
+    >>> trips_stated_around("jit(f)/shardplan_trips_9/while"), trips_stated_around("shardplan_trips_9/while/body/while")
+    (9, None)
+    """
+    return stated_trip_count(re.split(r"/(?:body|cond|branch_\d+_fun)/", path)[-1])
 
 
 def while_trip_count(params: dict[str, Any], operands: tuple[int | Constant, ...]) -> int | None:

@@ -182,6 +182,11 @@ class Program:
         return {value: spec for value, spec in found if spec is not None}
 
     def times_of_values(self) -> dict[int, int]:
+    def trips(self, loop: Operation) -> int | None:
+        """How often a loop's body runs each time; None where nobody knows."""
+        body = self.regions[loop.bodies[-1]]
+        return None if body.assumed else body.times // max(self.regions[loop.region].times, 1)
+
         """How often per step each value is made."""
         found = {value: region.times for region in self.regions for value in region.inputs}
         found |= dict.fromkeys(self.captured, 1)

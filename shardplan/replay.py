@@ -8,7 +8,7 @@ measured to recompute large parts of the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardplan import _jax
 from shardplan.anew import awaited, wait_behind
 from shardplan.beginnings import in_parts
 from shardplan.carries import fill_late
-from shardplan.control import Link, Links
+from shardplan.control import Link, Links, scope_of_trips
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
@@ -149,7 +149,9 @@ class Replay:
         def step(carry: Sequence[Any]) -> Any:
             return tuple(self._body(body, links.inside, (*operands[first : first + second], *carry)))
 
-        return jax.lax.while_loop(proceed, step, tuple(operands[first + second :]))
+        trips = self._program.trips(operation)
+        with nullcontext() if trips is None else scope_of_trips(trips):
+            return jax.lax.while_loop(proceed, step, tuple(operands[first + second :]))
 
     def _branch(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
         count, wide = len(operation.results), len(operation.operands) - 1

@@ -134,6 +134,7 @@ def test_formulas():
     ]
     assert bytes_sent("collective-permute", 800, 2) == 800
     assert bytes_sent("all-reduce", 800, 1) == 0
+    assert bytes_sent("all-reduce", 1, 8) == 1.75
 
 
 def test_no_groups_are_one_group_of_all_devices():
@@ -176,7 +177,35 @@ def test_trip_counts_multiply_through_nested_loops():
 
 def test_a_loop_of_unknown_length_counts_once():
     found = collectives(module("  %w = (f32[16]{0}) while(%t), condition=%c, body=%inner", LOOP))
-    assert [c.times for c in found] == [1]
+    assert [(c.times, c.assumed) for c in found] == [(1, True)]
+
+
+@pytest.mark.parametrize(
+    ("path", "times"),
+    [
+        ("jit(f)/op9/shardplan_trips_7/while", 7),
+        ("shardplan_trips_3/jit(g)/shardplan_trips_7/while", 7),
+        ("shardplan_trips_7/while/body/while", 1),
+        ("shardplan_trips_7/cond/branch_1_fun/while", 1),
+    ],
+)
+def test_a_loop_whose_length_is_stated(path, times):
+    """The count of `shardplan.trip_count` is in the loop's path; it holds for loops directly in the scope alone."""
+    line = f'  %w = (f32[16]{{0}}) while(%t), condition=%c, body=%inner, metadata={{op_name="{path}"}}'
+    assert [(c.times, c.assumed) for c in collectives(module(line, LOOP))] == [(times, times == 1)]
+
+
+def test_a_known_length_goes_before_a_stated_one():
+    """What the compiler has found out is so."""
+    known = 'metadata={op_name="shardplan_trips_7/while"}, backend_config={"known_trip_count":{"n":"3"}}'
+    line = f"  %w = (f32[16]{{0}}) while(%t), condition=%c, body=%inner, {known}"
+    assert [(c.times, c.assumed) for c in collectives(module(line, LOOP))] == [(3, False)]
+
+
+def test_what_a_condition_sends_counts_as_often_as_the_body():
+    """A condition with a collective is read like a body."""
+    line = '  %w = (f32[16]{0}) while(%t), condition=%inner, body=%b, backend_config={"known_trip_count":{"n":"4"}}'
+    assert [(c.name, c.times) for c in collectives(module(line, LOOP))] == [("sum", 4)]
 
 
 def test_a_computation_that_is_called_twice_counts_twice_and_one_never_called_not_at_all():

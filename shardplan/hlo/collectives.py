@@ -1,7 +1,8 @@
 """The collectives of a compiled program, read from its optimised HLO text.
 
 Works on the text of XLA:GPU (start/done pairs) and of XLA:CPU (plain operations). Only what the entry computation
-reaches is counted: a loop's body times its trip count, a conditional's branch that sends most, and everything called.
+reaches is counted: a loop's body and condition times its trip count, a conditional's branch that sends most, and
+everything called. Where the compiler does not know a trip count, that of `shardplan.trip_count` is taken.
 
 >>> text = '''HloModule step, num_partitions=8
 ...
@@ -20,7 +21,7 @@ reaches is counted: a loop's body times its trip count, a conditional's branch t
 ... '''
 >>> (found,) = collectives(text)
 >>> found.kind, found.groups, found.bytes, found.bytes_sent, found.times
-('all-reduce', ((0, 1, 2, 3), (4, 5, 6, 7)), 64, 96, 3)
+('all-reduce', ((0, 1, 2, 3), (4, 5, 6, 7)), 64, 96.0, 3)
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from shardplan.control import trips_stated_around
 from shardplan.hlo.groups import Groups as Groups
 from shardplan.hlo.groups import mesh_axes as mesh_axes
 from shardplan.hlo.groups import permute_axes as permute_axes
@@ -52,8 +54,9 @@ _NO_KERNELS = {
     *(kind + end for kind in (*KINDS, "async") for end in ("-start", "-done")),
 }
 
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|called_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
-_BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
+_NAMED = r"=(?:\{([^}]*)\}|(%?[\w.\-]+))"
+_CALLED = re.compile(r"\b(?:calls|to_apply|condition|body|called_computations)" + _NAMED)
+_BRANCHES = re.compile(r"\b(?:branch_computations|true_computation|false_computation)" + _NAMED)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUPS = re.compile(
     r"\breplica_groups=(\{\}|\{\{.*?\}\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
@@ -89,6 +92,7 @@ class CompiledCollective:
         bytes: of the operands on one device; for an all-gather, of its results on one device.
         bytes_sent: by one device in one execution, by a ring algorithm.
         times: how often it runs: the product of the trip counts of the loops around it.
+        assumed: nobody knows the trip count of a loop around it: that loop counts once.
         tensors: that it carries; the compiler merges collectives of many tensors into one.
         op_name: scopes and operation that it came from, where the compiler kept them; of one of several that it merged.
         source: `file:line` that it came from, or empty.
@@ -102,7 +106,7 @@ class CompiledCollective:
     pairs: tuple[tuple[int, int], ...]
     group_size: int
     bytes: int
-    bytes_sent: int
+    bytes_sent: float
     times: int
     tensors: tuple[CarriedTensor, ...]
     op_name: str
@@ -111,6 +115,7 @@ class CompiledCollective:
     meanwhile: tuple[str, ...]
     name: str
     computation: str
+    assumed: bool = False
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -134,7 +139,7 @@ class CompiledCollective:
         return mesh_axes(self.groups, mesh_shape)
 
 
-def bytes_sent(kind: str, size: int, group_size: int) -> int:
+def bytes_sent(kind: str, size: int, group_size: int) -> float:
     """Bytes that one device sends in a collective of `size` bytes, by ring algorithms over `group_size` devices.
 
     `size` is the bytes of the operand on one device; for an all-gather, of its result on one device.
@@ -142,7 +147,7 @@ def bytes_sent(kind: str, size: int, group_size: int) -> int:
     if kind in ("collective-permute", "collective-broadcast"):
         return size
     rounds = 2 if kind == "all-reduce" else 1
-    return rounds * (group_size - 1) * size // group_size
+    return rounds * (group_size - 1) * size / group_size
 
 
 def collectives(hlo_text: str) -> tuple[CompiledCollective, ...]:
@@ -187,8 +192,10 @@ class _Reader:
             return ()  # counted at its start
         inner = [c for name in _names(_CALLED, instruction.line) for c in self._flatten(name)]
         if opcode == "while":
-            trips = _TRIPS.search(instruction.line)
-            return tuple(replace(c, times=c.times * (int(trips[1]) if trips else 1)) for c in inner)
+            known = _TRIPS.search(instruction.line)
+            trips = int(known[1]) if known else trips_stated_around(instruction.op_name)
+            times, assumed = (1, True) if trips is None else (trips, False)
+            return tuple(replace(c, times=c.times * times, assumed=c.assumed or assumed) for c in inner)
         if opcode == "async-start":
             kernels = self._kernels_meanwhile(instruction, computation)
             synchronous = _IS_SYNCHRONOUS in instruction.line
@@ -213,7 +220,7 @@ class _Reader:
         size = sum(tensor.bytes for tensor in tensors)
         moved = bytes_sent(kind, size, group_size)
         if kind == "collective-permute" and all(source == target for source, target in pairs):
-            moved = 0
+            moved = 0.0
         return CompiledCollective(
             kind=kind,
             groups=groups,
@@ -263,5 +270,5 @@ class _Reader:
 
 def _names(pattern: re.Pattern[str], line: str) -> list[str]:
     """Computations that a line's attributes name."""
-    listed = [name.strip() for match in pattern.finditer(line) for name in match[1].split(",")]
+    listed = [name.strip() for match in pattern.finditer(line) for name in (match[1] or match[2] or "").split(",")]
     return [name.lstrip("%") for name in listed if name]
