@@ -85,10 +85,10 @@ def runs_a_function(primitive: Primitive) -> bool:
     Equinox, and what builds on it (Diffrax, Lineax), make theirs so."""
     of_platform = getattr(mlir, "_platform_specific_lowerings", {})
     own = any(primitive in of_platform.get(platform, {}) for platform in _PLATFORMS)
-    return not own and getattr(_lowering(primitive), "__code__", None) is _LOWERED_FUNCTION
+    return not own and getattr(lowering_of(primitive), "__code__", None) is _LOWERED_FUNCTION
 
 
-def _lowering(primitive: Primitive) -> Any:
+def lowering_of(primitive: Primitive) -> Any:
     """The rule by which JAX lowers a primitive on every platform, or None."""
     entry = getattr(mlir, "_lowerings", {}).get(primitive)
     return getattr(entry, "rule", entry)
@@ -99,19 +99,19 @@ def body_of_function(equation: Equation) -> CallBody | None:
     types: list[Any] = [var.aval for var in equation.invars]
     if equation.effects or not all(map(is_array_type, types)):
         return None
-    run = inspect.getclosurevars(_lowering(equation.primitive)).nonlocals["fun"]
+    run = inspect.getclosurevars(lowering_of(equation.primitive)).nonlocals["fun"]
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in types]
     try:
         with automatic_mesh():
             body = jax.make_jaxpr(functools.partial(run, **equation.params))(*shapes)
     except Exception:  # somebody else's function: what it raises, it raises where JAX lowers the step
         return None
-    given, wanted = ([(a.shape, a.dtype) for a in avals] for avals in (body.out_avals, _result_types(equation)))
+    given, wanted = ([(a.shape, a.dtype) for a in avals] for avals in (body.out_avals, result_types(equation)))
     alike = given == wanted and not body.effects
     return CallBody(body.jaxpr, tuple(body.consts), tuple(range(len(types)))) if alike else None
 
 
-def _result_types(equation: Equation) -> list[Any]:
+def result_types(equation: Equation) -> list[Any]:
     return [var.aval for var in equation.outvars]
 
 
@@ -239,24 +239,6 @@ def _with_one_predicate(equation: Equation) -> Equation:
         "body_nconsts": first + second,
     }
     return equation.replace(invars=[*equation.invars[:first], *equation.invars], params=params | merged)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardMapSpecs:
-    """Mesh axes with their sizes, the ``PartitionSpec``s of a ``shard_map``, and its body."""
-
-    axes: dict[str, int]
-    operands: tuple[jax.sharding.PartitionSpec, ...]
-    results: tuple[jax.sharding.PartitionSpec, ...]
-    body: Any
-
-
-def shard_map_specs(params: dict[str, Any]) -> ShardMapSpecs | None:
-    """The specs of a ``shard_map`` that is manual over all axes of its mesh; None for one that is not."""
-    mesh = params["mesh"]
-    if set(params.get("newly_manual_axes", params.get("manual_axes", mesh.axis_names))) != set(mesh.axis_names):
-        return None
-    return ShardMapSpecs(dict(mesh.shape), tuple(params["in_specs"]), tuple(params["out_specs"]), params["jaxpr"])
 
 
 def barrier_mask(equation: Equation) -> tuple[bool, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
@@ -24,8 +25,9 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan.errors import ArgumentError
-from shardplan.layout import LayoutSpace, from_spec
+from shardplan.layout import LayoutSpace, MeshAxes, from_spec
 from shardplan.program import Program, Value
+from shardplan.regions.region import orders_of_region
 
 # State is often small or oddly shaped; of dimensions from here on it is worth a word that nothing divides them.
 _LONG = 1024
@@ -105,6 +107,17 @@ def hard_layouts(program: Program, space: LayoutSpace, pins: Mapping[str, Partit
     return HardLayouts(layouts | kept, ignored)
 
 
+def named_orders(
+    program: Program, mesh: MeshAxes, pins: Mapping[str, PartitionSpec] | None
+) -> frozenset[tuple[int, ...]]:
+    """The orders of mesh axes on one dimension that pins, constraints and the specs of regions name."""
+    found = set()
+    for spec in (*(pins or {}).values(), *program.constraints.values()):
+        with suppress(ValueError):  # of another mesh, which is said elsewhere
+            found |= {axes for axes in from_spec(mesh, spec, len(spec)) if len(axes) > 1}
+    return frozenset(found | {axes for o in program.operations for axes in orders_of_region(mesh, o)})
+
+
 def _constraints(program: Program, space: LayoutSpace) -> tuple[dict[int, HardLayout], tuple[str, ...]]:
     """What the user's own constraints ask for. A jit would run them, so those that no plan can keep raise nothing."""
     layouts: dict[int, HardLayout] = {}
@@ -141,17 +154,7 @@ def _layout(space: LayoutSpace, value: Value, spec: PartitionSpec) -> HardLayout
                 f"`{spec}` splits dimension {dim} of {list(value.shape)} over {blocks} devices, which leaves "
                 f"{size % blocks} of its {size} rows: split another dimension or pad to {_next(size, blocks)}"
             )
-    if not any(agrees(candidate, wanted) for candidate in space.domain(value.shape).layouts):
-        return (
-            f"`{spec}` orders mesh axes in another way than the mesh {mesh.names}, which is searched for meshes of up "
-            "to two axes alone: name them in the mesh's order"
-        )
     return wanted
-
-
-def agrees(layout: tuple[tuple[int, ...], ...], wanted: HardLayout) -> bool:
-    """Whether a layout is one that a hard layout allows."""
-    return all(want is None or axes == want for axes, want in zip(layout, wanted, strict=True))
 
 
 def undivided(program: Program, space: LayoutSpace) -> list[str]:

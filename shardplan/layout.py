@@ -21,7 +21,7 @@ ones have fewer, or none. XLA pads them, so that a device holds, works on and se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, permutations, product
@@ -34,8 +34,8 @@ from jax.sharding import PartitionSpec
 Layout = tuple[tuple[int, ...], ...]
 """Per dimension the numbers of the mesh axes that split it, major first."""
 
-# With more axes than this, only the mesh's own order of axes on a dimension is a layout of the search: the number of
-# orders grows with the factorial of the axes.
+# With more axes than this, only the mesh's own order of axes on a dimension is a layout of the search, and the orders
+# that the user names: the number of orders grows with the factorial of the axes.
 _MOST_AXES_IN_EVERY_ORDER = 2
 
 MOST_PADDING = 1 / 3
@@ -105,12 +105,20 @@ class Domain:
 class LayoutSpace:
     """All layouts over one mesh, by rank, with those that a shape admits.
 
-    ``padded`` are sizes that may be split over more blocks than divide them.
+    ``padded`` are sizes that may be split over more blocks than divide them, ``named`` are orders of axes on one
+    dimension that are layouts on any mesh.
     """
 
-    def __init__(self, mesh: MeshAxes, padded: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        mesh: MeshAxes,
+        padded: frozenset[int] = frozenset(),
+        named: Iterable[tuple[int, ...]] = (),
+    ) -> None:
         self.mesh = mesh
         self.padded = padded
+        begun = {order[:count] for order in named for count in range(2, len(order) + 1)}  # slices take axis after axis
+        self._named = sorted(order for order in begun if order != tuple(sorted(order)))
         self._in_every_order = len(mesh.splitting) <= _MOST_AXES_IN_EVERY_ORDER
         self._of_rank: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         self._domains: dict[tuple[int, bytes], Domain] = {}
@@ -176,7 +184,7 @@ class LayoutSpace:
         """The orders in which ``axes`` (ascending) may split one dimension."""
         if self._in_every_order:
             return iter(permutations(axes))
-        return iter([axes])
+        return iter([axes, *(order for order in self._named if set(order) == set(axes))])
 
     def _all_of_rank(self, rank: int) -> tuple[tuple[Layout, ...], np.ndarray]:
         if rank not in self._of_rank:

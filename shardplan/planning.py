@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -15,10 +15,10 @@ from shardplan import _jax
 from shardplan.balancing import LEAST_SHARE, search_balanced
 from shardplan.errors import InfeasibleError, PlanMismatchError
 from shardplan.finding import Search
-from shardplan.hard import hard_layouts, undivided
+from shardplan.hard import hard_layouts, named_orders, undivided
 from shardplan.hardware import load
 from shardplan.host_memory import host_bytes
-from shardplan.layout import LayoutSpace, to_spec
+from shardplan.layout import LayoutSpace, MeshAxes, to_spec
 from shardplan.mesh import mesh_axes
 from shardplan.options import Options, as_positions
 from shardplan.overlap import timing_of
@@ -26,7 +26,8 @@ from shardplan.padding import padded_sizes
 from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
 from shardplan.problem import Problem
-from shardplan.program import Program
+from shardplan.program import Operation, Program
+from shardplan.regions.region import region_of
 from shardplan.repeating import search_sharing
 from shardplan.schedule import Schedule
 from shardplan.tables import megabytes
@@ -52,7 +53,7 @@ def build_problem(
     timed = options.objective == "time"
     hardware = load(options.hardware or DEFAULT_HARDWARE)
     prices = Prices(options.objective, hardware, axes, share if timed else None)
-    space = LayoutSpace(axes, padded_sizes(program, axes))
+    space = _layout_space(program, axes, options.pins)
     hard = hard_layouts(program, space, options.pins).layouts
     problem = Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
     problem.traffic = timing_of(problem).memory_bytes if timed else traffic or {}
@@ -239,20 +240,44 @@ def remarks_on_operations(schedule: Schedule) -> list[str]:
                 "whole on every device. Describe it with shardplan.describe(primitive, expression)."
             )
     for operation in schedule.program.operations:
+        region = region_of(schedule.space.mesh, operation)
         regions = [schedule.program.regions[body] for body in operation.bodies]
         values = [value for region in regions if region.assumed for value in region.inputs]
-        if any(len(schedule.problem.domain(value)) > 1 for value in values):
+        unknown = region is not None and any(call.assumed for call in region.calls)
+        if unknown or any(len(schedule.problem.domain(value)) > 1 for value in values):
             found.append(
                 f"the loop at {operation.source} runs as often as its data say: what it sends is counted once. State "
                 "how often it runs, about, by `with shardplan.trip_count(n):` around it."
             )
-    return found
+    return [*found, *_remarks_on_regions(schedule)]
+
+
+def _remarks_on_regions(schedule: Schedule) -> Iterator[str]:
+    """Which parts that the user split by hand leave work to repeat, or are split further by XLA."""
+    mesh = schedule.space.mesh
+    found: dict[tuple[int, ...], list[Operation]] = {}
+    for operation in schedule.program.operations:
+        region = region_of(mesh, operation)
+        if region is not None and region.left_out:
+            found.setdefault(region.left_out, []).append(operation)
+        if region is not None and region.inexact:
+            yield f"the `shard_map` at {operation.source} {region.inexact}: XLA may send less or more than is planned."
+    for axes, operations in found.items():
+        names = ", ".join(mesh.names[axis] for axis in axes)
+        yield (
+            f"`shard_map` ({len(operations)} times, first at {operations[0].source}) leaves out the mesh axes "
+            f"({names}), along which every device computes all of it. Name them in its specs, or take out of it what "
+            "they should split."
+        )
 
 
 def remarks_on_layouts(
     program: Program, mesh: Mesh | AbstractMesh, pins: Mapping[str, PartitionSpec] | None
 ) -> list[str]:
     """What the mesh does not divide, and which of the user's constraints are ignored, a sentence or two each."""
-    axes = mesh_axes(mesh)
-    space = LayoutSpace(axes, padded_sizes(program, axes))
+    space = _layout_space(program, mesh_axes(mesh), pins)
     return [*undivided(program, space), *hard_layouts(program, space, pins).ignored]
+
+
+def _layout_space(program: Program, mesh: MeshAxes, pins: Mapping[str, PartitionSpec] | None) -> LayoutSpace:
+    return LayoutSpace(mesh, padded_sizes(program, mesh), named_orders(program, mesh, pins))

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from shardplan import _jax
 from shardplan.fingerprint import stable_text
 from shardplan.once import once
+from shardplan.regions._jax import scopes_of_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +182,12 @@ class Program:
         found = ((o.results[0], _jax.wanted_spec(o.equation)) for o in self.operations if len(o.results) == 1)
         return {value: spec for value, spec in found if spec is not None}
 
-    def times_of_values(self) -> dict[int, int]:
     def trips(self, loop: Operation) -> int | None:
         """How often a loop's body runs each time; None where nobody knows."""
         body = self.regions[loop.bodies[-1]]
         return None if body.assumed else body.times // max(self.regions[loop.region].times, 1)
 
+    def times_of_values(self) -> dict[int, int]:
         """How often per step each value is made."""
         found = {value: region.times for region in self.regions for value in region.inputs}
         found |= dict.fromkeys(self.captured, 1)
@@ -219,7 +220,8 @@ class Program:
         for operation in self.operations:
             params = stable_text(operation.params)
             operands = [o if isinstance(o, int) else str(o.aval) for o in operation.operands]
-            digest.update(f"{operation.primitive.name}{params}{operands}{operation.results};".encode())
+            scopes = scopes_of_region(operation.equation)  # which say how often its loops run
+            digest.update(f"{operation.primitive.name}{params}{operands}{operation.results}{scopes};".encode())
         digest.update(repr((self.inputs, [o for o in self.outputs if isinstance(o, int)], self.ties)).encode())
         digest.update(repr([region.times for region in self.regions]).encode())
         digest.update(repr((sorted(self.refs), self.written)).encode() if self.refs or self.written else b"")

@@ -28,6 +28,7 @@ from shardplan.paddings import padded_apart
 from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
+from shardplan.regions._jax import by_hand
 from shardplan.reversing import bring
 from shardplan.running import behind_barriers, lying_until_scattered
 from shardplan.schedule import REDUCTIONS, Schedule
@@ -236,7 +237,10 @@ class Replay:
         return behind_sum(self._schedule, operation, found, self._held, self._constrain)
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-        return _jax.bind_again(operation.equation, operation.primitive, operation.params, operands)
+        primitive, params = operation.primitive, operation.params
+        if primitive.name == "shard_map":
+            primitive, params = by_hand(operation.equation)
+        return _jax.bind_again(operation.equation, primitive, params, operands)
 
     def _run_island(
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any

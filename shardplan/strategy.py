@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardplan import _jax, rules
-from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, from_spec, replicated
+from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated
 from shardplan.partitioner import (
     ISLANDS,
     PASSING,
@@ -28,7 +28,8 @@ from shardplan.partitioner import (
     usable_uneven_splits,
 )
 from shardplan.program import Constant, Operation, Program
-from shardplan.regions import Named, collectives_of_region
+from shardplan.regions.collectives import Named
+from shardplan.regions.region import region_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +173,17 @@ class StrategyMaker:
         return rule, self._by_rule[key]
 
     def given(self, program: Program, operation: Operation) -> Choices | None:
-        """The only strategy of a ``shard_map`` over this mesh: what its specs say. None for every other operation."""
-        specs = _jax.shard_map_specs(operation.params) if operation.primitive.name == "shard_map" else None
+        """The only strategy of a ``shard_map``: what its specs say. None for every other operation."""
         mesh = self.space.mesh
-        if specs is None or specs.axes != dict(zip(mesh.names, mesh.sizes, strict=True)):
+        region = region_of(mesh, operation)
+        if region is None:
             return None
-        operands = [operand_type(program, operand) for operand in operation.operands]
-        results = [program.values[result] for result in operation.results]
-        of_operands = tuple(
-            from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.operands, operands, strict=True)
+        first = (*operation.results, *operation.operands)[0]
+        nothing, degree = ((),) * len(region.results), mesh.device_count / mesh.degree(region.left_out)
+        strategy = Strategy(
+            region.operands, region.results, nothing, (None,) * len(nothing), degree, calls=region.calls
         )
-        of_results = tuple(from_spec(mesh, spec, len(t.shape)) for spec, t in zip(specs.results, results, strict=True))
-        nothing, degree = ((),) * len(results), mesh.device_count
-        calls = collectives_of_region(specs.body, specs.axes)
-        strategy = Strategy(of_operands, of_results, nothing, (None,) * len(results), degree, calls=calls)
-        return Choices((strategy,), False, False, (), False, 0, 0, (*operands, *results)[0].dtype)
+        return Choices((strategy,), False, False, (), False, 0, 0, operand_type(program, first).dtype)
 
     def _derive(self, rule: Any, operation: Operation, operands: Sequence[Any], results: Sequence[Any]) -> Choices:
         ranks = [len(operand.shape) for operand in operands], [len(result.shape) for result in results]

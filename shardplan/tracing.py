@@ -16,6 +16,7 @@ from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.errors import EnclosingTraceError
 from shardplan.hoisting import hoist_conversions
 from shardplan.program import Constant, Operation, Program, Region, Value
+from shardplan.regions._jax import without_unused
 from shardplan.reusing import reuse_results
 from shardplan.shifting import shift_reads
 from shardplan.single_trips import body_of_single_trip, undone_by
@@ -125,7 +126,7 @@ class _Builder:
         def read(atom: Any) -> int | Constant:
             return Constant(atom.val, atom.aval) if isinstance(atom, _jax.Literal) else environment[atom]
 
-        equations = [single for equation in jaxpr.eqns for single in _jax.one_by_one(equation)]
+        equations = [single for equation in without_unused(jaxpr) for single in _jax.one_by_one(equation)]
         again = [position for position, equation in enumerate(equations) if any(_jax.barrier_mask(equation))]
         for position, equation in enumerate(map(_jax.unbatched, equations)):
             operands = [read(atom) for atom in equation.invars]
