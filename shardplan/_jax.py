@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax._src import config, dispatch, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
+from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import mlir, pxla
 from jax._src.lax import lax as lax_internal
 from jax._src.state.types import AbstractRef, RefEffect
@@ -341,7 +342,7 @@ def hide_from_tracebacks(*files: str) -> None:
 
 def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """``jax.jit(fn).trace(*args, **kwargs)`` outside of any explicit mesh: a ``jax.stages.Traced``."""
-    with automatic_mesh():
+    with automatic_mesh(), _without_cudnn():
         return jax.jit(fn).trace(*args, **kwargs)
 
 
@@ -392,6 +393,47 @@ def array_in(ref: Ref) -> Any:
 def put_in(ref: Ref, array: Any) -> None:
     """Has a reference hold this very array."""
     ref._refs._buf = array
+
+
+def has_cudnn() -> bool:
+    """Whether cuDNN is installed."""
+    try:
+        return bool(_CUDNN_VERSION())
+    except RuntimeError:
+        return False
+
+
+_CUDNN_VERSION = fused_attention_stablehlo.check_cudnn_version
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Traces attention of cuDNN where that is not installed, as for the newest one on the newest GPU: JAX asks for both
+    while it traces, though only what is compiled needs them."""
+    if has_cudnn():
+        yield
+        return
+    module = fused_attention_stablehlo
+    capable = module.check_compute_capability
+    module.check_cudnn_version, module.check_compute_capability = lambda: 10**6, lambda capability: True
+    try:
+        yield
+    finally:
+        module.check_cudnn_version, module.check_compute_capability = _CUDNN_VERSION, capable
+
+
+def asks_for_cudnn(equation: Equation) -> bool:
+    """Whether an equation is attention of cuDNN, or runs it."""
+    if equation.primitive.name.startswith("dot_product_attention_"):
+        return True
+    return any(asks_for_cudnn(inner) for body in jax_core.jaxprs_in_params(equation.params) for inner in body.eqns)
+
+
+def targets_of(equation: Equation) -> set[str]:
+    """The names of the functions that an equation calls by ``jax.ffi.ffi_call``, itself or in what it runs."""
+    bodies = jax_core.jaxprs_in_params(equation.params)
+    inside = (targets_of(inner) for body in bodies for inner in body.eqns)
+    return {str(equation.params.get("target_name"))}.union(*inside)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from shardplan.compiled import measure as measure
 from shardplan.compiled_overlap import CompiledTime, compiled_time
 from shardplan.errors import ArgumentError, no_plan
 from shardplan.hlo.collectives import KINDS
+from shardplan.libraries import saying_what_is_missing
 from shardplan.overlap import StepTime
 from shardplan.plan import Plan
 from shardplan.tables import html_table, megabytes, text_table
@@ -222,10 +223,9 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         target = ""
         if dict(mesh.shape) != axes:
             raise ArgumentError(f"the plan is for a mesh of axes `{axes}`, and this one has `{dict(mesh.shape)}`.")
-    with only_described():
-        lowered = plan.lower(mesh)
-    report = measure(lowered, axes)
     planned = plan if isinstance(plan, Plan) else None
+    with only_described(), saying_what_is_missing(planned.program if planned else None):
+        report = measure(plan.lower(mesh), axes)
     return Audit(
         target=target,
         predicted=_planned(plan.collectives, axes),

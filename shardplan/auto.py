@@ -20,6 +20,7 @@ from shardplan.collecting import uncollected
 from shardplan.errors import ArgumentError, CallError, EnclosingTraceError, PlanMismatchError, warn
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
+from shardplan.libraries import saying_what_is_missing
 from shardplan.mesh import GivenMesh, can_run, check_mesh, has_gpus, memory_for_arrays, without_manual_axes
 from shardplan.options import Options
 from shardplan.placement import place_captured, put, referred
@@ -216,14 +217,16 @@ class _Runner:
                 self._jitted = self._compile(call)
             place_captured(self._captured_refs, self.mesh or self.plan.mesh)
             if not self._shardings:
-                return self._jitted(*call.args, **call.kwargs)
+                with saying_what_is_missing(self.plan.program):
+                    return self._jitted(*call.args, **call.kwargs)
             leaves, structure = jax.tree.flatten((call.args, call.kwargs))
             call.check_alive(leaves)
             refs = self.plan.program.refs
             call.check_single(leaves, refs, self._captured_refs)
             with referred(leaves, self._shardings, refs) as there:
                 args, kwargs = jax.tree.unflatten(structure, there)
-                results = self._jitted(*args, **kwargs)
+                with saying_what_is_missing(self.plan.program):
+                    results = self._jitted(*args, **kwargs)
             return results if self._retyped is None else jax.tree.map(put, results, self._retyped)
 
     def _compile(self, call: Call) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from shardplan import _jax
 from shardplan.arguments import type_text
 from shardplan.errors import PlanMismatchError, no_plan
 from shardplan.layout import to_spec
+from shardplan.libraries import check_libraries
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.overlap import StepTime, step_time
@@ -229,6 +230,7 @@ class Plan:
         place_captured(program.captured_refs.values(), concrete)
 
         def planned(*args: Any, **kwargs: Any) -> Any:
+            check_libraries(program)
             leaves = jax.tree.leaves((args, kwargs))
             refs = {program.inputs[position]: leaves[position] for position in program.refs} | program.captured_refs
             with _jax.automatic_mesh():
