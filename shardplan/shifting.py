@@ -5,7 +5,8 @@ share, and reads 256 of them at a time. Each of these slices is the tensor itsel
 front and minus one behind, for which every device needs one row of its neighbour. So slices are pushed through pads,
 concatenations and cheap elementwise operations, and what is left of a concatenation of slices (``jnp.roll``, a pad that
 repeats the edge) is a choice, row by row, of shifted tensors. An update of all but the edges (``x.at[1:-1].set(...)``)
-is computed from shifted tensors, and chosen where it belongs. Nothing of another size is made.
+is computed from shifted tensors, and chosen where it belongs. Nothing of another size is made. Windows that begin
+inside a tensor read a shifted one, too (`shardplan.window_starts`).
 
 >>> from shardplan.tracing import trace_program
 >>> def difference(x):
@@ -28,6 +29,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.program import Constant, Operation, Program, Value
+from shardplan.window_starts import WINDOWED, window_shift
 
 Window = tuple[tuple[int, int], ...]
 """Per dimension, where a part of a tensor begins and ends."""
@@ -36,13 +38,14 @@ _CHEAP = frozenset(
     {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow"}
     | {"convert_element_type", "select_n", "copy", "copy_p"}
 )
+_SHIFTED = WINDOWED | {"slice", "pad", "concatenate"}
 _MOST_OPERATIONS = 64
 """How many operations one slice is pushed through, at most: what several slices read is computed for each of them."""
 
 
 def shift_reads(program: Program) -> Program:
     """The program with slices pushed to where they are shifted reads; what nobody reads any more is still in it."""
-    if not any(o.primitive.name in ("slice", "pad", "concatenate") for o in program.operations):
+    if not any(o.primitive.name in _SHIFTED for o in program.operations):
         return program
     shifting = _Shifting(program)
     for operation in program.operations:
@@ -80,8 +83,8 @@ class _Shifting:
 
     def take(self, operation: Operation) -> None:
         """Adds an operation, or what reads the same."""
-        operation = self._taken = replace(operation, operands=self.renamed(operation.operands))
-        self._pushed, found = 0, None
+        self._taken = replace(operation, operands=self.renamed(operation.operands))
+        self._pushed, found, operation = 0, None, self._begun_at_first_row(self._taken)
         window = _window(operation, self.values)
         if window is not None:
             found = self._push(operation.operands[0], window)
@@ -125,6 +128,17 @@ class _Shifting:
         result = known[jaxpr.outvars[0]]
         assert isinstance(result, int)
         return result
+
+    def _begun_at_first_row(self, operation: Operation) -> Operation:
+        """The operation, of shifted operands where its windows begin inside these."""
+        shift, operands = window_shift(operation, self.values), list(operation.operands)
+        if shift is None:
+            return operation
+        for position, filling in shift.fillings.items():
+            value = operands[position]
+            assert isinstance(value, int)  # a literal has no dimensions
+            operands[position] = self._moved(value, shift.config, filling)
+        return replace(operation, operands=tuple(operands), params=shift.params)
 
     # ---- pushing
 
