@@ -100,6 +100,8 @@ def _quotient_interval(quotient: Quotient, split: str, block: int, sizes: Mappin
     if quotient.kind == "/":
         if step % by:
             raise Refusal(f"blocks do not start at multiples of {by}")
+        if -(-low // by) > high // by:
+            raise Refusal(f"blocks contain no multiple of {by}")
         return Interval(step // by, -(-low // by), high // by)
     first, last = low + min(0, step * (n - 1)), high + max(0, step * (n - 1))
     if first // by == last // by:  # the same quotient everywhere

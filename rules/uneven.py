@@ -37,8 +37,10 @@ def uneven_split(expression: Expression, facts: Facts, name: str, n: int) -> Spl
         for operand in range(len(expression.operands))
     )
     results = tuple(_result_slot(expression, facts, number, name) for number in range(len(expression.results)))
-    partial = any(slot.reducer for slot in results)
-    if partial and not any(slot.dim is not None and slot.halo == (0, 0) for slot in operands):
+    halos = [slot.halo for slot in operands if slot.dim is not None]
+    if not halos:
+        raise Refusal("every block reads the same rows of all operands")
+    if any(slot.reducer for slot in results) and (0, 0) not in halos:
         raise Refusal("no operand is split along it, so that partial results would count elements twice")
     return Split(name, operands, results)
 
@@ -103,7 +105,8 @@ def _result_slot(expression: Expression, facts: Facts, number: int, name: str) -
 
 
 def reach(position: Affine, ranges: Mapping[str, Range]) -> Range:
-    """The least and the greatest value of a position, its indices within inclusive ranges.
+    """The least and the greatest value of a position, its indices within inclusive ranges; raises `Refusal` where it
+    has none.
 
     >>> from shardplan.rules.expression import index
     >>> reach((index("v") + 1 - index("w")).exactly(2), {"v": (25, 49), "w": (0, 1)})
@@ -117,6 +120,8 @@ def reach(position: Affine, ranges: Mapping[str, Range]) -> Range:
             first, last = reach(atom.of, ranges)
             if atom.kind == "/":
                 first, last = -(-first // atom.by), last // atom.by
+                if first > last:
+                    raise Refusal(f"a block contains no multiple of {atom.by}")
             elif atom.kind == "//":
                 first, last = first // atom.by, last // atom.by
             elif first // atom.by == last // atom.by:

@@ -161,33 +161,37 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
     return bool(summed) and (max(summed) > 1 or any(strategy.results[0]))
 
 
-def split_runs(operation: Operation, split: Any, even: bool) -> bool:
-    """Whether an operation can be split so at all: where only an island would do, blocks are equal and lie apart, a
-    window that is moved does not lie across two of them, and the first of dilated ones begins with an element."""
+def split_runs(operation: Operation, split: Any, size: int, n: int) -> bool:
+    """Whether an operation can be split into n blocks of an index at all: where only an island would do, blocks are
+    equal and lie apart, those of a convolution's channels hold whole groups, and a window that is moved does not lie
+    across two of them."""
+    even = size % n == 0
+    if _splits_groups(operation, split) and (_groups(operation) % n or _with_neighbours(None, split)):
+        return False
     if _by_groups(operation) or _pools_whole(operation):
         return even and not _with_neighbours(None, split)
-    low, dilation = _dilations(operation).get(split.operands[0].dim, (0, 1)) if split.operands else (0, 1)
-    if low < 0 and low % dilation:
+    if _cuts_another_dimension(operation, split, -(-size // n)):
         return False
     window = windows(operation).get(split.results[0].dim)
     return window is None or (even and window == 1)
 
 
-def _dilations(operation: Operation) -> dict[int, tuple[int, int]]:
-    """Of the dimensions that windows or padding move over, what is padded in front and how far the elements are then
-    apart. Where less than nothing is padded, so that the first block begins between two elements, XLA 0.10.2 fails a
-    check of its own when it splits the dimension, which ends the process."""
-    name, params = operation.primitive.name, operation.params
-    if name == "pad":
-        return {dim: (low, inner + 1) for dim, (low, _, inner) in enumerate(params["padding_config"])}
-    if name == "conv_general_dilated":
-        dims, dilations = params["dimension_numbers"].lhs_spec[2:], params["lhs_dilation"]
-    elif "base_dilation" in params:
-        dims, dilations = range(len(params["base_dilation"])), params["base_dilation"]
-    else:
-        return {}
-    padding = zip(dims, params["padding"], dilations, strict=True)
-    return {dim: (low, dilation) for dim, (low, _), dilation in padding}
+def _cuts_another_dimension(operation: Operation, split: Any, rows: int) -> bool:
+    """Whether XLA 0.10.2 takes the wrong rows of a convolution whose blocks of rows begin between two dilated elements.
+
+    It computes some rows more and cuts them off, along the dimension of the result that has the number of the data's:
+    wrong values, or a failed check, where this is another one.
+    """
+    if operation.primitive.name != "conv_general_dilated":
+        return False
+    params, numbers = operation.params, operation.params["dimension_numbers"]
+    space = zip(
+        numbers.lhs_spec[2:], numbers.out_spec[2:], params["window_strides"], params["lhs_dilation"], strict=True
+    )
+    return any(
+        given == split.results[0].dim and read != given and rows * stride % dilation
+        for read, given, stride, dilation in space
+    )
 
 
 def passes_sums(operation: Operation) -> bool:
@@ -196,16 +200,47 @@ def passes_sums(operation: Operation) -> bool:
 
 
 def _by_groups(operation: Operation) -> bool:
-    """Whether an operation is a convolution whose groups have several channels, of the data or of the result.
+    """Whether an operation is a convolution whose groups have several channels, of the data or of the result, or whose
+    channels XLA loses track of.
 
-    The latter are also the gradients of one convolution's weights for each example, which `jax.vmap` makes.
+    The second are also the gradients of one convolution's weights for each example, which `jax.vmap` makes.
     """
     if operation.primitive.name != "conv_general_dilated":
         return False
+    if _has_groups(operation) and _misplaces_channels(operation):
+        return True
     filters = operation.equation.invars[1].aval.shape  # type: ignore[attr-defined]
     groups = operation.params["feature_group_count"]
     made, read, *_ = operation.params["dimension_numbers"].rhs_spec
     return groups > 1 and (filters[read] > 1 or filters[made] > groups)
+
+
+def _splits_groups(operation: Operation, split: Any) -> bool:
+    """Whether a split divides the channels of a convolution in groups, or the batch that is divided into groups."""
+    if operation.primitive.name != "conv_general_dilated" or _groups(operation) == 1:
+        return False
+    batch, feature, *_ = operation.params["dimension_numbers"].lhs_spec
+    return split.operands[0].dim == (batch if operation.params["batch_group_count"] > 1 else feature)
+
+
+def _groups(operation: Operation) -> int:
+    """Into how many groups a convolution divides its channels, or its batch: XLA allows one of them."""
+    return operation.params["feature_group_count"] * operation.params["batch_group_count"]
+
+
+def _misplaces_channels(operation: Operation) -> bool:
+    """Whether XLA 0.10.2 takes the split channels of a convolution in groups for another dimension of its result.
+
+    It looks up which dimension of the result a dimension of the data becomes in the table of the inverse: wrong values,
+    unless both say the same of the channels (data in NHWC, and results in NCHW).
+    """
+    numbers = operation.params["dimension_numbers"]
+    batch, feature, *space = numbers.out_spec
+    if operation.params["batch_group_count"] > 1:
+        batch, feature = feature, batch
+    becomes = dict(zip(numbers.lhs_spec, (batch, feature, *space), strict=True))
+    channels = numbers.lhs_spec[0 if operation.params["batch_group_count"] > 1 else 1]
+    return becomes[becomes[channels]] != channels
 
 
 def _pools_whole(operation: Operation) -> bool:
@@ -283,8 +318,8 @@ def params_of_block(operation: Operation, strategy: Strategy, blocks: Callable[[
     return params
 
 
-def runs(operation: Operation, strategy: Strategy) -> bool:
-    """Whether an operation runs as a strategy says, by itself or in an island."""
+def runs(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> bool:
+    """Whether an operation runs as a strategy says on a mesh of these axes, by itself or in an island."""
     if operation.primitive.name == "select_and_scatter_add" and strategy.halos:
         windows, strides = operation.params["window_dimensions"], operation.params["window_strides"]
         if any(windows[halo.dim] > strides[halo.dim] for halo in strategy.halos):
@@ -295,8 +330,8 @@ def runs(operation: Operation, strategy: Strategy) -> bool:
         return False
     if strategy.padded and _pads_places(operation, strategy):
         return False
-    if strategy.padded and channels_apart(operation, strategy):
-        return False  # blocks in a `shard_map` are equal
+    if strategy.padded and axes_apart(operation, strategy, axes):
+        return False  # XLA 0.10.2 adds up blocks that are padded over all devices inside of a `shard_map` as well
     if reads_place(operation, strategy) and not gives_whole_windows(operation, strategy):
         return False
     return not needs_island(operation, strategy) or may_be_island(operation, strategy)
@@ -358,4 +393,4 @@ def _in_groups(operation: Operation) -> bool:
 
 
 def _has_groups(operation: Operation) -> bool:
-    return operation.params["feature_group_count"] > 1 or operation.params["batch_group_count"] > 1
+    return _groups(operation) > 1

@@ -134,23 +134,25 @@ def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...])
 class _Sized:
     """A split, and the size of the index that it splits.
 
-    places: of operands and results, counted on, each tensor that it splits and the dimension. reducers: of results it
-    leaves partial, each with how. halos: of operands, the dimension and the rows of each exchange.
+    uneven: whether some blocks, of the index or of a dimension, are padded. places: of operands and results, counted
+    on, each tensor that it splits and the dimension. reducers: of results it leaves partial, each with how. halos: of
+    operands, the dimension and the rows of each exchange.
     """
 
     split: Any
     size: int
+    uneven: bool
     places: tuple[tuple[int, int], ...]
     reducers: tuple[tuple[int, str], ...]
     halos: tuple[tuple[int, int, int], ...]
 
     @staticmethod
-    def of(split: Any, size: int) -> _Sized:
+    def of(split: Any, size: int, uneven: bool) -> _Sized:
         slots = (*split.operands, *split.results)
         places = tuple((tensor, slot.dim) for tensor, slot in enumerate(slots) if slot.dim is not None)
         reducers = tuple((i, slot.reducer) for i, slot in enumerate(split.results) if slot.reducer is not None)
         halos = tuple((i, slot.dim, rows) for i, slot in enumerate(split.operands) for rows in slot.halo if rows)
-        return _Sized(split, size, places, reducers, halos)
+        return _Sized(split, size, uneven, places, reducers, halos)
 
 
 class StrategyMaker:
@@ -192,23 +194,24 @@ class StrategyMaker:
             n: [
                 s
                 for s in self._splits(rule, shapes, n)
-                if _reducible(s, results) and split_runs(operation, s.split, s.size % n == 0)
+                if _reducible(s, results) and split_runs(operation, s.split, s.size, n)
             ]
             for n in self.space.mesh.degrees
         }
         tensors = (*operands, *results)  # none, where all that is printed is text
         work = rule.flops, sum(bytes_of(t) for t in tensors), tensors[0].dtype if tensors else np.dtype(np.float32)
         every = [sized.split for found in splits.values() for sized in found]
+        axes = self.space.mesh.splitting
         if len(results) == 1 and _determined_by_result(splits):
             domain = self.space.domain(results[0].shape)
             sizes = results[0].shape
             along = {(n, s.split.results[0].dim): s for n, found in splits.items() for s in reversed(found)}
             followed = (self._following(layout, sizes, along, ranks) for layout in domain.layouts)
-            strategies = [s if runs(operation, s) else self._whole(ranks) for s in followed]
+            strategies = [s if runs(operation, s, axes) else self._whole(ranks) for s in followed]
             linear = rule.linear if passes_sums(operation) else ()
             return Choices(tuple(strategies), True, _pointwise(rule, operands, results[0]), linear, False, *work)
         indices = list(dict.fromkeys(split.index for split in every))
-        strategies = [s for s in self._free(indices, splits, ranks) if runs(operation, s)]
+        strategies = [s for s in self._free(indices, splits, ranks) if runs(operation, s, axes)]
         linear = rule.linear if operation.primitive.name in PASSING else ()
         return Choices(tuple(strategies), False, False, linear, operation.primitive.name in ISLANDS, *work)
 
@@ -219,11 +222,15 @@ class StrategyMaker:
             found += [s for s in usable_padded_splits(rule) if self.space.pads(rule.size(s.index), n)]
             split = {s.index for s in found}
             windows = [s for s in usable_uneven_splits(rule, n) if s.index not in split]
-            found += [s for s in windows if all(self._lies_in(size, n) for size in split_sizes(s, shapes))]
-        return [_Sized.of(split, rule.size(split.index)) for split in found]
+            found += [s for s in windows if self._divide_unevenly(split_sizes(s, shapes), n)]
+        sizes = [(rule.size(split.index), split_sizes(split, shapes)) for split in found]
+        uneven = [any(size % n for size in (own, *divided)) for own, divided in sizes]
+        return [_Sized.of(split, own, padded) for split, (own, _), padded in zip(found, sizes, uneven, strict=True)]
 
-    def _lies_in(self, size: int, n: int) -> bool:
-        return size % n == 0 or self.space.pads(size, n)
+    def _divide_unevenly(self, sizes: Sequence[int], n: int) -> bool:
+        """Whether n blocks divide all sizes, some of them with padding: equal blocks are a matter of equal splits."""
+        uneven = [size for size in sizes if size % n]
+        return bool(uneven) and all(self.space.pads(size, n) for size in uneven)
 
     def _following(
         self, layout: Layout, sizes: Sequence[int], along: Mapping[tuple[int, int | None], _Sized], ranks: Any
@@ -283,7 +290,6 @@ class StrategyMaker:
         halos = [Halo(position, dim, axes, rows) for one, axes in sized for position, dim, rows in one.halos]
         made = [tuple(layout) for layout in layouts]
         of_axes = [(one.size, self.space.mesh.degree(axes)) for one, axes in sized]
-        padded = any(size % n for size, n in of_axes)
         return Strategy(
             tuple(made[: len(ranks[0])]),
             tuple(made[len(ranks[0]) :]),
@@ -291,7 +297,7 @@ class StrategyMaker:
             tuple(reducers),
             prod(size / -(-size // n) if size % n else n for size, n in of_axes),
             tuple(halos),
-            padded=padded,
+            padded=any(one.uneven for one, _ in sized),
         )
 
 
