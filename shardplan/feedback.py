@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
-import jaxlib
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -155,7 +155,7 @@ class _Rounds:
 
     def judged(self, plan: Plan) -> Plan:
         """The plan with its compiled peak, by which compiler, and what was compiled before it."""
-        said = {"target": self._judge.target, "jaxlib": jaxlib.__version__, "rounds": self.rows}
+        said = {"target": self._judge.target, "jaxlib": version("jaxlib"), "rounds": self.rows}
         statistics = {**plan.statistics, "verified": said}
         assert self._report is not None
         executable = self._report.executable if self._judge.runs else None
