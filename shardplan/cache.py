@@ -8,7 +8,7 @@ or not at all, and carry a checksum. Nothing of the cache can fail a planning: w
 >>> import tempfile
 >>> cache = Cache(Path(tempfile.mkdtemp()))
 >>> cache.write("0123abcd", {"choices": "1 2"})
->>> cache.read("0123abcd"), cache.read("4567abcd")
+>>> cache.read("0123abcd", dict), cache.read("4567abcd", dict)
 ({'choices': '1 2'}, None)
 """
 
@@ -19,16 +19,17 @@ import json
 import os
 import re
 import types
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+from shardplan.entries import MalformedError
 from shardplan.errors import warn
 from shardplan.hardware import load
 from shardplan.layout import MeshAxes
@@ -36,6 +37,9 @@ from shardplan.options import Options
 from shardplan.plan_file import checksum, library_version, options_entries
 from shardplan.program import Program
 from shardplan.rules.registry import everything_described
+from shardplan.writing import replacing
+
+Entry = TypeVar("Entry")
 
 VARIABLE = "SHARDPLAN_CACHE_DIR"
 """The environment variable that names the folder; empty, nothing is kept."""
@@ -51,36 +55,34 @@ class Cache:
 
     folder: Path
 
-    def read(self, key: str) -> dict[str, Any] | None:
-        """The entry of a key; None where there is none, or where it is torn or of another form, which is said once."""
-        path = self._path(key)
+    def read(self, key: str, understood: Callable[[dict[str, Any]], Entry]) -> Entry | None:
+        """The entry of a key, as it is understood (which may raise MalformedError); None where there is none, or where
+        it is torn or of another form, which is said once."""
+        path, content = self._path(key), None
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             if document["key"] == key and document["checksum"] == checksum(document["content"]):
-                return dict(document["content"])
+                content = dict(document["content"])
         except FileNotFoundError:
             return None
         except OSError as error:
             self._complain(f"cannot be read ({error.strerror})")
             return None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             pass
+        if content is not None:
+            with suppress(MalformedError, RecursionError):
+                return understood(content)
         self._complain(f"holds `{path.name}`, which is torn or was changed: it is planned anew")
         return None
 
     def write(self, key: str, content: Mapping[str, Any]) -> None:
         """Keeps an entry; a folder that cannot be written is said once."""
         document = {"key": key, "checksum": checksum(content), "content": content}
-        path = self._path(key)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with open(temporary, "w", encoding="utf-8") as file:
-                    json.dump(document, file)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self._path(key), others="*.json") as file:
+                json.dump(document, file)
             self._drop_oldest()
         except OSError as error:
             self._complain(f"cannot be written ({error.strerror}): plans are not kept")

@@ -51,10 +51,9 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
     cache = default_cache()
     target = target_of(meshes[0], options) if options.verify else ""
     key = key_of(program, [mesh_axes(one) for one in meshes], options, target) if cache else ""
-    kept = cache.read(key) if cache else None
+    kept = cache.read(key, partial(restored, program, meshes, options)) if cache else None
     if kept:
-        chosen = next(one for one in meshes if _sizes(one) == kept["mesh"])
-        plan, (on_operations, on_layouts) = restored(program, chosen, options, kept), kept["remarks"]
+        plan, (on_operations, on_layouts) = kept
         spent = {"build": time.perf_counter() - started, "search": 0.0}
         plan = replace(plan, statistics={**plan.statistics, "cached": True, "seconds": spent})
     else:

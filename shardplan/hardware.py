@@ -153,11 +153,15 @@ def load(profile: str | os.PathLike[str] | HardwareProfile) -> HardwareProfile:
     try:
         text = path.read_text(encoding="utf-8")
         entries = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        return _from_entries(path.stem, str(path), entries)
+    except ArgumentError:
+        raise
     except OSError as error:
         raise ArgumentError(f"cannot read the hardware profile `{path}`: {error.strerror}.") from error
-    except ValueError as error:
+    except ValueError as error:  # also of a number whose digits Python does not write
         raise ArgumentError(f"the hardware profile `{path}` is no valid {path.suffix[1:].upper()}: {error}.") from error
-    return _from_entries(path.stem, str(path), entries)
+    except RecursionError:
+        raise ArgumentError(f"the hardware profile `{path}` cannot be used: it is nested too deep.") from None
 
 
 @lru_cache(maxsize=16)

@@ -7,22 +7,42 @@ kept choices when it is first asked for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.cache import VARIABLE
+from shardplan.entries import MalformedError, check, read
 from shardplan.errors import PlanMismatchError
+from shardplan.mesh import mesh_axes
 from shardplan.options import Options
-from shardplan.plan import Plan, PlannedCollective, Recipe, ScheduleToBe
-from shardplan.plan_file import argument_entry, argument_of, plain
+from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
+from shardplan.plan_file import Statistics, argument_entry, check_collectives, check_layouts, choices_of, plain
 from shardplan.planning import donated_positions, schedule_of
 from shardplan.program import Program
 from shardplan.schedule import Schedule
+
+
+class KeptEntries(TypedDict):
+    """A kept plan, as its file has it."""
+
+    mesh: Mapping[str, int]
+    choices: str
+    network: str
+    running: bool
+    objective: float
+    lower_bound: float | None
+    peak_bytes: float
+    host_bytes: float
+    arguments: tuple[PlannedArgument, ...]
+    collectives: tuple[tuple[PlannedCollective, int | None], ...]
+    statistics: Statistics
+    remarks: tuple[bool, bool]
 
 
 def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
@@ -45,23 +65,43 @@ def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
     }
 
 
-def restored(program: Program, mesh: Mesh | AbstractMesh, options: Options, entry: Mapping[str, Any]) -> Plan:
-    """The plan of an entry over the same program, traced anew."""
-    recipe = Recipe(options, tuple(map(int, entry["choices"].split())), entry["network"], entry["running"])
+def restored(
+    program: Program, meshes: Sequence[Mesh | AbstractMesh], options: Options, content: Mapping[str, Any]
+) -> tuple[Plan, tuple[bool, bool]]:
+    """The plan of an entry over the same program, traced anew, on one of these meshes; and its remarks.
+
+    Raises MalformedError where the entry is not one that `kept_entry` has written for this program.
+    """
+    entry: KeptEntries = read(KeptEntries, content, "entry")
+    mesh = next((one for one in meshes if _sizes(one) == entry["mesh"]), None)
+    if mesh is None:
+        raise MalformedError(f"`entry.mesh` is `{entry['mesh']}`: no mesh that is planned for")
+    inputs = [program.values[index] for index in program.inputs]
+    planned = [(argument.path, argument.shape, argument.dtype) for argument in entry["arguments"]]
+    same = planned == [(value.name or "", value.shape, str(value.dtype)) for value in inputs]
+    check(same, "entry.arguments", content["arguments"], "the arguments of the program")
+    figures = entry["objective"], entry["lower_bound"] or 0.0, entry["peak_bytes"], entry["host_bytes"]
+    check(all(map(math.isfinite, figures)), "entry", figures, "finite numbers")
+    check_layouts(entry["arguments"], entry["mesh"])
+    check_collectives([sent for sent, _ in entry["collectives"]], entry["mesh"])
+    known = {None, *range(len(program.operations))}
+    check({at for _, at in entry["collectives"]} <= known, "entry.collectives", len(known), "operations of the program")
+    recipe = Recipe(options, choices_of(entry["choices"]), entry["network"], entry["running"])
     bound = entry["lower_bound"]
-    return Plan(
+    plan = Plan(
         mesh=mesh,
         objective=entry["objective"],
         lower_bound=-np.inf if bound is None else bound,
         peak_bytes=entry["peak_bytes"],
-        collectives=tuple(_collective(program, sent, at) for sent, at in entry["collectives"]),
-        statistics=entry["statistics"],
-        arguments=tuple(argument_of(argument) for argument in entry["arguments"]),
+        collectives=tuple(_with_source(program, sent, at) for sent, at in entry["collectives"]),
+        statistics=content["statistics"],
+        arguments=entry["arguments"],
         recipe=recipe,
         built=ScheduleToBe(program, partial(_schedule, program, mesh, recipe)),
         donated=donated_positions(options),
         host_bytes=entry["host_bytes"],
     )
+    return plan, entry["remarks"]
 
 
 def _schedule(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
@@ -71,6 +111,10 @@ def _schedule(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Sc
         raise PlanMismatchError(f"a plan in the cache does not fit: empty its folder ({VARIABLE}). {error}") from None
 
 
-def _collective(program: Program, sent: Mapping[str, Any], operation: int | None) -> PlannedCollective:
-    source = "" if operation is None else program.operations[operation].source
-    return PlannedCollective(**{**sent, "axes": tuple(sent["axes"]), "source": source})
+def _sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    axes = mesh_axes(mesh)
+    return dict(zip(axes.names, axes.sizes, strict=True))
+
+
+def _with_source(program: Program, sent: PlannedCollective, operation: int | None) -> PlannedCollective:
+    return replace(sent, source="" if operation is None else program.operations[operation].source)

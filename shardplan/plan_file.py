@@ -9,26 +9,123 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from operator import mod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+from shardplan.entries import MalformedError, check, read
 from shardplan.errors import ArgumentError, PlanMismatchError
-from shardplan.hardware import HardwareProfile, Link, load, profiles
+from shardplan.hardware import HardwareProfile, load, profiles
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
+from shardplan.plan_report import axes_of
+from shardplan.writing import replacing
 
 if TYPE_CHECKING:
     from os import PathLike
+
+_MOST_DEVICES = 2**31
+
+Positions = int | tuple[int, ...] | None
+"""What files have of positions of arguments."""
+
+
+class OptionEntries(TypedDict):
+    """Options as files have them."""
+
+    memory_limit: float | None
+    objective: str
+    hardware: HardwareProfile | str | None
+    pins: Mapping[str, PartitionSpec]
+    donate_argnums: Positions
+    static_argnums: Positions
+    reduce_dtype: str | None
+    time_limit: float
+    refine: int
+    islands: bool
+    verify: bool | None
+
+
+class Figures(TypedDict):
+    objective: float
+    lower_bound: float | None
+    communication_bytes: float
+    peak_bytes: float
+    host_bytes: float
+
+
+class PinsPrice(TypedDict):
+    objective: float
+    communication_bytes: float
+
+
+class MeshRow(TypedDict):
+    mesh: Mapping[str, int]
+    objective: float | None
+    lower_bound: float
+    sent: NotRequired[float]
+
+
+class RefinedRow(TypedDict):
+    way: str
+    kept: bool
+    result: str
+    predicted_bytes: NotRequired[float]
+    compiled_bytes: NotRequired[float]
+    compiled_peak_bytes: NotRequired[float]
+    compiled_seconds: NotRequired[float]
+
+
+class VerifiedRow(TypedDict):
+    predicted_peak_bytes: float
+    compiled_peak_bytes: float
+    communication_bytes: float
+    compile_seconds: float
+
+
+class Verified(TypedDict):
+    target: str
+    jaxlib: str
+    rounds: tuple[VerifiedRow, ...]
+
+
+class Statistics(TypedDict):
+    """What plans print of their statistics; there is more."""
+
+    seconds: Mapping[str, float]
+    pins: NotRequired[PinsPrice]
+    meshes: NotRequired[tuple[MeshRow, ...]]
+    refined: NotRequired[tuple[RefinedRow, ...]]
+    verified: NotRequired[Verified]
+
+
+class PlanEntries(TypedDict):
+    """A file, without what names its format."""
+
+    fingerprint: str
+    mesh: tuple[tuple[str, int], ...]
+    figures: Figures
+    options: OptionEntries
+    donated: tuple[int | str, ...]
+    arguments: tuple[PlannedArgument, ...]
+    collectives: tuple[PlannedCollective, ...]
+    statistics: Statistics
+    network: str
+    running: bool
+    choices: str
+
 
 _FORMAT = "shardplan plan"
 _FORMAT_VERSION = 3
@@ -41,51 +138,84 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
     """
     content = _content(plan)
     document = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with replacing(Path(path)) as file:
             json.dump(document, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError as error:
-        raise ArgumentError(f"cannot write the plan to `{path}`: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:  # the latter for what is no path
+        raise ArgumentError(f"cannot write the plan to `{path}`: {getattr(error, 'strerror', None) or error}") from None
 
 
 def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:
     """Reads a plan; raises PlanMismatchError where the file cannot be trusted or is for another mesh."""
-    document = _read(path)
-    axes = {name: size for name, size in document["mesh"]}
+    try:
+        return _plan_of(_read(path), mesh, path)
+    except (MalformedError, ArgumentError) as error:
+        raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. Plan anew") from None
+    except RecursionError:
+        raise PlanMismatchError(f"`{path}` is no plan of shardplan: its entries are nested too deep") from None
+
+
+def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path: str | PathLike[str]) -> Plan:
+    entries: PlanEntries = read(PlanEntries, document, "plan")
+    axes, figures = dict(entries["mesh"]), entries["figures"]
+    check(len(axes) == len(entries["mesh"]) > 0, "plan.mesh", document["mesh"], "a list of axes of different names")
+    check(all(0 < n < _MOST_DEVICES for n in axes.values()), "plan.mesh", axes, "a number of devices for each axis")
     if mesh is None:
         mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     given = mesh_axes(mesh)
     if (given.names, given.sizes) != (tuple(axes), tuple(axes.values())):
         found = dict(zip(given.names, given.sizes, strict=True))
         raise PlanMismatchError(f"the plan in `{path}` is for the mesh {axes}, got {found}: plan anew for it")
-    figures = document["figures"]
+    known = figures["objective"], figures["lower_bound"] or 0.0, figures["peak_bytes"], figures["host_bytes"]
+    check(all(map(math.isfinite, known)), "plan.figures", known, "finite numbers")
+    check_layouts(entries["arguments"], axes)
+    check_collectives(entries["collectives"], axes)
     return Plan(
         mesh=with_auto_axes(mesh),
         objective=figures["objective"],
         lower_bound=-np.inf if figures["lower_bound"] is None else figures["lower_bound"],
         peak_bytes=figures["peak_bytes"],
-        collectives=tuple(PlannedCollective(**{**c, "axes": tuple(c["axes"])}) for c in document["collectives"]),
+        collectives=entries["collectives"],
         statistics=document["statistics"],
-        arguments=tuple(argument_of(entry) for entry in document["arguments"]),
+        arguments=entries["arguments"],
         recipe=Recipe(
-            options=_options(document["options"]),
-            choices=tuple(map(int, document["choices"].split())),
-            network=document["network"],
-            running=document["running"],
-            fingerprint=document["fingerprint"],
+            options=_options(entries["options"]),
+            choices=choices_of(entries["choices"]),
+            network=entries["network"],
+            running=entries["running"],
+            fingerprint=entries["fingerprint"],
         ),
         built=None,
-        donated=tuple(document["donated"]),
+        donated=entries["donated"],
         host_bytes=figures["host_bytes"],
     )
+
+
+def choices_of(entry: str) -> tuple[int, ...]:
+    """The choices that a text lists."""
+    check(re.fullmatch(r"(\d{1,18}( \d{1,18})*)?", entry) is not None, "choices", entry, "numbers with a space between")
+    return tuple(map(int, entry.split()))
+
+
+def check_layouts(arguments: Iterable[PlannedArgument], axes: Mapping[str, int]) -> None:
+    """Raises MalformedError where an argument has a layout that no tensor of its shape can have."""
+    for n, argument in enumerate(arguments):
+        where, split = f"arguments[{n}]", [axes_of(entry) for entry in argument.spec]
+        named = [axis for some in split for axis in some]
+        sound = len(split) <= len(argument.shape) and len({*named}) == len(named) and {*named} <= axes.keys()
+        check(sound, f"{where}.spec", str(argument.spec), "for each dimension, axes of the mesh")
+        degrees = [prod(axes[axis] for axis in some) for some in split]
+        even = all(size >= 0 for size in argument.shape) and not any(map(mod, argument.shape, degrees))
+        check(even and argument.total_bytes >= 0, f"{where}.shape", argument.shape, "sizes that its axes divide")
+
+
+def check_collectives(collectives: Iterable[PlannedCollective], axes: Mapping[str, int]) -> None:
+    """Raises MalformedError where a collective has other axes than the mesh, or sends what cannot be sent."""
+    for n, sent in enumerate(collectives):
+        check({*sent.axes} <= axes.keys(), f"collectives[{n}].axes", sent.axes, "axes of the mesh")
+        check(0 <= sent.bytes < np.inf and sent.times >= 0, f"collectives[{n}]", str(sent), "bytes and times above 0")
 
 
 def library_version() -> str:
@@ -151,17 +281,8 @@ def argument_entry(argument: PlannedArgument) -> dict[str, Any]:
     return {f.name: getattr(argument, f.name) for f in fields(argument)} | {"spec": _spec_entries(argument.spec)}
 
 
-def argument_of(entry: Mapping[str, Any]) -> PlannedArgument:
-    """The argument that `argument_entry` wrote."""
-    return PlannedArgument(**{**entry, "shape": tuple(entry["shape"]), "spec": _spec(entry["spec"])})
-
-
 def _spec_entries(spec: PartitionSpec) -> list[Any]:
     return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
-
-
-def _spec(entries: list[Any]) -> PartitionSpec:
-    return PartitionSpec(*[tuple(entry) if isinstance(entry, list) else entry for entry in entries])
 
 
 def options_entries(options: Options) -> dict[str, Any]:
@@ -174,20 +295,23 @@ def options_entries(options: Options) -> dict[str, Any]:
     return {name: plain(entry) for name, entry in entries.items()}
 
 
-def _options(entries: dict[str, Any]) -> Options:
-    hardware, pins = entries["hardware"], entries["pins"]
-    if isinstance(hardware, dict):
-        links = {key: Link(**hardware[key]) for key in ("intra_host", "inter_host")}
-        axes = {axis: Link(**link) for axis, link in hardware["axes"].items()}
-        hardware = HardwareProfile(**{**hardware, **links, "axes": axes, "sources": tuple(hardware["sources"])})
-    reduce_dtype = None if entries["reduce_dtype"] is None else np.dtype(entries["reduce_dtype"])
-    specs = {path: _spec(spec) for path, spec in pins.items()} or None
-    positions = {key: _positions(entries[key]) for key in ("donate_argnums", "static_argnums")}
-    return Options(**{**entries, **positions, "hardware": hardware, "pins": specs, "reduce_dtype": reduce_dtype})
-
-
-def _positions(entry: Any) -> Any:
-    return tuple(entry) if isinstance(entry, list) else entry
+def _options(entries: OptionEntries) -> Options:
+    """Options that have been read; raises ArgumentError for those that no program could be planned with."""
+    hardware, named = entries["hardware"], entries["reduce_dtype"]
+    if isinstance(hardware, HardwareProfile):
+        rates = (*hardware.flops.values(), hardware.memory_bytes, hardware.memory_bytes_per_second)
+        links = (hardware.intra_host, hardware.inter_host, *hardware.axes.values())
+        rates = (*rates, hardware.devices_per_host, *(link.bytes_per_second for link in links))
+        sound = hardware.flops and min(rates) > 0 <= min(link.latency_seconds for link in links)
+        check(bool(sound), "plan.options.hardware", hardware.name, "rates above 0")
+    try:
+        dtype = None if named is None else np.dtype(named)
+    except TypeError:
+        raise MalformedError(f"`plan.options.reduce_dtype` is `{named}`: an element type was expected") from None
+    given: dict[str, Any] = {**entries, "pins": entries["pins"] or None, "reduce_dtype": dtype}
+    options = Options(**given)
+    options.check()
+    return options
 
 
 def plain(entry: Any) -> Any:

@@ -155,7 +155,11 @@ def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> 
         raise PlanMismatchError(
             "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"
         )
-    return Schedule(problem, problem.decode(np.array(recipe.choices)), recipe.running)
+    sizes, choices = problem.variables.sizes, np.array(recipe.choices)
+    among = len(choices) == len(sizes) and bool((choices < sizes).all())
+    if not (among and np.isfinite(problem.network.cost(choices))):
+        raise PlanMismatchError("the plan's choices do not go together: they were changed since; plan anew")
+    return Schedule(problem, problem.decode(choices), recipe.running)
 
 
 def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:

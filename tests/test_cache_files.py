@@ -243,7 +243,7 @@ def test_many_writers_and_readers(folder: Path) -> None:
         kept = Cache(folder)
         for _ in range(10):
             kept.write("key", contents[number])
-            if kept.read("key") not in contents:
+            if kept.read("key", dict) not in contents:
                 return False
         return True
 
