@@ -64,7 +64,8 @@ def auto(
             split at the first call keep that layout too: it is part of their types.
         donate_argnums: positions of arguments whose memory the results may take, as in ``jax.jit``.
         static_argnums: positions of arguments that are compiled into the program, as in ``jax.jit``.
-        reduce_dtype: a narrower float type in which gradients may be summed over devices.
+        reduce_dtype: a narrower float type in which gradients may be summed over devices, ``"bfloat16"`` above all:
+            ``"float16"`` ends at 65504, which is said, and 8-bit types are refused.
         time_limit: seconds that the search may take, within a second; the best plan by then is taken, with its true
             bound. Counting the memory of what is searched is part of it, tracing and stating the problem are not, nor
             is compiling. Each plan of ``refine``, and each mesh of a number of devices, has the limit to itself.

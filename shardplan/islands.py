@@ -8,6 +8,7 @@ name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from shardplan import _jax
 from shardplan.layout import Layout, MeshAxes, to_spec
+from shardplan.program import Operation
 from shardplan.steps import Step
 
 
@@ -24,13 +26,25 @@ def run_on_blocks(
     layouts: Sequence[Layout | None],
     own: Layout,
     island: Island,
+    dtype: Any,
 ) -> Any:
-    """The result of an operation whose blocks give partial results, after the reductions of the island."""
+    """The result of an operation whose blocks give partial results, of a type that may be wider than its own
+    ``dtype``, after the reductions of the island."""
 
     def blocks(*local: Any) -> Any:
-        return island.reduce(operation(*local), own)
+        return island.reduce(operation(*local), own).astype(dtype)
 
     return island.map(blocks, tuple(layout or () for layout in layouts), own)(*operands)
+
+
+def made_in(dtype: Any, operation: Operation, params: dict[str, Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation on blocks whose parts of a sum are made in a type that is wider than its own, in which they travel,
+    and not rounded before: a product, a convolution, a sum. ``run`` takes the parameters and the blocks."""
+    if "preferred_element_type" in params:
+        return partial(run, {**params, "preferred_element_type": dtype})
+    if operation.primitive.name == "reduce_sum":
+        return lambda read: run(params, read.astype(dtype))
+    return partial(run, params)
 
 
 class Island:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from jax.numpy import finfo
 from jax.sharding import PartitionSpec
 from numpy import dtype
 
 from shardplan._jax import is_float
-from shardplan.errors import ArgumentError
+from shardplan.errors import ArgumentError, warn
 from shardplan.hardware import HardwareProfile, load
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -50,8 +51,8 @@ class Options:
             raise ArgumentError(f"a time limit is a number of seconds above 0, got `{self.time_limit!r}`")
         if self.memory_limit is not None and not _is_positive(self.memory_limit):
             raise ArgumentError(f"a memory limit is a number of bytes above 0, got `{self.memory_limit!r}`")
-        if self.reduce_dtype is not None and not _is_float_type(self.reduce_dtype):
-            raise ArgumentError(f"reduce_dtype is a floating-point type, got `{self.reduce_dtype}`")
+        if self.reduce_dtype is not None:
+            _check_reduce_dtype(self.reduce_dtype)
         if isinstance(self.refine, bool) or not isinstance(self.refine, int) or not 1 <= self.refine <= MOST_REFINED:
             raise ArgumentError(f"refine is a number of plans from 1 to {MOST_REFINED}, got `{self.refine}`")
         if self.verify is not None and not isinstance(self.verify, bool):
@@ -98,6 +99,23 @@ def as_positions(argnums: int | Iterable[int] | None) -> tuple[int, ...]:
 
 def _is_positive(number: Any) -> bool:
     return isinstance(number, Real) and not isinstance(number, bool) and float(number) > 0
+
+
+def _check_reduce_dtype(given: Any) -> None:
+    """Refuses what no sum should travel in, and says so where the range of sums is smaller than that of float32."""
+    if not _is_float_type(given):
+        raise ArgumentError(f"reduce_dtype is a floating-point type, got `{given}`")
+    kind = finfo(dtype(given))
+    if kind.bits < 16:
+        raise ArgumentError(
+            f"reduce_dtype is `{kind.dtype}`: {kind.bits} bits have neither the range nor the digits for sums over "
+            "devices. Choose bfloat16 or float32."
+        )
+    if kind.nexp < finfo("float32").nexp:
+        warn(
+            f"reduce_dtype is `{kind.dtype}`, which ends at {float(kind.max):g}: gradients and activations that are "
+            "larger, summed over devices, become inf. bfloat16 is as small, and has the range of float32."
+        )
 
 
 def _is_float_type(given: Any) -> bool:

@@ -21,9 +21,10 @@ from shardplan.beginnings import in_parts
 from shardplan.carries import fill_late
 from shardplan.control import Link, Links, scope_of_trips
 from shardplan.groups import on_blocks, splits_rows_or_groups
-from shardplan.islands import Island, run_on_blocks
+from shardplan.islands import Island, made_in, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import adding_block, filled, fills, starting_inside, unfilled_params
+from shardplan.maxima import bind_integers, from_integers
 from shardplan.paddings import padded_apart
 from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
@@ -189,6 +190,7 @@ class Replay:
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation, strategy)
         filling = travelling is None and fills(operation) and self._scatters(operation)
+        extreme = self._schedule.problem.compared_as_integers(operation, strategy)
         done = [0] * len(operation.results)
         if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
@@ -200,6 +202,8 @@ class Replay:
             results = self._update_place(operation, strategy, operands)
         elif apart := axes_apart(operation, strategy, self._schedule.space.mesh.splitting):
             results = self._run_over_axes(operation, strategy, operands, apart)
+        elif extreme:
+            results = bind_integers(operation, operands, extreme)
         elif filling:
             results = _jax.bind_again(operation.equation, operation.primitive, unfilled_params(operation), operands)
         else:
@@ -211,6 +215,8 @@ class Replay:
             for step in ends_of(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._in_own_memory(index, self._constrain(_jax.moved(held, None), step.layout))
+                if extreme and step.kind in REDUCTIONS:
+                    held = self._constrain(from_integers(held, self._program.values[index].dtype), step.layout)
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
@@ -248,8 +254,9 @@ class Replay:
         """Runs an operation block by block, with explicit reductions; gives its results and how many steps it did."""
         steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
         island = Island(self._mesh, self._schedule.space.mesh, tuple(sorted(strategy.pending[0])), steps, travelling)
-        own = strategy.results[0]
-        result = run_on_blocks(self._on_blocks(operation, strategy), operands, strategy.operands, own, island)
+        own, dtype = strategy.results[0], self._program.values[operation.results[0]].dtype
+        blocks = self._on_blocks(operation, strategy, travelling)
+        result = run_on_blocks(blocks, operands, strategy.operands, own, island, dtype)
         return (result,), [len(steps)]
 
     def _run_apart(self, operation: Operation, strategy: Strategy, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -301,13 +308,16 @@ class Replay:
         mapped = jax.shard_map(blocks, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return mapped(*operands)
 
-    def _on_blocks(self, operation: Operation, strategy: Strategy) -> Callable[..., Any]:
+    def _on_blocks(self, operation: Operation, strategy: Strategy, travelling: Any) -> Callable[..., Any]:
         """The operation on the blocks of one device, inside of an island."""
 
-        def run(*local: Any) -> Any:
+        def bind(params: dict[str, Any], *local: Any) -> Any:
             return _jax.bind_again(operation.equation, operation.primitive, params, local)[0]
 
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
+        run = partial(bind, params)
+        if _jax.item_bytes(travelling) > _jax.item_bytes(self._program.values[operation.results[0]].dtype):
+            run = made_in(travelling, operation, params, bind)
         if splits_rows_or_groups(operation, strategy):
             return on_blocks(operation, strategy, self._schedule.space.mesh, run)
         if operation.primitive.name == "gather" or reads_place(operation, strategy):

@@ -13,7 +13,6 @@ from shardplan.plan import Plan
 from shardplan.planning import plan_problem, plan_program
 from shardplan.program import Program
 from shardplan.schedule import REDUCTIONS, Schedule, Sent
-from shardplan.strategy import reduction_dtype
 
 COMPARED = ("bfloat16", "float32")
 """The element types in which the reductions of a plan are counted, beside its own."""
@@ -31,14 +30,12 @@ def reduction_bytes(schedule: Schedule) -> dict[str, float]:
 
 def _bytes_in(schedule: Schedule, sent: Sent, name: str) -> float:
     """Bytes of one reduction per step where ``reduce_dtype`` is the named type."""
-    tensor, operation = sent.tensor, sent.operation
+    tensor, operation, problem, wanted = sent.tensor, sent.operation, schedule.problem, jnp.dtype(name)
     if operation is not None and tensor.index in operation.results:
-        travelling = reduction_dtype(operation, tensor.dtype, jnp.dtype(name))
-    else:  # a sum that was passed on; vectors are not narrowed
-        wanted = jnp.dtype(name)
-        narrower = _jax.item_bytes(wanted) < _jax.item_bytes(tensor.dtype)
-        keeps = not _jax.is_float(tensor.dtype) or (narrower and len(tensor.shape) < 2)
-        travelling = tensor.dtype if keeps else wanted
+        strategy, position = schedule.assignment.strategies[operation.index], operation.results.index(tensor.index)
+        travelling = problem.reduced_in(operation, strategy, position, wanted)
+    else:  # a sum that was passed on
+        travelling = problem.travelling_for(tensor.index, wanted)
     elements = tensor.total_bytes / _jax.item_bytes(tensor.dtype)
     return sent.step.fraction * elements * _jax.item_bytes(travelling) * sent.times
 

@@ -17,7 +17,7 @@ from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
 from shardplan.steps import Step
-from shardplan.strategy import Strategy, reduction_dtype
+from shardplan.strategy import Strategy
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 """The kinds of steps that turn partial results into whole ones."""
@@ -166,7 +166,7 @@ class Schedule:
         dtype = self.program.values[operation.results[0]].dtype
         if not strategy.pending[0]:
             return dtype if needs_island(operation, strategy) else None
-        travelling = reduction_dtype(operation, dtype, self.problem.reduce_dtype)
+        travelling = self.problem.reduced_in(operation, strategy, 0, self.problem.reduce_dtype)
         steps = self.result_steps(operation, 0)
         reducing = [step for step in steps if step.kind in REDUCTIONS]
         if not reducing:

@@ -266,12 +266,13 @@ def narrow_rows(x: Any, w: Any, ids: Any) -> Any:
 
 @pytest.mark.parametrize(("sizes", "rounded"), [((8,), 0), ((2, 4), 1)], ids=str)
 def test_a_sum_that_is_widened_for_more_of_it_waits_until_it_is_narrow(sizes: tuple[int, ...], rounded: int):
-    mesh, shapes = AbstractMesh(sizes, ("x", "y")[-len(sizes) :]), ((TOKENS, 2048), (2048, WIDTH))
+    wide = 1024  # what they add up to is no small sum, which would travel in float32
+    mesh, shapes = AbstractMesh(sizes, ("x", "y")[-len(sizes) :]), ((TOKENS, 2048), (2048, wide))
     matrices = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     pins = {"0": PartitionSpec(None, mesh.axis_names), "1": PartitionSpec(mesh.axis_names)}
     plan = shardplan.plan(narrow_rows, mesh, *matrices, jax.ShapeDtypeStruct((8, CHOICES), jnp.int32), pins=pins)
     assert "reduce_sum" in waiting(plan.schedule)
-    assert plan.communication_bytes == 7 / 8 * 8 * WIDTH * 2
+    assert plan.communication_bytes == 7 / 8 * 8 * wide * 2
     assert len(plan.schedule.problem.deferred.rounded) == rounded  # choices split over an axis are added up in float32
 
 
