@@ -162,7 +162,7 @@ def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
     if dtype is not None:
         try:
             dtype = np.dtype(dtype)
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):  # NumPy evaluates texts with commas and spaces
             raise ArgumentError(f"there is no element type `{dtype}`: give one such as bfloat16") from None
     return {
         "memory_limit": options.memory_limit,

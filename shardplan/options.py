@@ -121,5 +121,5 @@ def _check_reduce_dtype(given: Any) -> None:
 def _is_float_type(given: Any) -> bool:
     try:
         return is_float(dtype(given))
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # NumPy evaluates texts with commas and spaces
         return False

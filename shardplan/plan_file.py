@@ -2,7 +2,8 @@
 
 A file holds the mesh axes, the layout of every argument, the collectives, the figures, the options, and the choice of
 every variable of the network, from which the schedule is made again when the plan meets its function. It names the
-program by its fingerprint. A file that is torn or changed, of another version, or for another mesh is refused.
+program by its fingerprint. A file that is torn or changed, of another version, or for another mesh is refused; so is
+one whose checksum was repaired and whose entries are not of the types, or the mesh, that they should be.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from operator import mod
@@ -304,14 +305,11 @@ def _options(entries: OptionEntries) -> Options:
         rates = (*rates, hardware.devices_per_host, *(link.bytes_per_second for link in links))
         sound = hardware.flops and min(rates) > 0 <= min(link.latency_seconds for link in links)
         check(bool(sound), "plan.options.hardware", hardware.name, "rates above 0")
-    try:
-        dtype = None if named is None else np.dtype(named)
-    except TypeError:
-        raise MalformedError(f"`plan.options.reduce_dtype` is `{named}`: an element type was expected") from None
-    given: dict[str, Any] = {**entries, "pins": entries["pins"] or None, "reduce_dtype": dtype}
-    options = Options(**given)
+    given: dict[str, Any] = {name: entry for name, entry in entries.items() if name in OptionEntries.__annotations__}
+    options = Options(**(given | {"pins": entries["pins"] or None}))
     options.check()
-    return options
+    dtype = None if named is None else np.dtype(named)
+    return replace(options, reduce_dtype=dtype)
 
 
 def plain(entry: Any) -> Any:
