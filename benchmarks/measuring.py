@@ -67,7 +67,7 @@ class Compiled:
     less.
     """
 
-    bytes_sent: int
+    bytes_sent: float
     reduced_bytes: dict[str, float]
     peak: int
     seconds: float

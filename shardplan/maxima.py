@@ -118,7 +118,7 @@ def bind_integers(operation: Operation, operands: Sequence[Any], reducer: str) -
     """A maximum or minimum of floats, taken of integers, and as integers."""
     mapped = [to_integers(one, reducer) if _jax.is_float(one.dtype) else one for one in map(jnp.asarray, operands)]
     if operation.primitive.name.startswith("scatter"):  # its parameters have a maximum of floats
-        scatter = {"max": jax.lax.scatter_max, "min": jax.lax.scatter_min}[reducer]
+        scatter: Any = {"max": jax.lax.scatter_max, "min": jax.lax.scatter_min}[reducer]
         return (scatter(*mapped, **{name: operation.params[name] for name in _OF_SCATTERS}),)
     return _jax.bind_again(operation.equation, operation.primitive, operation.params, mapped)
 
@@ -231,10 +231,9 @@ class _Following:
         for result in rule.expression.results:
             walk = _Walk(read, rule.expression.operand_shapes, rule.expression.sizes, self._dims, name == "gather")
             seen, names = walk.term(result.body), [_name(position) for position in result.at]
-            nan = seen.nan if seen.nan is not None and seen.nan.keys() <= {*names} else None
-            differs, nan = _by_dimension(seen.differs, names), _by_dimension(nan, names)
-            nan = self._chosen(operation, operands) if name == "select_n" else nan
-            found.append(self._settled(_Seen(differs, nan)))
+            whole = seen.nan if seen.nan is not None and seen.nan.keys() <= {*names} else None
+            chosen = self._chosen(operation, operands) if name == "select_n" else _by_dimension(whole, names)
+            found.append(self._settled(_Seen(_by_dimension(seen.differs, names), chosen)))
         return found
 
     def _settled(self, seen: _Seen) -> _Seen:
@@ -310,7 +309,7 @@ def _without(places: Mapping[Any, int] | None, names: Iterable[Any]) -> Mapping[
 def _by_dimension(places: Mapping[str, int] | None, names: Sequence[str | None]) -> Mapping[int, int] | None:
     if places is None:
         return None
-    return {dim: places[name] for dim, name in enumerate(names) if name in places}
+    return {dim: places[name] for dim, name in enumerate(names) if name is not None and name in places}
 
 
 def _agree(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
@@ -347,7 +346,7 @@ def _is_number(program: Program, operand: int | Constant) -> bool:
 def _is_plain(program: Program, index: int) -> bool:
     """Whether an operation has neither bodies nor effects."""
     operation = program.operations[index]
-    return not operation.bodies and not operation.equation.effects  # type: ignore[attr-defined]
+    return not operation.bodies and not operation.equation.effects
 
 
 @once

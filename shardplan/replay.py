@@ -315,7 +315,7 @@ class Replay:
             return _jax.bind_again(operation.equation, operation.primitive, params, local)[0]
 
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
-        run = partial(bind, params)
+        run: Callable[..., Any] = partial(bind, params)
         if _jax.item_bytes(travelling) > _jax.item_bytes(self._program.values[operation.results[0]].dtype):
             run = made_in(travelling, operation, params, bind)
         if splits_rows_or_groups(operation, strategy):

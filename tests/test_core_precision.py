@@ -62,9 +62,10 @@ def convolved(p: Any, x: Any) -> Any:
     return jnp.mean(jnp.square(jax.nn.relu(h + p["c"]).mean((1, 2)) - 1))
 
 
-SHAPES = {"w": (16, 32), "b": (32,), "v": (32, 8), "c": (8,)}
+SHAPES: dict[str, tuple[int, ...]] = {"w": (16, 32), "b": (32,), "v": (32, 8), "c": (8,)}
+SQUARES: dict[str, tuple[int, ...]] = dict.fromkeys("qkv", (16, 16))
 PROGRAMS: dict[str, tuple[Loss, dict[str, tuple[int, ...]]]] = {
-    "transformer": (transformer, {name: (16, 16) for name in "qkv"} | {"e": (24, 16), "u": (16, 32), "d": (32, 16)}),
+    "transformer": (transformer, SQUARES | {"e": (24, 16), "u": (16, 32), "d": (32, 16)}),
     "layers": (layers, SHAPES),
     "batch statistics": (batch_statistics, SHAPES),
     "recurrent": (recurrent, SHAPES | {"r": (32, 32)}),

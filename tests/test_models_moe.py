@@ -156,7 +156,7 @@ def test_every_form_trains_planned_as_unplanned(form: str, mesh: str, tmp_path: 
         assert np.linalg.norm(got - expected) <= 1e-3 * np.linalg.norm(expected)
 
 
-def bytes_by_hand(config: moe.Config, mesh: str) -> int:
+def bytes_by_hand(config: moe.Config, mesh: str) -> float:
     """What expert parallelism sends as it is written by hand: experts over all devices, all else as in FSDP."""
     training, axes = moe.training(config), tuple(MESHES[mesh])
     devices = gpu_mesh("h100", tuple(MESHES[mesh].values()), axes)
