@@ -480,9 +480,10 @@ def item_bytes(dtype: Any) -> int:
 
 
 def shape_of(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """What ``jax.jit(...).lower`` takes for a value of a shape and dtype, in its kind of memory."""
-    if sharding is None and value.memory_kind is not None:
-        sharding = without_layout(value.memory_kind)
+    """What ``jax.jit(...).lower`` takes for a value, or an abstract value, in its kind of memory."""
+    kind = memory_kind(value) if isinstance(value, jax_core.AbstractValue) else value.memory_kind
+    if sharding is None and kind is not None:
+        sharding = without_layout(kind)
     return jax.ShapeDtypeStruct(value.shape, value.dtype, weak_type=value.weak_type, sharding=sharding)
 
 

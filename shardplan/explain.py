@@ -143,6 +143,7 @@ class _Explainer:
         choices = self._plan.recipe.choices
         if self._plan.statistics.get("traffic") and not self._problem.traffic:  # of a plan from a file
             self._problem.traffic = memory_traffic(self._problem)
+            vars(self._problem).pop("network", None)  # that was built without
         found = alternatives(self._problem.network, choices, variable, self._time_limit)
         if not found:
             return ["none: it is pinned"]
