@@ -48,6 +48,14 @@ batching.primitive_batchers[whole_call_p] = _batch
 mlir.register_lowering(whole_call_p, mlir.lower_fun(_run, multiple_results=True))
 
 
+_ours = {whole_call_p}
+
+
+def take_as_ours(primitive: Primitive) -> None:
+    """Keeps a primitive of this library out of those that JAX has."""
+    _ours.add(primitive)
+
+
 def lowered_primitives() -> list[Primitive]:
     """Every primitive for which JAX has a lowering on some platform, Pallas included, by name.
 
@@ -57,7 +65,7 @@ def lowered_primitives() -> list[Primitive]:
     found = set(internal_mlir._lowerings)
     for platform in internal_mlir._platform_specific_lowerings.values():
         found |= set(platform)
-    return sorted(found - {whole_call_p}, key=lambda primitive: primitive.name)
+    return sorted(found - _ours, key=lambda primitive: primitive.name)
 
 
 def convertible_extended_dtype() -> Any:

@@ -1,11 +1,9 @@
-"""What the command line reads: steps, meshes, pins and sizes as texts.
+"""What the command line reads: steps, meshes and pins as texts.
 
 >>> parse_mesh("data=2,model=4").shape_tuple, parse_mesh("8")
 ((('data', 2), ('model', 4)), 8)
 >>> parse_pin("0/params/*/kernel=-,data+model")
 ('0/params/*/kernel', P(None, ('data', 'model')))
->>> parse_bytes("80GB"), parse_bytes("1.5 GiB")
-(80000000000.0, 1610612736.0)
 """
 
 from __future__ import annotations

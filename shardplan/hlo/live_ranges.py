@@ -56,7 +56,7 @@ class LiveRanges:
             raise ValueError("the live ranges have no schedule")
         names = tuple(line.strip().split(":", 1)[1] for line in lines)
         spans = {m[1]: (int(m[2]), int(m[3])) for m in map(_RANGE.match, ranges.splitlines()) if m}
-        change = np.zeros(len(names) + 1)
+        change = np.zeros(len(names) + 2)  # what is live at the end ends behind the last instruction
         for allocated, is_shared, values in _allocations(buffer_assignment):
             if not is_shared:
                 change[0] += allocated
@@ -67,7 +67,7 @@ class LiveRanges:
                     change[first] += size
                     change[end + 1] -= size
                     until[offset] = end + 1
-        return cls(names, np.cumsum(change)[:-1])
+        return cls(names, np.cumsum(change)[: len(names)])
 
 
 def _allocations(text: str) -> Iterator[tuple[int, bool, list[tuple[str, int, int]]]]:

@@ -13,6 +13,7 @@ from jax._src.lax import parallel
 from jax._src.pjit import sharding_constraint_p
 
 from shardplan import _jax
+from shardplan.rules._jax import take_as_ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ def _lower_reduction(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 REGION.def_effectful_abstract_eval(_types_of_region)
 mlir.register_lowering(REGION, _lower_region)
+take_as_ours(REGION)
 
 
 def scopes_of_region(equation: _jax.Equation) -> list[str]:
