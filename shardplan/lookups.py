@@ -6,7 +6,8 @@ that sum through the filling, and sends the whole sum to everyone. So the gather
 its sum is reduced as planned, and the filling comes last.
 
 Where that sum waits for others (the eight corners of a cell in a grid of features, a bag of words), or is reduced in
-several steps, each device looks up what its block has, and zeros for the rest; the first one fills.
+several steps, each device looks up what its block has, and zeros for the rest; the first one fills. The zeros take the
+sign of a row of -0.0, which comes back as 0.0.
 
 The gradient of a lookup adds rows to a table of zeros. Where the rows are split, each device adds up its own, and the
 devices' tables are the parts of a sum; of a table that is not zeros the first one has it in its part.

@@ -20,7 +20,7 @@ from shardplan.control import Links, layouts_read, links_of
 from shardplan.deferred import DeferredSums
 from shardplan.joining import joined
 from shardplan.layout import Domain, Layout, LayoutSpace, agrees
-from shardplan.maxima import compared_dtype, loses_nan, reducer_of
+from shardplan.maxima import compared_as_integers, compared_dtype
 from shardplan.once import once
 from shardplan.partitioner import may_be_island, needs_island, order_of_sum, scatters
 from shardplan.paths import Priced
@@ -29,16 +29,8 @@ from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.spreading import spread_values
 from shardplan.steps import Step, called_steps, halo_steps
-from shardplan.strategy import (
-    Choices,
-    Strategy,
-    StrategyMaker,
-    barrier_strategy,
-    passing_on,
-    precise_dtype,
-    reduction_dtype,
-    waiting,
-)
+from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, waiting
+from shardplan.sum_dtypes import deferred_dtype, reduction_dtype
 from shardplan.transition import Partial, Transitions, over_trips
 from shardplan.twins import mirrored, twins
 from shardplan.variables import Numbering, generated_values
@@ -157,16 +149,7 @@ class Problem:
 
     def travelling(self, value: int) -> Any:
         """The element type in which a deferred sum is reduced."""
-        return self.travelling_for(value, self.reduce_dtype)
-
-    def travelling_for(self, value: int, wanted: Any) -> Any:
-        """The same where ``wanted`` is the ``reduce_dtype``; vectors (statistics, biases) are not narrowed."""
-        tensor = self.program.values[value]
-        if wanted is None:
-            return precise_dtype(tensor)
-        narrower = _jax.item_bytes(wanted) < _jax.item_bytes(tensor.dtype)
-        keeps = not _jax.is_float(tensor.dtype) or (narrower and len(tensor.shape) < 2)
-        return tensor.dtype if keeps else wanted
+        return deferred_dtype(self.program.values[value], self.reduce_dtype)
 
     def times(self, operation: Operation) -> int:
         """How often an operation runs per step."""
@@ -391,15 +374,10 @@ class Problem:
     def reduced_in(self, operation: Operation, strategy: Strategy, position: int, wanted: Any) -> Any:
         """The element type in which an operation's partial results travel where ``wanted`` is the ``reduce_dtype``."""
         tensor = self.program.values[operation.results[position]]
-        if self.compared_as_integers(operation, strategy):
+        if compared_as_integers(self.program, operation, strategy):
             return compared_dtype(tensor.dtype)
         island = self.islands and may_be_island(operation, strategy)
         return reduction_dtype(operation, tensor, wanted) if island else tensor.dtype
-
-    def compared_as_integers(self, operation: Operation, strategy: Strategy) -> str | None:
-        """``max`` or ``min``, where an operation takes one over devices that would lose a NaN, see `maxima`."""
-        reducer = reducer_of(operation, strategy)
-        return reducer if reducer and loses_nan(self.program, operation.index) else None
 
     def _add_outputs(self, network: Network) -> None:
         for number, target in self.program.replaced.items():

@@ -24,7 +24,7 @@ from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, made_in, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
 from shardplan.lookups import adding_block, filled, fills, starting_inside, unfilled_params
-from shardplan.maxima import bind_integers, from_integers
+from shardplan.maxima import bind_integers, compared_as_integers, from_integers
 from shardplan.paddings import padded_apart
 from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
@@ -39,7 +39,7 @@ from shardplan.steps import Step, ends_of
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
 from shardplan.waiting import behind_sum
-from shardplan.widened import sent_dtype, sent_in
+from shardplan.widened import sent_dtype, sent_in, unrounded
 
 
 class Replay:
@@ -53,6 +53,7 @@ class Replay:
         self._makers = self._program.makers
         self._ordered = held_in_order(schedule)
         self._behind = behind_barriers(schedule)
+        self._unrounded = unrounded(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
@@ -190,7 +191,7 @@ class Replay:
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation, strategy)
         filling = travelling is None and fills(operation) and self._scatters(operation)
-        extreme = self._schedule.problem.compared_as_integers(operation, strategy)
+        extreme = compared_as_integers(self._program, operation, strategy)
         done = [0] * len(operation.results)
         if travelling is not None:
             results, done = self._run_island(operation, strategy, operands, travelling)
@@ -210,8 +211,10 @@ class Replay:
             results = self._bind(operation, operands)
         for position, (index, result) in enumerate(zip(operation.results, results, strict=True)):
             steps = self._schedule.result_steps(operation, position)[done[position] :]
-            reduced = travelling is not None or done[position]
-            held = result if reduced else self._constrain(result, strategy.results[position])
+            placed = (
+                travelling is not None or done[position] or (index in self._unrounded and not any(strategy.pending))
+            )
+            held = result if placed else self._constrain(result, strategy.results[position])
             for step in ends_of(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._in_own_memory(index, self._constrain(_jax.moved(held, None), step.layout))
@@ -315,9 +318,8 @@ class Replay:
             return _jax.bind_again(operation.equation, operation.primitive, params, local)[0]
 
         params = params_of_block(operation, strategy, self._schedule.space.mesh.degree)
-        run: Callable[..., Any] = partial(bind, params)
-        if _jax.item_bytes(travelling) > _jax.item_bytes(self._program.values[operation.results[0]].dtype):
-            run = made_in(travelling, operation, params, bind)
+        wider = _jax.item_bytes(travelling) > _jax.item_bytes(self._program.values[operation.results[0]].dtype)
+        run = made_in(travelling, operation, params, bind) if wider else partial(bind, params)
         if splits_rows_or_groups(operation, strategy):
             return on_blocks(operation, strategy, self._schedule.space.mesh, run)
         if operation.primitive.name == "gather" or reads_place(operation, strategy):

@@ -13,6 +13,7 @@ from shardplan.plan import Plan
 from shardplan.planning import plan_problem, plan_program
 from shardplan.program import Program
 from shardplan.schedule import REDUCTIONS, Schedule, Sent
+from shardplan.sum_dtypes import deferred_dtype
 
 COMPARED = ("bfloat16", "float32")
 """The element types in which the reductions of a plan are counted, beside its own."""
@@ -35,7 +36,7 @@ def _bytes_in(schedule: Schedule, sent: Sent, name: str) -> float:
         strategy, position = schedule.assignment.strategies[operation.index], operation.results.index(tensor.index)
         travelling = problem.reduced_in(operation, strategy, position, wanted)
     else:  # a sum that was passed on
-        travelling = problem.travelling_for(tensor.index, wanted)
+        travelling = deferred_dtype(tensor, wanted)
     elements = tensor.total_bytes / _jax.item_bytes(tensor.dtype)
     return sent.step.fraction * elements * _jax.item_bytes(travelling) * sent.times
 

@@ -301,39 +301,6 @@ class StrategyMaker:
         )
 
 
-_CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general"})
-
-_SMALL = 4096
-"""Elements of a sum that travels in float32 though it is narrower: about those of a large model's vectors."""
-
-
-def reduction_dtype(operation: Operation, tensor: Any, reduce_dtype: Any) -> Any:
-    """The element type in which the partial results of an operation travel.
-
-    That is their own, as XLA does it, or float32 for a small sum (`precise_dtype`), unless the user names another: a
-    wider one for every sum of floats, a narrower one for contractions (gradients and activations) alone, since plain
-    sums are statistics and losses.
-    """
-    exact = operation.primitive.name in ("shard_map", "gather")  # of the parts of a lookup all but one are zeros
-    if not _jax.is_float(tensor.dtype) or exact:
-        return tensor.dtype
-    if reduce_dtype is None:
-        return precise_dtype(tensor)
-    narrower = _jax.item_bytes(reduce_dtype) < _jax.item_bytes(tensor.dtype)
-    return tensor.dtype if narrower and operation.primitive.name not in _CONTRACTIONS else reduce_dtype
-
-
-def precise_dtype(tensor: Any) -> Any:
-    """The element type in which a sum loses nothing by being made by several devices: float32 for a scalar, a vector
-    (statistics, the gradients of biases) or a small tensor of narrower floats, whose bytes hardly count; else its own.
-
-    One device adds up narrow floats in float32, and rounds once. Several round each part, and the sum of each two.
-    """
-    small = len(tensor.shape) < 2 or prod(tensor.shape) <= _SMALL
-    narrow = _jax.is_float(tensor.dtype) and _jax.item_bytes(tensor.dtype) < 4
-    return np.dtype(np.float32) if small and narrow else tensor.dtype
-
-
 def operand_type(program: Program, operand: int | Constant) -> Any:
     """What has the shape and dtype of an operand."""
     return program.values[operand] if isinstance(operand, int) else operand.aval

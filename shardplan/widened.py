@@ -88,6 +88,19 @@ def narrowed_to(program: Program) -> dict[int, Any]:
     return found
 
 
+@once
+def unrounded(program: Program) -> frozenset[int]:
+    """The values of narrow floats that a conversion to a wider type reads: the terms of a sum, above all.
+
+    XLA:CPU computes them in float32, and leaves out the rounding in between. A constraint between the two keeps that,
+    whose copy is there until after the pass (FloatNormalization); the conversion's own constraint says the layout.
+    XLA:GPU has no copies by then.
+    """
+    conversions = (o for o in program.operations if o.primitive.name == "convert_element_type")
+    read = ((o.operands[0], program.values[o.results[0]].dtype) for o in conversions)
+    return frozenset(v for v, wide in read if isinstance(v, int) and _is_narrower(program.values[v].dtype, wide))
+
+
 def _is_narrower(narrow: Any, wide: Any) -> bool:
     real = _jax.is_float(narrow) and _jax.is_float(wide)
     return real and _jax.item_bytes(narrow) < _jax.item_bytes(wide)

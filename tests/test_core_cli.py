@@ -199,6 +199,7 @@ def test_refined_by_the_compiler(capsys: pytest.CaptureFixture[str]):
         ("plan train:step --mesh 8 --memory-limit 1KB", "the arguments alone take"),
         ("plan train:step --mesh 8 --hardware abacus", "there is no hardware profile `abacus`"),
         ("plan train:step --mesh 8 --reduce-dtype wide", "there is no element type `wide`"),
+        ("plan train:step --mesh 8 --reduce-dtype float8_e5m2", "`float8_e5m2`: 8 bits have neither the range"),
         ("plan train:step --mesh 8 --donate first", "positions of arguments are numbers"),
         ("plan train:step --mesh 8 --save nowhere/plan.json", "cannot write the plan to `nowhere/plan.json`"),
         ("explain train:step nothing --mesh 8", "`nothing` matches no argument and no operation"),

@@ -82,6 +82,8 @@ def test_no_function() -> None:
         ({"pins": [("0/w", P("x"))]}, "pins map path globs to PartitionSpecs, got"),
         ({"reduce_dtype": "float33"}, "reduce_dtype is a floating-point type, got `float33`"),
         ({"reduce_dtype": jnp.int8}, "reduce_dtype is a floating-point type"),
+        ({"reduce_dtype": "float8_e4m3fn"}, "reduce_dtype is `float8_e4m3fn`: 8 bits have neither .* Choose bfloat16"),
+        ({"reduce_dtype": jnp.float8_e5m2}, "reduce_dtype is `float8_e5m2`: 8 bits"),
         ({"donate_argnums": 2}, "donate_argnums has the position 2, but `step` takes 2 positional arguments"),
         ({"static_argnums": -3}, "static_argnums has the position -3, but `step` takes 2"),
         ({"static_argnums": "x"}, "static_argnums takes positions of arguments, integers, got `'x'`"),
@@ -92,6 +94,15 @@ def test_no_function() -> None:
 def test_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         shardplan.auto(step, mesh_of((8,)), **options)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
+def test_range_of_a_reduce_dtype(dtype: str, count: int) -> None:
+    """A type that ends before float32 does is said to, with its largest number."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shardplan.auto(step, mesh_of((8,)), reduce_dtype=dtype)
+    assert ["`float16`, which ends at 65504" in str(one.message) for one in said] == [True] * count
 
 
 def test_an_unknown_option() -> None:

@@ -15,8 +15,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.maxima import from_integers, loses_nan, to_integers
+from shardplan.maxima import from_integers, to_integers
 from shardplan.models import gpt, llama, vit
+from shardplan.nan_flow import loses_nan
 from shardplan.tracing import trace_program
 from tests.core_programs import mesh_of, run, scrambled
 
@@ -59,27 +60,28 @@ def attention(x: Any, top: Top) -> Any:
     return (e / e.sum(1)[:, None]) @ x
 
 
+def gradient(function: Callable[[Any, Top], Any], top: Top) -> Callable[[Any], Any]:
+    """Of the sum of what a function gives, which takes the maximum for a constant."""
+    return jax.grad(lambda x: (function(x, lambda y, axes: lax.stop_gradient(top(y, axes))) ** 2).sum())
+
+
 def masked(x: Any, top: Top) -> Any:
     kept = x > -1
     e = jnp.exp(jnp.where(kept, x, -jnp.inf) - top(jnp.where(kept, x, -jnp.inf), 0))
     return jnp.where(kept, e / jnp.where(kept, e, 0).sum(0), 0)
 
 
-def _stopped(top: Top) -> Top:
-    return lambda z, a: lax.stop_gradient(top(z, a))
-
-
 CARRIED: dict[str, Callable[[Any, Top], Any]] = {
     "softmax": softmax,
-    "its gradient": lambda x, top: jax.grad(lambda y: (softmax(y, _stopped(top)) ** 2).sum())(x),
+    "its gradient": lambda x, top: gradient(softmax, top)(x),
     "log of a sum": log_of_sum,
     "of finite ones": log_of_sum_of_finite,
-    "gradient of a log": lambda x, top: jax.grad(lambda y: log_of_sum_of_finite(y, top).sum())(x),
+    "gradient of a log": lambda x, top: gradient(log_of_sum_of_finite, top)(x),
     "entropy": entropy,
-    "gradient of an entropy": lambda x, top: jax.grad(lambda y: entropy(y, _stopped(top)))(x),
+    "gradient of an entropy": lambda x, top: gradient(entropy, top)(x),
     "attention": attention,
     "masked": masked,
-}  # fmt: skip
+}
 
 LOST: dict[str, Callable[[Any, Top], Any]] = {
     "maximum": lambda x, top: top(x, 0),
@@ -152,7 +154,7 @@ def extremes(x: Any) -> Any:
     return (
         jnp.max(x), jnp.min(x, 0), jnp.linalg.norm(x, ord=jnp.inf), jax.ops.segment_max(x, SEGMENTS, 4),
         jnp.full((4, 8), jnp.inf).at[SEGMENTS].min(x), jnp.max(x.astype(jnp.bfloat16), 0),
-        jax.grad(lambda y: jnp.max(y, 0).sum())(x), jnp.nanmax(x), jnp.max(x.reshape(4, 4, 8), (0, 1)),
+        jax.grad(lambda y: jnp.max(y, 0).sum())(jnp.nan_to_num(x)), jnp.nanmax(x), jnp.max(x.reshape(4, 4, 8), (0, 1)),
         jnp.min(x.astype(jnp.float16)), jnp.max((100 * jnp.nan_to_num(x)).astype(jnp.int32), 0), jnp.argmax(x, 0),
         lax.cummax(x, 0), lax.top_k(x, 2)[0], jnp.any(jnp.isnan(x), 0), jax.nn.softmax(x, 0),
     )  # fmt: skip
