@@ -51,6 +51,9 @@ def test_command(command: str):
         if arguments[0] == "audit" and find_spec("jax_plugins") is None:
             pytest.skip("the extra `audit` is not installed")
         assert main(arguments) == 0
+    elif program.endswith("/python"):
+        assert arguments[0] == "-m"
+        assert find_spec(arguments[1]) is not None
     else:
         pytest.fail(f"`{command}` is shown and not tested: say here how")
 
