@@ -5,6 +5,9 @@ windows over dilated rows with wrong values or by a failed check, and its CPU ba
 one device as well. No window begins so once the tensor is shifted to the front by these rows. It keeps its size: the
 rows filled in behind are padding, of which the window then needs less.
 
+Windows of single elements that end inside a tensor (a negative high padding) lose the rows behind as well: XLA 0.10.2
+takes a pooling by them for an elementwise operation, and fails a check of its own where a padding is negative.
+
 >>> import jax.numpy as jnp
 >>> from shardplan.tracing import trace_program
 >>> def step(x):
@@ -46,17 +49,20 @@ class WindowShift:
 
 
 def window_shift(operation: Operation, values: Sequence[Value]) -> WindowShift | None:
-    """The shift after which an operation has no negative low padding; None where it has none, or is a shift itself."""
+    """The shift after which an operation has no negative low padding, and of single elements no negative high one; None
+    where it has none, or is a shift itself."""
     paddings, dilations = _paddings(operation)
-    rows = [max(0, -(low // dilation)) for (low, _), dilation in zip(paddings, dilations, strict=True)]
-    if not any(rows):
+    single = set(operation.params.get("window_dimensions", ())) == {1}
+    config, begun = [], []
+    for (low, high), dilation in zip(paddings, dilations, strict=True):
+        front = max(0, -(low // dilation))
+        behind = front - max(0, -(-(front * dilation - high) // dilation)) if single else front
+        config.append((-front, behind, 0))
+        begun.append((low + front * dilation, high - behind * dilation))
+    if not any(front or behind for front, behind, _ in config):
         return None
-    begun = tuple(
-        (low + count * dilation, high - count * dilation)
-        for (low, high), count, dilation in zip(paddings, rows, dilations, strict=True)
-    )
     params = operation.params | _with_paddings(operation, begun)
-    return WindowShift([(-count, count, 0) for count in rows], _fillings(operation, values), params)
+    return WindowShift(config, _fillings(operation, values), params)
 
 
 def _paddings(operation: Operation) -> tuple[list[Padding], list[int]]:

@@ -29,10 +29,10 @@ def convolved(stride: int = 1, base: int = 1, columns: tuple[int, int] = (0, 0))
     )
 
 
-def pooled(reducer: Any, start: Any, base: int = 1) -> Read:
+def pooled(reducer: Any, start: Any, base: int = 1, window: tuple[int, int] = (3, 2)) -> Read:
     def pool(x: Any, rows: tuple[int, int]) -> Any:
         padding = [(0, 0), rows, (0, 0), (0, 0)]
-        return lax.reduce_window(x, start, reducer, (1, 3, 2, 1), (1, 2, 2, 1), padding, (1, base, 1, 1))
+        return lax.reduce_window(x, start, reducer, (1, *window, 1), (1, 2, 2, 1), padding, (1, base, 1, 1))
 
     return pool
 
@@ -60,6 +60,10 @@ READS: dict[str, tuple[Read, float, int, tuple[int, int]]] = {
     "largest": (pooled(lax.max, -jnp.inf), -np.inf, 1, (-1, 1)),
     "least": (pooled(lax.min, jnp.inf), np.inf, 1, (-3, 0)),
     "sum of dilated rows": (pooled(lax.add, 0.0, 3), 0, 3, (-4, 2)),
+    "single elements": (pooled(lax.max, -jnp.inf, window=(1, 1)), -np.inf, 1, (-2, -1)),
+    "single elements, of the user": (pooled(lambda x, y: jnp.maximum(x, y), 0.5, window=(1, 1)), 0.5, 1, (-3, 0)),
+    "single elements to the end": (pooled(lax.add, 0.0, window=(1, 1)), 0, 1, (0, -5)),
+    "single elements of dilated rows": (pooled(lax.add, 0.0, 3, (1, 1)), 0, 3, (-4, 2)),
     "largest, of the user": (pooled(lambda x, y: jnp.maximum(x, y), 0.5), 0.5, 1, (-2, 1)),
     "largest with its place": (largest_with_place, -np.inf, 1, (-1, 0)),
     "tangents of the largest": (tangents, -np.inf, 1, (-2, 2)),
@@ -73,12 +77,15 @@ def all_reads(x: Any) -> dict[str, Any]:
 
 
 def test_no_window_begins_inside() -> None:
+    """Nor does one of single elements end inside, at which XLA ends the process."""
     for operation in trace_program(all_reads, (X,)).operations:
         params = operation.params
         if operation.primitive.name == "pad":
             assert all(low >= 0 or not inner for low, _, inner in params["padding_config"])
         else:
             assert all(low >= 0 for low, _ in params.get("padding", ()))
+        if set(params.get("window_dimensions", ())) == {1}:
+            assert all(high >= 0 for _, high in params["padding"])
 
 
 @pytest.mark.slow
