@@ -142,7 +142,8 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
     That is what a product of rows in groups reads, a tensor of which one window is read along a dimension that is
     split, and a convolution in groups, unless each channel is a group of its own and makes one; and space that the
     gradient of a convolution's weights sums over, where the data are dilated (of a transposed convolution) and where
-    the weights' channels are split besides.
+    the weights' channels are split besides. Of a convolution whose batch is divided into groups, it is also channels
+    that are summed over, where the data are dilated, and where space is split that the result has.
     """
     if operation.primitive.name == RAGGED:
         return splits_rows_or_groups(operation, strategy)
@@ -152,12 +153,15 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
         return any(layout and any(layout) for layout in (*strategy.operands, *strategy.results))
     if operation.primitive.name != "conv_general_dilated" or not any(strategy.pending):
         return False
-    _, _, *space = operation.params["dimension_numbers"].lhs_spec
-    data = strategy.operands[0]
+    _, feature, *space = operation.params["dimension_numbers"].lhs_spec
+    data, pending = strategy.operands[0], set(strategy.pending[0])
     if data is None:
         return False
-    dilations = zip(space, operation.params["lhs_dilation"], strict=True)
-    summed = [dilation for dim, dilation in dilations if set(data[dim]) & set(strategy.pending[0])]
+    dilations = operation.params["lhs_dilation"]
+    in_batches = operation.params["batch_group_count"] > 1 and bool(data[feature])
+    if in_batches and (max(dilations) > 1 or any(set(data[dim]) - pending for dim in space)):
+        return True
+    summed = [dilation for dim, dilation in zip(space, dilations, strict=True) if set(data[dim]) & pending]
     return bool(summed) and (max(summed) > 1 or any(strategy.results[0]))
 
 

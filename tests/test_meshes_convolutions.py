@@ -178,3 +178,38 @@ def test_blocks_that_read_no_row_are_refused() -> None:
     between = lambda x, k: lax.conv_general_dilated(x, k, (2,), [(1, 0)], (2,))  # noqa: E731
     rule = rules.rule_of(between, np.ones((2, 2, 4), np.float32), np.ones((1, 2, 1), np.float32))
     assert "x" not in {split.index for split in (*rule.splits(4), *rule.uneven_splits(4))}
+
+
+def dilated_kernel_gradient(x: Any, kernel: Any, given: Any) -> Any:
+    """Of a convolution in groups of dilated rows: the batch is summed over, as channels of a batch in groups."""
+    convolved = lambda kernel: lax.conv_general_dilated(  # noqa: E731
+        x, kernel, (1,), [(1, 1)], (3,), dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=8
+    )
+    return jax.vjp(convolved, kernel)[1](given)[0]
+
+
+def batch_in_groups(x: Any, kernel: Any) -> Any:
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, kernel, (2,), [(0, 0)], dimension_numbers=numbers, batch_group_count=8)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
+@pytest.mark.parametrize(
+    "step, shapes, sizes, spec",
+    [
+        (dilated_kernel_gradient, [(8, 16, 16), (3, 2, 8), (8, 46, 8)], (2,), P("x")),
+        (dilated_kernel_gradient, [(8, 16, 16), (3, 2, 8), (8, 46, 8)], (2, 2), P("x", None, "y")),
+        (batch_in_groups, [(8, 64, 4), (2, 4, 8)], (2, 2), P(None, "x", "y")),
+    ],
+)
+def test_channels_summed_of_a_batch_in_groups(step: Any, shapes: Any, sizes: Any, spec: P, tmp_path: Path) -> None:
+    """XLA adds up the devices' parts as planned, of values as unplanned, where it would gather the data."""
+    profile = tmp_path / "slow.toml"
+    profile.write_text(SLOW_DEVICES)
+    draw = np.random.default_rng(0)
+    arrays = [draw.normal(size=shape).astype(np.float32) for shape in shapes]
+    plan = shardplan.plan(step, mesh_of(sizes), *arrays, pins={"0": spec}, hardware=profile)
+    assert any(c.kind in ("all-reduce", "reduce-scatter") for c in plan.collectives)
+    assert shardplan.audit(plan, target="h100").ratio == pytest.approx(1, abs=0.01)
+    np.testing.assert_allclose(run(plan, mesh_of(sizes), *arrays), jax.jit(step)(*arrays), rtol=1e-4, atol=1e-4)
