@@ -141,9 +141,9 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
 
     That is what a product of rows in groups reads, a tensor of which one window is read along a dimension that is
     split, and a convolution in groups, unless each channel is a group of its own and makes one; and space that the
-    gradient of a convolution's weights sums over, where the data are dilated (of a transposed convolution) and where
-    the weights' channels are split besides. Of a convolution whose batch is divided into groups, it is also channels
-    that are summed over, where the data are dilated, and where space is split that the result has.
+    gradient of a convolution's weights sums over, where the data are dilated along any of it (of a transposed
+    convolution) and where the weights' channels are split besides. Of a convolution whose batch is divided into groups,
+    it is also channels that are summed over, where the data are dilated, and where space is split that the result has.
     """
     if operation.primitive.name == RAGGED:
         return splits_rows_or_groups(operation, strategy)
@@ -157,12 +157,12 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
     data, pending = strategy.operands[0], set(strategy.pending[0])
     if data is None:
         return False
-    dilations = operation.params["lhs_dilation"]
     in_batches = operation.params["batch_group_count"] > 1 and bool(data[feature])
-    if in_batches and (max(dilations) > 1 or any(set(data[dim]) - pending for dim in space)):
+    rows = [set(data[dim]) for dim in space]
+    summed = any(axes & pending for axes in rows)
+    if max(operation.params["lhs_dilation"], default=1) > 1 and (summed or in_batches):
         return True
-    summed = [dilation for dim, dilation in zip(space, dilations, strict=True) if set(data[dim]) & pending]
-    return bool(summed) and (max(summed) > 1 or any(strategy.results[0]))
+    return (summed and any(strategy.results[0])) or (in_batches and any(axes - pending for axes in rows))
 
 
 def split_runs(operation: Operation, split: Any, size: int, n: int) -> bool:
@@ -174,17 +174,17 @@ def split_runs(operation: Operation, split: Any, size: int, n: int) -> bool:
         return False
     if _by_groups(operation) or _pools_whole(operation):
         return even and not _with_neighbours(None, split)
-    if _cuts_another_dimension(operation, split, -(-size // n)):
+    if _begins_between_rows(operation, split, -(-size // n)):
         return False
     window = windows(operation).get(split.results[0].dim)
     return window is None or (even and window == 1)
 
 
-def _cuts_another_dimension(operation: Operation, split: Any, rows: int) -> bool:
-    """Whether XLA 0.10.2 takes the wrong rows of a convolution whose blocks of rows begin between two dilated elements.
+def _begins_between_rows(operation: Operation, split: Any, rows: int) -> bool:
+    """Whether XLA 0.10.2 fails to split a convolution into blocks of rows that begin between two dilated elements.
 
-    It computes some rows more and cuts them off, along the dimension of the result that has the number of the data's:
-    wrong values, or a failed check, where this is another one.
+    Where windows move by one row, it computes some rows more and cuts them off, along the dimension of the result that
+    has the number of the data's: wrong values, or a failed check, where this is another one. Else it gathers the data.
     """
     if operation.primitive.name != "conv_general_dilated":
         return False
@@ -193,7 +193,7 @@ def _cuts_another_dimension(operation: Operation, split: Any, rows: int) -> bool
         numbers.lhs_spec[2:], numbers.out_spec[2:], params["window_strides"], params["lhs_dilation"], strict=True
     )
     return any(
-        given == split.results[0].dim and read != given and rows * stride % dilation
+        given == split.results[0].dim and (read != given or stride > 1) and rows * stride % dilation
         for read, given, stride, dilation in space
     )
 

@@ -188,6 +188,19 @@ def dilated_kernel_gradient(x: Any, kernel: Any, given: Any) -> Any:
     return jax.vjp(convolved, kernel)[1](given)[0]
 
 
+def gradient_of_rows_beside_dilated_ones(x: Any, kernel: Any, given: Any) -> Any:
+    convolved = lambda kernel: lax.conv_general_dilated(  # noqa: E731
+        x, kernel, (1, 1), [(1, 0), (1, 1)], (1, 3), dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    return jax.vjp(convolved, kernel)[1](given)[0]
+
+
+def strided_rows_of_dilated_ones(x: Any, kernel: Any) -> Any:
+    """34 rows of 51, 17 on either of two devices: the second's begin between two of the image."""
+    convolved = lax.conv_general_dilated(x, kernel, (3,), [(1, 1)], (2,), dimension_numbers=("NWC", "WIO", "NWC"))
+    return jnp.tanh(convolved)
+
+
 def batch_in_groups(x: Any, kernel: Any) -> Any:
     numbers = ("NWC", "WIO", "NWC")
     return lax.conv_general_dilated(x, kernel, (2,), [(0, 0)], dimension_numbers=numbers, batch_group_count=8)
@@ -200,16 +213,19 @@ def batch_in_groups(x: Any, kernel: Any) -> Any:
     [
         (dilated_kernel_gradient, [(8, 16, 16), (3, 2, 8), (8, 46, 8)], (2,), P("x")),
         (dilated_kernel_gradient, [(8, 16, 16), (3, 2, 8), (8, 46, 8)], (2, 2), P("x", None, "y")),
+        (gradient_of_rows_beside_dilated_ones, [(1, 64, 8, 1), (2, 3, 1, 1), (1, 64, 22, 1)], (2,), P(None, "x")),
+        (strided_rows_of_dilated_ones, [(1, 51, 1), (2, 1, 1)], (2,), P()),
         (batch_in_groups, [(8, 64, 4), (2, 4, 8)], (2, 2), P(None, "x", "y")),
     ],
 )
-def test_channels_summed_of_a_batch_in_groups(step: Any, shapes: Any, sizes: Any, spec: P, tmp_path: Path) -> None:
-    """XLA adds up the devices' parts as planned, of values as unplanned, where it would gather the data."""
+def test_bytes_of_dilated_data_and_of_batches_in_groups(
+    step: Any, shapes: Any, sizes: Any, spec: P, tmp_path: Path
+) -> None:
+    """XLA sends what is planned, where it would gather the data, and the values are those of the unplanned step."""
     profile = tmp_path / "slow.toml"
     profile.write_text(SLOW_DEVICES)
     draw = np.random.default_rng(0)
     arrays = [draw.normal(size=shape).astype(np.float32) for shape in shapes]
     plan = shardplan.plan(step, mesh_of(sizes), *arrays, pins={"0": spec}, hardware=profile)
-    assert any(c.kind in ("all-reduce", "reduce-scatter") for c in plan.collectives)
     assert shardplan.audit(plan, target="h100").ratio == pytest.approx(1, abs=0.01)
     np.testing.assert_allclose(run(plan, mesh_of(sizes), *arrays), jax.jit(step)(*arrays), rtol=1e-4, atol=1e-4)
