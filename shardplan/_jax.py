@@ -492,6 +492,16 @@ def array_of_type(value: Any, aval: Any) -> Any:
     return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
 
 
+def typed_layout(leaf: Any) -> Any:
+    """The layout in the type of an argument, with the mesh that it is over: None where no axis is of type Explicit."""
+    sharding = getattr(leaf, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return None
+    entries = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))  # type: ignore[union-attr]
+    return entries, tuple(mesh.shape.items()), tuple(mesh.axis_types)
+
+
 def has_typed_layout(array: jax.Array) -> bool:
     """Whether an array's layout is part of its type: it lies on a mesh with axes that are not Auto."""
     mesh = getattr(array.sharding, "mesh", None)

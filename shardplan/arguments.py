@@ -46,10 +46,11 @@ class Call:
     donated_positions: tuple[int, ...]
 
     def key(self) -> Any:
-        """What two calls share that run by the same plan: structure, shapes, dtypes, memory kinds and static values."""
+        """What two calls share that run by the same plan: structure, types (with the layouts that are part of them),
+        memory kinds and static values."""
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
         try:
-            types = tuple(map(_key_of, leaves))
+            types = tuple((_key_of(leaf), _jax.typed_layout(leaf)) for leaf in leaves)
         except TypeError:
             self.shapes()  # says which argument it is
             raise
@@ -74,6 +75,9 @@ class Call:
     def types(self) -> dict[str, str]:
         """Types of the arguments by their paths, as messages say them."""
         return {path: type_text(*_key_of(leaf)) for path, leaf in _by_path(self.shapes()).items()}
+
+    def leaves(self) -> list[Any]:
+        return jax.tree.leaves((self.args, self.kwargs))
 
     def by_path(self) -> dict[str, Any]:
         """The arguments by their paths."""

@@ -11,26 +11,27 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardplan import _jax, arguments, program
+from shardplan import _jax, arguments, program, results, runner
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
 from shardplan.errors import ArgumentError, CallError, EnclosingTraceError, PlanMismatchError, warn
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
-from shardplan.libraries import saying_what_is_missing
-from shardplan.mesh import GivenMesh, can_run, check_mesh, has_gpus, memory_for_arrays, without_manual_axes
+from shardplan.mesh import GivenMesh, can_run, check_mesh, has_gpus
 from shardplan.options import Options
-from shardplan.placement import place_captured, put, referred
 from shardplan.plan import Plan
-from shardplan.planning import RESERVED_MEMORY, rebuild
+from shardplan.planning import rebuild
 from shardplan.program import Program
 from shardplan.refine import refined
-from shardplan.tracing import trace_program
+from shardplan.results import settled, traced_with
+from shardplan.runner import Runner
+from shardplan.typed import axis_types_of, typed_results
 
-_jax.hide_from_tracebacks(__file__, arguments.__file__, program.__file__, _jax.__file__)
+for _module in (arguments, program, results, runner, _jax):
+    _jax.hide_from_tracebacks(__file__, str(_module.__file__))
 
 
 def auto(
@@ -56,12 +57,14 @@ def auto(
     Args:
         fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``.
         mesh: a ``jax.sharding.Mesh`` with axes of any type, an ``AbstractMesh`` (plans, but cannot run), or a number of
-            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used).
+            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used). Results have the
+            types that ``jax.jit`` gives where an argument is on axes of type Explicit, or ``jax.set_mesh`` holds such
+            a mesh; in all other calls types without layouts.
         memory_limit: bytes that one device may hold, as a number or as ``"11GB"``.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
         hardware: a profile or its name; ``"h100"`` where none is given.
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
-            split at the first call keep that layout too: it is part of their types.
+            split keep that layout too: it is part of their types.
         donate_argnums: positions of arguments whose memory the results may take, as in ``jax.jit``.
         static_argnums: positions of arguments that are compiled into the program, as in ``jax.jit``.
         reduce_dtype: a narrower float type in which gradients may be summed over devices, ``"bfloat16"`` above all:
@@ -109,7 +112,7 @@ class AutoFunction:
         self._mesh = mesh
         self._options = options
         self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
-        self._planned: dict[Any, _Runner] = {}
+        self._planned: dict[Any, Runner] = {}
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the instance is the first argument, as for ``jax.jit``."""
@@ -144,11 +147,13 @@ class AutoFunction:
         )
         return self._fn(*args, **kwargs)
 
-    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
         key = call.key()
         if key not in self._planned:
             self._calls.check(args, kwargs)
-            self._planned[key] = _Runner(_plan_call(call, self._mesh, self._options), self._mesh)
+            types = axis_types_of(call, self._mesh)
+            plan = _plan_call(call, self._mesh, self._options, typed=types is not None)
+            self._planned[key] = Runner(plan, self._mesh, types)
         return self._planned[key]
 
 
@@ -163,7 +168,7 @@ class PlannedFunction:
         options = plan.recipe.options
         self._plan = plan
         self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
-        self._bound: dict[Any, _Runner] = {}
+        self._bound: dict[Any, Runner] = {}
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -176,11 +181,12 @@ class PlannedFunction:
         call = self._calls.take(args, kwargs)
         return self._runner(call, args, kwargs)(call)
 
-    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
         key = call.key()
         if key not in self._bound:
             self._calls.check(args, kwargs)
-            self._bound[key] = _Runner(rebuild(self._plan, _trace_for(self._plan, call)), self._plan.mesh)
+            plan = rebuild(self._plan, _trace_for(self._plan, call))
+            self._bound[key] = Runner(plan, self._plan.mesh, axis_types_of(call, self._plan.mesh))
         return self._bound[key]
 
 
@@ -192,88 +198,13 @@ def bind_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: d
 
 def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Program:
     """The program of a call whose arguments have been checked."""
-    return _trace(checked_call(fn, args, kwargs, options))
+    return _trace(checked_call(fn, args, kwargs, options), options)[0]
 
 
 def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
     calls = Calls(fn, options.static_argnums, options.donate_argnums)
     calls.check(args, kwargs)
     return calls.take(args, kwargs)
-
-
-class _Runner:
-    """A plan with its compiled step and the devices that it runs on."""
-
-    def __init__(self, plan: Plan, mesh: GivenMesh) -> None:
-        self.plan = plan
-        self.mesh = without_manual_axes(mesh) if isinstance(mesh, Mesh) else _devices_for(plan)
-        self._jitted: Callable[..., Any] | None = None
-        self._shardings: tuple[NamedSharding, ...] = ()
-        self._captured_refs: list[Any] = []
-        self._retyped: Any = None
-
-    def __call__(self, call: Call) -> Any:
-        with _jax.automatic_mesh():
-            if self._jitted is None:
-                self._jitted = self._compile(call)
-            place_captured(self._captured_refs, self.mesh or self.plan.mesh)
-            if not self._shardings:
-                with saying_what_is_missing(self.plan.program):
-                    return self._jitted(*call.args, **call.kwargs)
-            leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-            call.check_alive(leaves)
-            refs = self.plan.program.refs
-            call.check_single(leaves, refs, self._captured_refs)
-            with referred(leaves, self._shardings, refs) as there:
-                args, kwargs = jax.tree.unflatten(structure, there)
-                with saying_what_is_missing(self.plan.program):
-                    results = self._jitted(*args, **kwargs)
-            return results if self._retyped is None else jax.tree.map(put, results, self._retyped)
-
-    def _compile(self, call: Call) -> Callable[..., Any]:
-        if isinstance(self.mesh, Mesh) and not all(map(can_run, self.mesh.local_devices)):
-            raise ArgumentError(
-                f"the devices of the mesh {dict(self.mesh.shape)} are there to compile for, nothing runs on them: pass "
-                "a mesh of jax.devices() to run, or use lower(), shardplan.plan and shardplan.audit"
-            )
-        ordered = [effect for effect in self.plan.program.effects if _jax.is_ordered_for_one_device(effect)]
-        if not ordered or self.plan.device_count == 1:
-            self._warn_of_memory()
-            self._shardings = self.plan.leaf_shardings(self.mesh)
-            self._captured_refs = [*self.plan.program.captured_refs.values()]
-            self._retyped = self.plan.retyped(self.mesh)
-            return self.plan.executable or self.plan.jitted(self.mesh)
-        warn(
-            f"`{name_of(call.fn)}` has effects whose order JAX keeps on one device alone (`{ordered[0]}`): it runs "
-            "unplanned. Use ordered=False to run it on all devices."
-        )
-        return jax.jit(
-            call.fn,
-            donate_argnums=[place for place in call.donated if isinstance(place, int)],
-            donate_argnames=[place for place in call.donated if isinstance(place, str)],
-        )
-
-    def _warn_of_memory(self) -> None:
-        """What does not fit fails after it is compiled, with XLA's words; JAX takes three quarters by itself."""
-        given = memory_for_arrays(self.mesh) if isinstance(self.mesh, Mesh) else None
-        if given is not None and self.plan.peak_bytes > given:
-            warn(
-                f"the plan takes {self.plan.peak_bytes / 1e9:.2f} GB of each device, of which JAX may give out "
-                f"{given / 1e9:.2f} GB: set XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVED_MEMORY:.2f} before JAX is "
-                f"imported, which is what plans count on (the default is 0.75), or plan with memory_limit={given}."
-            )
-
-
-def _devices_for(plan: Plan) -> Mesh | None:
-    """The devices for a plan that was made for a number of them; None where the plan's mesh has its own."""
-    if not isinstance(plan.mesh, AbstractMesh):
-        return None
-    sizes = tuple(plan.mesh_axes.values())
-    if plan.device_count > len(jax.devices()):
-        return None
-    automatic = (jax.sharding.AxisType.Auto,) * len(sizes)
-    devices = jax.devices()[: plan.device_count]
-    return jax.make_mesh(sizes, tuple(plan.mesh_axes), axis_types=automatic, devices=devices)
 
 
 def options_from(given: dict[str, Any]) -> Options:
@@ -287,20 +218,21 @@ def options_from(given: dict[str, Any]) -> Options:
         ) from None
 
 
-def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
+def _plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
     with uncollected():
-        return _traced_plan(call, mesh, options)
+        return _traced_plan(call, mesh, options, typed)
 
 
-def _traced_plan(call: Call, mesh: GivenMesh, options: Options) -> Plan:
+def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
     started = time.perf_counter()
-    traced = _trace(call)
     resolved = replace(
         options,
         pins=with_explicit(options.pins, call.by_path(), mesh),
+        results=typed_results(call, mesh) if typed and isinstance(mesh, (Mesh, AbstractMesh)) else None,
         static_argnums=call.static_positions,
         donate_argnums=call.donated_positions,
     )
+    traced, resolved = _trace(call, resolved)
     spent = time.perf_counter() - started
 
     def make(chosen: Options) -> Plan:
@@ -312,7 +244,7 @@ def _traced_plan(call: Call, mesh: GivenMesh, options: Options) -> Plan:
 def _trace_for(plan: Plan, call: Call) -> Program:
     """The program of a call that is to run by a plan; where it cannot be traced, what differs from the planned call."""
     try:
-        return _trace(call)
+        return _trace(call, plan.recipe.options)[0]
     except Exception as error:
         different = plan.other_arguments(call.types())
         if different:
@@ -322,10 +254,13 @@ def _trace_for(plan: Plan, call: Call) -> Program:
         raise
 
 
-def _trace(call: Call) -> Program:
+def _trace(call: Call, options: Options) -> tuple[Program, Options]:
+    """The program of a call with the layouts that its results shall have, and the options with the pins that these
+    make."""
     args, kwargs = call.shapes()
+    asked = options.results
     try:
-        return trace_program(call.fn, args, kwargs)
+        traced, found = traced_with(call.fn, args, kwargs, None if asked is None else lambda _: asked)
     except ValueError as error:
         if "Ref sharding" in str(error):  # those of arguments have none while it is traced
             raise CallError(
@@ -337,3 +272,5 @@ def _trace(call: Call) -> Program:
                 "jax.lax.with_sharding_constraint where it has reshard or out_sharding."
             )
         raise
+    program, pins = settled(traced, found, options.pins)
+    return program, replace(options, pins=pins)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -13,6 +13,7 @@ from shardplan.errors import ArgumentError
 from shardplan.layout import MeshAxes
 
 GivenMesh = Mesh | AbstractMesh | int | str
+MeshT = TypeVar("MeshT", bound=Mesh | AbstractMesh)
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
@@ -45,20 +46,18 @@ def mesh_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     return MeshAxes(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
 
 
-def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same mesh with axes of type Auto, which is what constraints inside a step need."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
+def with_axis_types(mesh: MeshT, types: tuple[AxisType, ...]) -> MeshT:
+    """The same mesh with axes of these types."""
     if tuple(mesh.axis_types) == types:
         return mesh
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    return AbstractMesh(tuple(mesh.axis_sizes), tuple(mesh.axis_names), axis_types=types)
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)  # type: ignore[return-value]
+    return AbstractMesh(tuple(mesh.axis_sizes), tuple(mesh.axis_names), axis_types=types)  # type: ignore[return-value]
 
 
-def without_manual_axes(mesh: Mesh) -> Mesh:
-    """The same mesh with axes of type Auto for those of type Manual, which no results outside of a shard_map have."""
-    kinds = [AxisType.Auto if kind == AxisType.Manual else kind for kind in mesh.axis_types]
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(kinds))
+def with_auto_axes(mesh: MeshT) -> MeshT:
+    """The same mesh with axes of type Auto, which is what constraints inside a step need."""
+    return with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
 
 
 def can_run(device: jax.Device) -> bool:

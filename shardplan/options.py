@@ -38,6 +38,8 @@ class Options:
     refine: int = 1
     islands: bool = True
     verify: bool | None = None
+    results: Mapping[str, PartitionSpec] | None = None
+    """The layouts of results by their paths, as their types have them; found, not given."""
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_limit, str):

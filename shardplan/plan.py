@@ -29,6 +29,7 @@ from shardplan.plan_difference import PlanDifference, compare_plans
 from shardplan.plan_report import plan_html, plan_text
 from shardplan.program import Program
 from shardplan.replay import Replay
+from shardplan.results import of_type
 from shardplan.schedule import Schedule
 
 
@@ -250,13 +251,16 @@ class Plan:
         )
 
     def retyped(self, mesh: Mesh | None = None) -> Any:
-        """Where `jitted` results are to be brought, the same places with the types of ``mesh``; None for nowhere else.
+        """Where results are to be brought, the same places with the types of ``mesh``; None for nowhere else.
 
-        A program that is lowered for its devices takes no mesh but that with axes of type Auto.
+        A program that is lowered for its devices takes no mesh but that with axes of type Auto, which is also that of
+        the executable.
         """
         if mesh is None or with_auto_axes(mesh) == mesh:
             return None
-        for_devices = any(_jax.is_lowered_for_devices(o.equation) for o in self.program.operations)
+        for_devices = self.executable is not None or any(
+            _jax.is_lowered_for_devices(o.equation) for o in self.program.operations
+        )
         return self._out_shardings(mesh) if for_devices else None
 
     def leaf_shardings(self, mesh: Mesh | AbstractMesh | None = None) -> tuple[NamedSharding, ...]:
@@ -359,7 +363,7 @@ class Plan:
             raise PlanMismatchError(
                 f"the plan is for the mesh {self.mesh_axes}, got {dict(chosen.shape)}: plan anew for it"
             )
-        return with_auto_axes(chosen)  # type: ignore[return-value]
+        return with_auto_axes(chosen)
 
     def _in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
         return jax.tree.unflatten(self.program.in_tree, self.leaf_shardings(mesh))
@@ -368,6 +372,7 @@ class Plan:
         axes, values, found = mesh_axes(self.mesh), self.program.values, []
         for number, output in enumerate(self.program.results):
             spec = to_spec(axes, self.schedule.layout_of_output(number))
+            spec = of_type(spec, (self.recipe.options.results or {}).get(self.program.output_names[number]), mesh)
             kind = values[output].kind_as_result if isinstance(output, int) else None
             found.append(NamedSharding(mesh, spec, memory_kind=kind))
         return jax.tree.unflatten(self.program.out_tree, found)

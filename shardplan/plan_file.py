@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardplan.entries import MalformedError, check, read
+from shardplan.entries import FREE, MalformedError, check, read
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import HardwareProfile, load, profiles
 from shardplan.mesh import mesh_axes, with_auto_axes
@@ -57,6 +57,7 @@ class OptionEntries(TypedDict):
     refine: int
     islands: bool
     verify: bool | None
+    results: Mapping[str, PartitionSpec] | None
 
 
 class Figures(TypedDict):
@@ -129,7 +130,7 @@ class PlanEntries(TypedDict):
 
 
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
@@ -283,13 +284,16 @@ def argument_entry(argument: PlannedArgument) -> dict[str, Any]:
 
 
 def _spec_entries(spec: PartitionSpec) -> list[Any]:
-    return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    named = [FREE if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in named]
 
 
 def options_entries(options: Options) -> dict[str, Any]:
     """Options as plain data; a profile of the user's own with its numbers."""
     entries = {f.name: getattr(options, f.name) for f in fields(options)}
     entries["pins"] = {path: _spec_entries(spec) for path, spec in (options.pins or {}).items()}
+    if options.results is not None:
+        entries["results"] = {path: _spec_entries(spec) for path, spec in options.results.items()}
     entries["reduce_dtype"] = None if options.reduce_dtype is None else np.dtype(options.reduce_dtype).name
     if options.hardware is not None and options.hardware not in profiles():
         entries["hardware"] = asdict(load(options.hardware))

@@ -244,12 +244,18 @@ _MESH_HEADER = ("mesh", "MB sent", "objective", "at least")
 _LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "also in")
 
 
+def types_text(plan: Plan) -> str:
+    """That results are laid out as JAX types them, where they are."""
+    typed = plan.recipe.options.results is not None
+    return "results have the types that mesh axes of type Explicit give them, in whatever layout that is" * typed
+
+
 def plan_text(plan: Plan) -> str:
     """What ``print(plan)`` shows."""
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
         f"  {evidence(plan)}",
-        *(f"  {text}" for text in (time_text(plan), pins_text(plan), memory_text(plan)) if text),
+        *(f"  {text}" for text in (time_text(plan), pins_text(plan), types_text(plan), memory_text(plan)) if text),
         *(
             []
             if "meshes" not in plan.statistics
