@@ -20,6 +20,7 @@ from jax._src import core as jax_core
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import mlir, pxla
 from jax._src.lax import lax as lax_internal
+from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.types import AbstractRef, RefEffect
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
@@ -328,6 +329,22 @@ def bind_again(
         with jax.sharding.use_abstract_mesh(mesh) if island else nullcontext():
             results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return tuple(results) if primitive.multiple_results else (results,)
+
+
+def options_of_jit(fn: Any) -> dict[str, Any]:
+    """The options that a function was given to ``jax.jit`` with, those that say something; none for other functions."""
+    info = getattr(fn, "_jit_info", None)
+    if info is None:
+        return {}
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused")
+    found = {name: getattr(info, name) for name in names}
+    found["compiler_options"] = dict(info.compiler_options_kvs)
+    for side in ("in_shardings", "out_shardings"):
+        leaves = getattr(info, f"{side}_leaves")
+        said = [None if isinstance(leaf, UnspecifiedValue) else leaf for leaf in leaves]
+        if any(leaf is not None for leaf in said):
+            found[side] = jax.tree.unflatten(getattr(info, f"{side}_treedef"), said)
+    return {name: value for name, value in found.items() if value}
 
 
 api_boundary = traceback_util.api_boundary

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -20,13 +21,15 @@ from shardplan.collecting import uncollected
 from shardplan.errors import ArgumentError, CallError, EnclosingTraceError, PlanMismatchError, warn
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
-from shardplan.mesh import GivenMesh, can_run, check_mesh, has_gpus
+from shardplan.jit_options import pins_of, specs_of, with_options_of
+from shardplan.mesh import GivenMesh, Unsaid, as_mesh, can_run, has_gpus, mesh_of_context
 from shardplan.options import Options
 from shardplan.plan import Plan
+from shardplan.plan_report import mesh_text
 from shardplan.planning import rebuild
 from shardplan.program import Program
 from shardplan.refine import refined
-from shardplan.results import settled, traced_with
+from shardplan.results import Specs, settled, traced_with
 from shardplan.runner import Runner
 from shardplan.typed import axis_types_of, typed_results
 
@@ -34,30 +37,45 @@ for _module in (arguments, program, results, runner, _jax):
     _jax.hide_from_tracebacks(__file__, str(_module.__file__))
 
 
-def auto(
-    fn: Callable[..., Any],
-    mesh: GivenMesh,
+_UNSAID = Unsaid()
+
+
+@overload
+def auto(fn: Callable[..., Any], mesh: GivenMesh | Unsaid = _UNSAID, **options: Any) -> AutoFunction: ...
+@overload
+def auto(fn: None = None, mesh: GivenMesh | Unsaid = _UNSAID, **options: Any) -> Callable[..., AutoFunction]: ...
+def auto(  # type: ignore[misc]
+    fn: Callable[..., Any] | None = None,
+    mesh: GivenMesh | Unsaid = _UNSAID,
     *,
     memory_limit: float | str | None = None,
     objective: str = "bytes",
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     pins: Mapping[str, PartitionSpec] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
-    static_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    keep_unused: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     reduce_dtype: Any = None,
     time_limit: float = 60.0,
     refine: int = 1,
     islands: bool = True,
     verify: bool | None = None,
-) -> AutoFunction:
+) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
     The first call with new shapes plans and compiles; further ones run. Arguments that lie elsewhere are placed.
 
     Args:
-        fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``.
+        fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``. That of
+            ``jax.jit`` keeps the options that it was made with. Without a function, this is a decorator with options.
         mesh: a ``jax.sharding.Mesh`` with axes of any type, an ``AbstractMesh`` (plans, but cannot run), or a number of
-            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used). Results have the
+            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used), or text such as
+            ``"data=2,model=4"``. By default that of ``jax.set_mesh``, or all devices. Results have the
             types that ``jax.jit`` gives where an argument is on axes of type Explicit, or ``jax.set_mesh`` holds such
             a mesh; in all other calls types without layouts.
         memory_limit: bytes that one device may hold, as a number or as ``"11GB"``.
@@ -65,8 +83,13 @@ def auto(
         hardware: a profile or its name; ``"h100"`` where none is given.
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
             split keep that layout too: it is part of their types.
-        donate_argnums: positions of arguments whose memory the results may take, as in ``jax.jit``.
-        static_argnums: positions of arguments that are compiled into the program, as in ``jax.jit``.
+        donate_argnums, donate_argnames: arguments whose memory the results may take, as in ``jax.jit``: none where
+            nothing is said. What donating would save is printed with the plan (``plan.donatable_bytes``).
+        static_argnums, static_argnames: arguments that are compiled into the program, as in ``jax.jit``.
+        in_shardings, out_shardings: layouts of arguments that are given by position, and of results, as in ``jax.jit``:
+            trees, or prefixes of them, of ``NamedSharding`` or ``PartitionSpec``, and None where the plan decides. They
+            are pins: the plan keeps them, and is made around them.
+        keep_unused, compiler_options: as in ``jax.jit``.
         reduce_dtype: a narrower float type in which gradients may be summed over devices, ``"bfloat16"`` above all:
             ``"float16"`` ends at 65504, which is said, and 8-bit types are refused.
         time_limit: seconds that the search may take, within a second; the best plan by then is taken, with its true
@@ -85,34 +108,43 @@ def auto(
         ArgumentError: an option or the mesh is wrong; before any work starts.
         InfeasibleError: nothing keeps within the memory limit.
     """
-    general = (memory_limit, objective, hardware, pins, donate_argnums, static_argnums)
-    if verify is None:
-        verify = isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
-    options = Options(*general, reduce_dtype, time_limit, refine, islands, verify)
-    return AutoFunction(fn, mesh, options)
+    chosen = {name: value for name, value in locals().items() if name not in ("fn", "mesh")}
+    if fn is None:
+        return functools.partial(auto, mesh=mesh, **chosen)
+    return AutoFunction(fn, mesh, Options(**chosen))
 
 
 @_jax.api_boundary
 def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) -> Plan:
     """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s; see ``auto`` for the options."""
     chosen = options_from(options)
-    return AutoFunction(fn, mesh, replace(chosen, verify=bool(chosen.verify))).plan(*args)
+    return AutoFunction(fn, as_mesh(mesh), replace(chosen, verify=bool(chosen.verify))).plan(*args)
 
 
 class AutoFunction:
     """What ``auto`` returns: called like ``jax.jit(fn)``, with a plan per shapes of the arguments."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: GivenMesh, options: Options) -> None:
+    def __init__(self, fn: Callable[..., Any], mesh: GivenMesh | Unsaid, options: Options) -> None:
         if not callable(fn):
             raise ArgumentError(f"a function was expected, got `{fn!r}` of type `{type(fn).__name__}`")
-        check_mesh(mesh)
         options.check()
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
-        self._mesh = mesh
-        self._options = options
-        self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
+        self._given_mesh = mesh if isinstance(mesh, Unsaid) else as_mesh(mesh)
+        self._options = with_options_of(fn, options)
+        self._calls = _calls_of(fn, self._options)
         self._planned: dict[Any, Runner] = {}
+
+    @functools.cached_property
+    def _mesh(self) -> GivenMesh:
+        """The mesh, which is looked for when it is needed where none was given."""
+        return mesh_of_context() if isinstance(self._given_mesh, Unsaid) else self._given_mesh
+
+    def __repr__(self) -> str:
+        mesh, count = self._given_mesh, len(self._planned)
+        text = f"({mesh_text({**mesh.shape})})" if isinstance(mesh, (Mesh, AbstractMesh)) else mesh
+        text = "of all devices" if isinstance(mesh, Unsaid) else text
+        return f"<shardplan.auto of {name_of(self._fn)} over mesh {text}, {count} plan{'s' * (count != 1)}>"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the instance is the first argument, as for ``jax.jit``."""
@@ -128,6 +160,24 @@ class AutoFunction:
         """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
         runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
         return runner.plan.lower(runner.mesh)
+
+    @_jax.api_boundary
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The planned step, traced as ``jax.jit(fn).trace`` does it; ``jax.export.export`` takes this function too."""
+        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
+        return runner.plan.trace(runner.mesh)
+
+    @_jax.api_boundary
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and types of the results, without a plan, as ``jax.jit(fn).eval_shape`` does it."""
+        self._calls.check(args, kwargs)
+        call = self._calls.take(args, kwargs)
+        shapes, named = call.shapes()
+        return _jax.trace(call.fn, shapes, named).out_info
+
+    def clear_cache(self) -> None:
+        """Forgets the plans and the compiled steps of this function."""
+        self._planned.clear()
 
     @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +202,10 @@ class AutoFunction:
         if key not in self._planned:
             self._calls.check(args, kwargs)
             types = axis_types_of(call, self._mesh)
-            plan = _plan_call(call, self._mesh, self._options, typed=types is not None)
+            options = self._options
+            if options.verify is None:
+                options = replace(options, verify=_runs_on_gpus(self._mesh))
+            plan = _plan_call(call, self._mesh, options, typed=types is not None)
             self._planned[key] = Runner(plan, self._mesh, types)
         return self._planned[key]
 
@@ -165,9 +218,8 @@ class PlannedFunction:
 
     def __init__(self, fn: Callable[..., Any], plan: Plan) -> None:
         functools.update_wrapper(self, fn, updated=())
-        options = plan.recipe.options
         self._plan = plan
-        self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
+        self._calls = _calls_of(fn, plan.recipe.options)
         self._bound: dict[Any, Runner] = {}
 
     @_jax.api_boundary
@@ -202,9 +254,18 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 
 
 def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
-    calls = Calls(fn, options.static_argnums, options.donate_argnums)
+    calls = _calls_of(fn, options)
     calls.check(args, kwargs)
     return calls.take(args, kwargs)
+
+
+def _runs_on_gpus(mesh: GivenMesh) -> bool:
+    return isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
+
+
+def _calls_of(fn: Callable[..., Any], options: Options) -> Calls:
+    names = options.static_argnames, options.donate_argnames
+    return Calls(fn, options.static_argnums, options.donate_argnums, *names)
 
 
 def options_from(given: dict[str, Any]) -> Options:
@@ -225,14 +286,17 @@ def _plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Pl
 
 def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
     started = time.perf_counter()
+    pins = {**(options.pins or {}), **_escaped(pins_of(options, call.args, mesh))}
     resolved = replace(
         options,
-        pins=with_explicit(options.pins, call.by_path(), mesh),
+        pins=with_explicit(pins or None, call.by_path(), mesh),
         results=typed_results(call, mesh) if typed and isinstance(mesh, (Mesh, AbstractMesh)) else None,
         static_argnums=call.static_positions,
+        static_argnames=call.static_names or None,
         donate_argnums=call.donated_positions,
+        donate_argnames=call.donated_names or None,
     )
-    traced, resolved = _trace(call, resolved)
+    traced, resolved = _trace(call, resolved, mesh)
     spent = time.perf_counter() - started
 
     def make(chosen: Options) -> Plan:
@@ -254,13 +318,17 @@ def _trace_for(plan: Plan, call: Call) -> Program:
         raise
 
 
-def _trace(call: Call, options: Options) -> tuple[Program, Options]:
-    """The program of a call with the layouts that its results shall have, and the options with the pins that these
-    make."""
+def _trace(call: Call, options: Options, mesh: GivenMesh | Unsaid = _UNSAID) -> tuple[Program, Options]:
+    """The program of a call with the layouts that its results shall have, and the options with what these make of them:
+    pins of what they replace, and none that is a tree."""
     args, kwargs = call.shapes()
-    asked = options.results
+    typed, given = options.results, options.out_shardings
+
+    def wanted(results: Any) -> Specs:
+        return {**(typed or {}), **specs_of(given, results, mesh, "out_shardings")}
+
     try:
-        traced, found = traced_with(call.fn, args, kwargs, None if asked is None else lambda _: asked)
+        traced, found = traced_with(call.fn, args, kwargs, wanted if typed is not None or given is not None else None)
     except ValueError as error:
         if "Ref sharding" in str(error):  # those of arguments have none while it is traced
             raise CallError(
@@ -273,4 +341,10 @@ def _trace(call: Call, options: Options) -> tuple[Program, Options]:
             )
         raise
     program, pins = settled(traced, found, options.pins)
-    return program, replace(options, pins=pins)
+    resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None)
+    return replace(program, name=call.name), resolved
+
+
+def _escaped(specs: Specs) -> dict[str, PartitionSpec]:
+    """Layouts by paths, as pins have them: by globs."""
+    return {glob.escape(path): spec for path, spec in specs.items()}

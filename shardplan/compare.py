@@ -30,7 +30,7 @@ from shardplan.baselines import BASELINES
 from shardplan.choosing import make_plan
 from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import load
-from shardplan.mesh import GivenMesh, check_mesh, mesh_axes, with_auto_axes
+from shardplan.mesh import GivenMesh, as_mesh, mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.placing import PLACEMENT_METHODS, simulate_placement
 from shardplan.plan import Plan
@@ -167,7 +167,7 @@ def compare(
         ArgumentError: a method or an option is unknown; before any work starts.
     """
     chosen = options_from(options)
-    check_mesh(mesh)
+    mesh = as_mesh(mesh)
     chosen.check()
     known = (*BASELINES, *METHODS, *PLACEMENT_METHODS)
     unknown = [method for method in methods if method not in known]

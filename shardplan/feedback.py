@@ -26,7 +26,7 @@ from shardplan.memory.liveness import memory_profile
 from shardplan.mesh import can_run, has_gpus
 from shardplan.options import Options
 from shardplan.plan import Plan
-from shardplan.planning import donated_leaves, donated_positions, memory_limit_of
+from shardplan.planning import donated_leaves, donated_places, memory_limit_of
 from shardplan.tables import megabytes
 from shardplan.target import TargetNotInstalledError, gpu_mesh, only_described, targets
 
@@ -170,7 +170,7 @@ class _Rounds:
         """Per operation, the bytes that the compiled program holds there above the prediction."""
         assert self._report is not None
         schedule = plan.schedule
-        donated = donated_leaves(schedule.program, donated_positions(self._options))
+        donated = donated_leaves(schedule.program, donated_places(self._options))
         lifetimes, sending = in_own_order(schedule)
         profile = memory_profile(lifetimes, schedule, donated, sending)
         compiled = bytes_by_operation(self._report)

@@ -18,19 +18,28 @@ MeshT = TypeVar("MeshT", bound=Mesh | AbstractMesh)
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raises ArgumentError for what is no mesh, with what would be one."""
-    if isinstance(mesh, bool) or not isinstance(mesh, GivenMesh) or (isinstance(mesh, str) and not _parsed(mesh)):
+def as_mesh(mesh: Any) -> GivenMesh:
+    """A mesh as it was given, texts read: ``data=2,model=4``, a number, or hosts by devices, which stay text.
+
+    Raises ArgumentError for what is no mesh, with what would be one.
+
+    >>> as_mesh("data=2,model=4").shape_tuple, as_mesh("8"), as_mesh("2x8")
+    ((('data', 2), ('model', 4)), 8, '2x8')
+    """
+    if isinstance(mesh, str):
+        mesh = int(mesh) if mesh.isdigit() else mesh if _parsed(mesh) else _of_text(mesh)
+    if isinstance(mesh, bool) or not isinstance(mesh, GivenMesh):
         raise ArgumentError(
             f"a mesh was expected, got `{mesh!r}` of type `{type(mesh).__name__}`: pass jax.make_mesh(sizes, names), "
-            "a jax.sharding.AbstractMesh, the number of devices, or hosts by devices as in `2x8`"
+            "a jax.sharding.AbstractMesh, a text such as `data=2,model=4`, the number of devices, or hosts by devices "
+            "as in `2x8`"
         )
     if isinstance(mesh, str):
-        return
+        return mesh
     if isinstance(mesh, int):
         if mesh < 1:
             raise ArgumentError(f"a mesh needs at least one device, got the count `{mesh}`")
-        return
+        return mesh
     names = tuple(mesh.axis_names)
     if not names:
         raise ArgumentError("the mesh has no axes: name at least one, as in jax.make_mesh((8,), ('data',))")
@@ -39,6 +48,30 @@ def check_mesh(mesh: Any) -> None:
         raise ArgumentError(
             f"the mesh axis name `{repeated[0]}` is used twice in {names}: give every axis its own name"
         )
+    return mesh
+
+
+def _of_text(text: str) -> AbstractMesh:
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and size.strip().isdigit() and int(size) > 0 for name, _, size in parts):
+        raise ArgumentError(
+            f"a mesh was expected, got `{text!r}` of type `str`: a mesh is written `data=2,model=4`, as a number of "
+            "devices, or as `2x8` (hosts by devices)"
+        )
+    names, sizes = [name.strip() for name, _, _ in parts], [int(size) for _, _, size in parts]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"the mesh `{text}` uses an axis name twice: give every axis its own name")
+    return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+class Unsaid:
+    """What stands in the place of a mesh where none is given."""
+
+
+def mesh_of_context() -> GivenMesh:
+    """The mesh for functions that were given none: that of ``jax.set_mesh``, or all devices."""
+    held = jax.sharding.get_mesh()
+    return jax.device_count() if held.empty else held
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:

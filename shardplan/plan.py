@@ -26,7 +26,7 @@ from shardplan.options import Options
 from shardplan.overlap import StepTime, step_time
 from shardplan.placement import place_captured
 from shardplan.plan_difference import PlanDifference, compare_plans
-from shardplan.plan_report import plan_html, plan_text
+from shardplan.plan_report import donatable_bytes, plan_html, plan_line, plan_text
 from shardplan.program import Program
 from shardplan.replay import Replay
 from shardplan.results import of_type
@@ -100,7 +100,7 @@ class ScheduleToBe:
         return self._make()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """How one program is split over one mesh.
 
@@ -157,6 +157,12 @@ class Plan:
         return (self.objective - self.lower_bound) / self.objective
 
     @property
+    def donatable_bytes(self) -> dict[int | str, float]:
+        """Bytes per device that donating an argument would save at most, by its position or name in a call: those that
+        results replace. Arguments that are donated, or of which results replace nothing, are left out."""
+        return donatable_bytes(self)
+
+    @property
     def step_time(self) -> StepTime:
         """Where the time of a step goes: its work, the collectives that it waits for, those that work hides.
 
@@ -204,8 +210,8 @@ class Plan:
         """``NamedSharding``s in the structure of the results."""
         return self._out_shardings(with_auto_axes(self.mesh))
 
-    def lower(self, mesh: Mesh | None = None) -> jax.stages.Lowered:
-        """The planned step, lowered for the plan's own mesh or another one of the same axes and sizes.
+    def trace(self, mesh: Mesh | None = None) -> jax.stages.Traced:
+        """The planned step, traced for the plan's own mesh or another one of the same axes and sizes.
 
         Raises PlanMismatchError where the mesh is another one, or has no devices.
         """
@@ -216,7 +222,15 @@ class Plan:
             type_of_ref = _jax.ref_type(value.shape, value.dtype, value.weak_type)
             leaves.append(type_of_ref if is_ref else _jax.shape_of(value, sharding))
         args, kwargs = jax.tree.unflatten(self.program.in_tree, leaves)
-        lowered, kinds = self.jitted(mesh).lower(*args, **kwargs), [argument.memory_kind for argument in self.arguments]
+        return self.jitted(mesh).trace(*args, **kwargs)
+
+    def lower(self, mesh: Mesh | None = None) -> jax.stages.Lowered:
+        """The planned step, lowered for the plan's own mesh or another one of the same axes and sizes.
+
+        Raises PlanMismatchError where the mesh is another one, or has no devices.
+        """
+        shardings, kinds = self.leaf_shardings(self._with_devices(mesh)), [one.memory_kind for one in self.arguments]
+        lowered = self.trace(mesh).lower()
         dropped = any(kind and kind != s.memory_kind for kind, s in zip(kinds, shardings, strict=True))
         return _jax.with_memory_kinds(lowered, kinds) if dropped else lowered
 
@@ -241,13 +255,17 @@ class Plan:
                     refs[value][...] = results[number]
             return jax.tree.unflatten(program.out_tree, results[: len(program.results)])
 
+        planned.__name__ = planned.__qualname__ = program.name
         args, kwargs = self._in_shardings(concrete)
+        options = self.recipe.options
         return jax.jit(
             planned,
             in_shardings=None if kwargs else args,
             out_shardings=self._out_shardings(concrete if self.retyped(mesh) else mesh or concrete),
             donate_argnums=[position for position in self.donated if isinstance(position, int)],
             donate_argnames=[name for name in self.donated if isinstance(name, str)],
+            keep_unused=options.keep_unused,
+            compiler_options=dict(options.compiler_options or {}) or None,
         )
 
     def retyped(self, mesh: Mesh | None = None) -> Any:
@@ -344,6 +362,21 @@ class Plan:
         if not isinstance(other, Plan):
             raise no_plan(other)
         return compare_plans(self, other)
+
+    def __repr__(self) -> str:
+        return f"<{plan_line(self)}>"
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickled as ``save`` keeps it: without its program and devices."""
+        from shardplan.plan_file import document_of, plan_of_document
+
+        return plan_of_document, (document_of(self),)
 
     def __str__(self) -> str:
         return plan_text(self)

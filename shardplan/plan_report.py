@@ -244,10 +244,48 @@ _MESH_HEADER = ("mesh", "MB sent", "objective", "at least")
 _LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "also in")
 
 
-def types_text(plan: Plan) -> str:
-    """That results are laid out as JAX types them, where they are."""
-    typed = plan.recipe.options.results is not None
-    return "results have the types that mesh axes of type Explicit give them, in whatever layout that is" * typed
+def results_text(plan: Plan) -> str:
+    """How many results are held to layouts."""
+    held = len(plan.recipe.options.results or {})
+    return (
+        f"{held} results have the layouts of their types on axes of type Explicit, or of out_shardings" if held else ""
+    )
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan in a few words: what ``repr`` shows."""
+    name = f" of {plan.built.program.name}" if plan.built is not None else ""
+    return f"Plan{name} over mesh ({mesh_text(plan.mesh_axes)}): {evidence(plan)}"
+
+
+def donatable_bytes(plan: Plan) -> dict[int | str, float]:
+    """Bytes per device of the arguments that results replace and that are not donated, by place in a call."""
+    found: dict[int | str, float] = {}
+    static = plan.recipe.options.static
+    for one in plan.arguments:
+        first = one.path.split("/")[0]
+        place: int | str = int(first) if first.isdigit() else first
+        if not one.fed_back or one.is_ref or place in plan.donated or one.memory_kind is not None:
+            continue
+        if isinstance(place, int):
+            place = [n for n in range(place + len(static) + 1) if n not in static][place]
+        found[place] = found.get(place, 0.0) + bytes_on_device(one, plan.mesh_axes)
+    return found
+
+
+def donating_text(plan: Plan) -> str:
+    """What donating the state would save, where it is not donated."""
+    saved = plan.donatable_bytes
+    if not sum(saved.values()):
+        return ""
+    positions, names = [one for one in saved if isinstance(one, int)], [one for one in saved if isinstance(one, str)]
+    said = [
+        f"{option}={places[0]!r}" if len(places) == 1 else f"{option}={tuple(places)!r}"
+        for option, places in (("donate_argnums", positions), ("donate_argnames", names))
+        if places
+    ]
+    size = megabytes(sum(saved.values()))
+    return f"{' and '.join(said)} would save up to {size} MB: results replace what comes in there"
 
 
 def plan_text(plan: Plan) -> str:
@@ -255,7 +293,11 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
         f"  {evidence(plan)}",
-        *(f"  {text}" for text in (time_text(plan), pins_text(plan), types_text(plan), memory_text(plan)) if text),
+        *(
+            f"  {text}"
+            for text in (time_text(plan), pins_text(plan), results_text(plan), memory_text(plan), donating_text(plan))
+            if text
+        ),
         *(
             []
             if "meshes" not in plan.statistics

@@ -97,7 +97,7 @@ def plan_problem(
     started = time.perf_counter()
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
-    donated = donated_positions(options)
+    donated = donated_places(options)
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)
     search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
@@ -184,11 +184,12 @@ def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
     return tuple(found)
 
 
-def donated_positions(options: Options) -> tuple[int, ...]:
-    """The positions of donated arguments among those that are not static."""
-    static = options.static
+def donated_places(options: Options) -> tuple[int | str, ...]:
+    """The positions of donated arguments among those that are not static, and the names of those given by keyword."""
+    static, names = options.static, options.donate_argnames or ()
     wanted = as_positions(options.donate_argnums)
-    return tuple(position - sum(s < position for s in static) for position in wanted if position not in static)
+    places = (position - sum(s < position for s in static) for position in wanted if position not in static)
+    return (*places, *((names,) if isinstance(names, str) else names))
 
 
 def memory_limit_of(options: Options) -> float:
@@ -209,10 +210,11 @@ def _check_arguments(problem: Problem, limit: float) -> None:
         )
 
 
-def donated_leaves(program: Program, donated: tuple[int, ...]) -> frozenset[int]:
+def donated_leaves(program: Program, donated: tuple[int | str, ...]) -> frozenset[int]:
     """The positions among the flattened arguments that belong to donated ones, and of references."""
-    positions = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))[0]
-    return program.refs.union(*(jax.tree.leaves(positions[argument]) for argument in donated))
+    args, kwargs = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))
+    held = (kwargs.get(place) if isinstance(place, str) else args[place] for place in donated)
+    return program.refs.union(*map(jax.tree.leaves, held))
 
 
 def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
