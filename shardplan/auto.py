@@ -28,6 +28,7 @@ from shardplan.plan import Plan
 from shardplan.plan_report import mesh_text
 from shardplan.planning import rebuild
 from shardplan.program import Program
+from shardplan.progress import log_planning, shown
 from shardplan.refine import refined
 from shardplan.results import Specs, settled, traced_with
 from shardplan.runner import Runner
@@ -280,8 +281,11 @@ def options_from(given: dict[str, Any]) -> Options:
 
 
 def _plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
-    with uncollected():
-        return _traced_plan(call, mesh, options, typed)
+    started = time.perf_counter()
+    with uncollected(), shown(call.name):
+        found = _traced_plan(call, mesh, options, typed)
+    log_planning(found, time.perf_counter() - started)
+    return found
 
 
 def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:

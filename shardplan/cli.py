@@ -20,10 +20,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import jax
+from shardplan.quiet import without_cuda_notice
+
+with without_cuda_notice():
+    import jax
+
 import numpy as np
 
 from shardplan.audit import audit
@@ -70,6 +75,8 @@ def _run(given: list[str]) -> int:
     options = _parser().parse_args(given)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # nothing here runs on a GPU, so none is taken
+    with without_cuda_notice(anyhow=True), suppress(RuntimeError):
+        jax.devices()
     warnings.formatwarning, usual = _formatted, warnings.formatwarning
     try:
         status: int = options.run(options)

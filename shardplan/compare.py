@@ -39,7 +39,7 @@ from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem,
 from shardplan.program import Program
 from shardplan.search import METHODS
 from shardplan.simulate import Simulation, simulate
-from shardplan.tables import html_table, megabytes, text_table
+from shardplan.tables import html_table, size_cell, text_table
 
 DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
 
@@ -140,7 +140,7 @@ def _cells(row: ComparedPlan, simulated: bool) -> tuple[str, ...]:
     step = (f"{1e3 * row.simulated_seconds:.2f}" if row.simulation else "",) if simulated else ()
     if row.plan is None and row.simulation is None:
         return (row.method, "", "", "", "", *step, seconds, row.note)
-    sent, peak = megabytes(row.communication_bytes), megabytes(row.peak_bytes)
+    sent, peak = size_cell(row.communication_bytes), size_cell(row.peak_bytes)
     if row.plan is None:
         return (row.method, sent, "", "", peak, *step, seconds, row.note)
     gap = "" if math.isnan(row.gap) else f"{100 * row.gap:.4f} %" if row.gap < 0.01 else f"{100 * row.gap:.1f} %"

@@ -27,10 +27,11 @@ from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
+from shardplan.progress import doing
 from shardplan.regions.region import region_of
 from shardplan.repeating import search_sharing
 from shardplan.schedule import Schedule
-from shardplan.tables import megabytes
+from shardplan.tables import size_text
 
 DEFAULT_HARDWARE = "h100"
 
@@ -95,8 +96,10 @@ def plan_problem(
     """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
     with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
     started = time.perf_counter()
+    doing("stating the choices")
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
+    doing(f"searching {variables:,} choices")
     donated = donated_places(options)
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)
@@ -204,8 +207,8 @@ def _check_arguments(problem: Problem, limit: float) -> None:
     sizes = [program.values[index].total_bytes / problem.domain(index).degrees.max() for index in program.inputs]
     if sum(sizes) > limit:
         raise InfeasibleError(
-            f"the arguments alone take {megabytes(sum(sizes))} MB per device, split as far as the mesh can split them, "
-            f"and the limit is {megabytes(limit)} MB. What helps: more devices, or a smaller state",
+            f"the arguments alone take {size_text(sum(sizes))} per device, split as far as the mesh can split them, "
+            f"and the limit is {size_text(limit)}. What helps: more devices, or a smaller state",
             float(sum(sizes)),
         )
 

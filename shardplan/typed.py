@@ -66,7 +66,7 @@ def _with_layout(shape: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(shape, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
         return shape
-    if shape.sharding is not None or not _same_axes(sharding.mesh, mesh):
+    if not _same_axes(sharding.mesh, mesh):
         return shape
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type, sharding=sharding)
 
