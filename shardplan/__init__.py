@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardplan.rules import describe as describe
     from shardplan.simulate import Simulation as Simulation
     from shardplan.simulate import simulate as simulate
+    from shardplan.together import plan_together as plan_together
 
 _MODULES = {
     "audit": "audit",
@@ -52,6 +53,7 @@ _MODULES = {
     "describe": "rules",
     "Simulation": "simulate",
     "simulate": "simulate",
+    "plan_together": "together",
 }
 """The module of each public name."""
 

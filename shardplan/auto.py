@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 import os
 import time
 import types
@@ -18,17 +17,25 @@ from shardplan import _jax, arguments, program, results, runner
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
-from shardplan.errors import ArgumentError, CallError, EnclosingTraceError, PlanMismatchError, warn
+from shardplan.errors import (
+    ArgumentError,
+    CallError,
+    EnclosingTraceError,
+    InfeasibleError,
+    PlanMismatchError,
+    warn,
+)
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
 from shardplan.jit_options import pins_of, specs_of, with_options_of
+from shardplan.like import as_pins, layouts_kept, layouts_like
 from shardplan.mesh import GivenMesh, Unsaid, as_mesh, can_run, has_gpus, mesh_of_context
 from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.plan_report import mesh_text
 from shardplan.planning import rebuild
 from shardplan.program import Program
-from shardplan.progress import log_planning, shown
+from shardplan.progress import LOG, log_planning, shown
 from shardplan.refine import refined
 from shardplan.results import Specs, settled, traced_with
 from shardplan.runner import Runner
@@ -53,6 +60,7 @@ def auto(  # type: ignore[misc]
     objective: str = "bytes",
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     pins: Mapping[str, PartitionSpec] | None = None,
+    like: AutoFunction | Plan | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Iterable[str] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -84,6 +92,9 @@ def auto(  # type: ignore[misc]
         hardware: a profile or its name; ``"h100"`` where none is given.
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
             split keep that layout too: it is part of their types.
+        like: a planned step, or a plan, whose state some arguments are, matched by path or by tree: they keep the
+            layouts that it has there, so that nothing moves between the two (`shardplan.like`). A function's own state
+            keeps that of its first plan in any case, where memory allows it.
         donate_argnums, donate_argnames: arguments whose memory the results may take, as in ``jax.jit``: none where
             nothing is said. What donating would save is printed with the plan (``plan.donatable_bytes``).
         static_argnums, static_argnames: arguments that are compiled into the program, as in ``jax.jit``.
@@ -130,14 +141,15 @@ class AutoFunction:
             raise ArgumentError(f"a function was expected, got `{fn!r}` of type `{type(fn).__name__}`")
         options.check()
         functools.update_wrapper(self, fn, updated=())
+        self.__wrapped__ = fn
         self._fn = fn
         self._given_mesh = mesh if isinstance(mesh, Unsaid) else as_mesh(mesh)
-        self._options = with_options_of(fn, options)
-        self._calls = _calls_of(fn, self._options)
+        self.options = with_options_of(fn, options)
+        self._calls = _calls_of(fn, self.options)
         self._planned: dict[Any, Runner] = {}
 
     @functools.cached_property
-    def _mesh(self) -> GivenMesh:
+    def mesh(self) -> GivenMesh:
         """The mesh, which is looked for when it is needed where none was given."""
         return mesh_of_context() if isinstance(self._given_mesh, Unsaid) else self._given_mesh
 
@@ -202,13 +214,35 @@ class AutoFunction:
         key = call.key()
         if key not in self._planned:
             self._calls.check(args, kwargs)
-            types = axis_types_of(call, self._mesh)
-            options = self._options
-            if options.verify is None:
-                options = replace(options, verify=_runs_on_gpus(self._mesh))
-            plan = _plan_call(call, self._mesh, options, typed=types is not None)
-            self._planned[key] = Runner(plan, self._mesh, types)
+            types = axis_types_of(call, self.mesh)
+            self._planned[key] = Runner(self._plan_beside(call, types is not None), self.mesh, types)
         return self._planned[key]
+
+    def _plan_beside(self, call: Call, typed: bool) -> Plan:
+        """The plan of a call, with the state of the function's first plan where that is, if memory allows it."""
+        options = self.options
+        if options.verify is None:
+            options = replace(options, verify=_runs_on_gpus(self.mesh))
+        if options.like is not None:
+            like = layouts_like(_plan_of(options.like), call, self.mesh)
+            options = replace(options, pins=as_pins(like, options.pins))
+        kept = layouts_kept(next(iter(self._planned.values())).plan, call) if self._planned else {}
+        if kept:
+            try:
+                return _plan_call(call, self.mesh, replace(options, pins=as_pins(kept, options.pins)), typed)
+            except InfeasibleError:
+                LOG.warning("%s: the state does not fit where it lies with these arguments, and is moved", call.name)
+        return _plan_call(call, self.mesh, options, typed)
+
+    def traced(self, *args: Any, **kwargs: Any) -> tuple[Program, Options]:
+        """The program for arguments of these shapes, before anything is planned, and the options that it is for."""
+        self._calls.check(args, kwargs)
+        return _resolved(self._calls.take(args, kwargs), self.mesh, self.options, typed=False)
+
+    @property
+    def first_plan(self) -> Plan | None:
+        """The first plan of this function, whose state others share; None before there is one."""
+        return next((runner.plan for runner in self._planned.values()), None)
 
 
 class PlannedFunction:
@@ -260,6 +294,16 @@ def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     return calls.take(args, kwargs)
 
 
+def _plan_of(like: Any) -> Plan:
+    """The plan that another function's arguments are to lie like."""
+    found = like.first_plan if isinstance(like, AutoFunction) else like
+    if found is None:
+        raise ArgumentError(f"like is {like!r}, which has no plan yet: call it first, or plan it by its .plan(*args)")
+    if not isinstance(found, Plan):
+        raise ArgumentError(f"like is a planned step or a plan, got `{like!r}`")
+    return found
+
+
 def _runs_on_gpus(mesh: GivenMesh) -> bool:
     return isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
 
@@ -290,7 +334,18 @@ def _plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Pl
 
 def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
     started = time.perf_counter()
-    pins = {**(options.pins or {}), **_escaped(pins_of(options, call.args, mesh))}
+    traced, resolved = _resolved(call, mesh, options, typed)
+    spent = time.perf_counter() - started
+
+    def make(chosen: Options) -> Plan:
+        return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
+
+    return refined(make, resolved) if resolved.refine > 1 else make(resolved)
+
+
+def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tuple[Program, Options]:
+    """The program of a call, and the options as they are for it alone: plain data."""
+    pins = as_pins(pins_of(options, call.args, mesh), options.pins)
     resolved = replace(
         options,
         pins=with_explicit(pins or None, call.by_path(), mesh),
@@ -300,13 +355,7 @@ def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> 
         donate_argnums=call.donated_positions,
         donate_argnames=call.donated_names or None,
     )
-    traced, resolved = _trace(call, resolved, mesh)
-    spent = time.perf_counter() - started
-
-    def make(chosen: Options) -> Plan:
-        return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
-
-    return refined(make, resolved) if resolved.refine > 1 else make(resolved)
+    return _trace(call, resolved, mesh)
 
 
 def _trace_for(plan: Plan, call: Call) -> Program:
@@ -345,10 +394,5 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | Unsaid = _UNSAID) -> 
             )
         raise
     program, pins = settled(traced, found, options.pins)
-    resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None)
+    resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
     return replace(program, name=call.name), resolved
-
-
-def _escaped(specs: Specs) -> dict[str, PartitionSpec]:
-    """Layouts by paths, as pins have them: by globs."""
-    return {glob.escape(path): spec for path, spec in specs.items()}

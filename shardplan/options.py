@@ -42,6 +42,7 @@ class Options:
     donate_argnames: str | Iterable[str] | None = None
     in_shardings: Any = None
     out_shardings: Any = None
+    like: Any = None
     keep_unused: bool = False
     compiler_options: Mapping[str, Any] | None = None
     results: Mapping[str, PartitionSpec] | None = None

@@ -133,7 +133,7 @@ class PlanEntries(TypedDict):
     choices: str
 
 
-_RESOLVED = ("in_shardings", "out_shardings")
+_RESOLVED = ("in_shardings", "out_shardings", "like")
 """Options that are pins and layouts of results once a program is traced."""
 
 _FORMAT = "shardplan plan"

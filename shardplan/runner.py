@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,12 @@ from shardplan.libraries import saying_what_is_missing
 from shardplan.mesh import GivenMesh, can_run, memory_for_arrays, with_auto_axes, with_axis_types
 from shardplan.placement import place_captured, put, referred
 from shardplan.plan import Plan
+from shardplan.plan_report import bytes_on_device
 from shardplan.planning import RESERVED_MEMORY
+from shardplan.progress import LOG
+from shardplan.tables import size_text
+
+_SECOND = 2
 
 
 class Runner:
@@ -33,6 +38,7 @@ class Runner:
         self._shardings: tuple[NamedSharding, ...] = ()
         self._captured_refs: list[Any] = []
         self._retyped: Any = None
+        self._calls = 0
 
     def __call__(self, call: Call) -> Any:
         with _jax.automatic_mesh():
@@ -44,6 +50,9 @@ class Runner:
                     return self._jitted(*call.args, **call.kwargs)
             leaves, structure = jax.tree.flatten((call.args, call.kwargs))
             call.check_alive(leaves)
+            self._calls += 1
+            if self._calls == _SECOND:
+                self._say_what_moves(call.name, leaves)
             refs = self.plan.program.refs
             call.check_single(leaves, refs, self._captured_refs)
             with referred(leaves, self._shardings, refs) as there:
@@ -74,6 +83,23 @@ class Runner:
             donate_argnums=[place for place in call.donated if isinstance(place, int)],
             donate_argnames=[place for place in call.donated if isinstance(place, str)],
         )
+
+    def _say_what_moves(self, name: str, leaves: Sequence[Any]) -> None:
+        """Arguments that lie on the mesh in other layouts at the second call still do so at each."""
+        moved = [
+            one
+            for one, leaf, sharding in zip(self.plan.arguments, leaves, self._shardings, strict=True)
+            if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+            and leaf.sharding.device_set == sharding.device_set
+            and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        ]
+        if moved:
+            size = size_text(sum(bytes_on_device(one, self.plan.mesh_axes) for one in moved))
+            LOG.warning(
+                "%s moves %d of %d arguments at each call, up to %s per device, beside what its plan sends: `%s` is "
+                "one. Plan it with like=, or shardplan.plan_together, to leave them where they lie",
+                *(name, len(moved), len(leaves), size, moved[0].path),
+            )
 
     def _warn_of_memory(self) -> None:
         """What does not fit fails after it is compiled, with XLA's words; JAX takes three quarters by itself."""
