@@ -347,6 +347,11 @@ def options_of_jit(fn: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
+def inside_of_jit(fn: Any) -> Any:
+    """The function that a function of ``jax.jit`` runs; others as they are."""
+    return getattr(fn, "__wrapped__", fn) if hasattr(fn, "_jit_info") else fn
+
+
 api_boundary = traceback_util.api_boundary
 """What ``jax.jit`` and its like wrap their functions in: a user's error shows the user's frames."""
 

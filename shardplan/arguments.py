@@ -36,7 +36,7 @@ class Call:
 
     ``fn`` takes what is left, ``args`` and ``kwargs``; ``donated`` are positions in ``args`` and names in ``kwargs``.
     ``static_positions`` and ``donated_positions`` are those of the whole call, ``static_names`` those of its keywords.
-    ``name`` is that of the user's function.
+    ``name`` is that of the user's function, ``finish`` what has to be done with the results, one after another.
     """
 
     name: str
@@ -48,6 +48,13 @@ class Call:
     static_positions: tuple[int, ...]
     donated_positions: tuple[int, ...]
     static_names: tuple[str, ...]
+    finish: tuple[Callable[[Any], Any], ...] = ()
+
+    def finished(self, results: Any, of_shapes: bool = False) -> Any:
+        """What the caller gets of the results of ``fn``; with their shapes alone nothing is changed."""
+        for one in self.finish:
+            results = (getattr(one, "of_shapes", one) if of_shapes else one)(results)
+        return results
 
     @property
     def donated_names(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from shardplan.errors import (
     PlanMismatchError,
     warn,
 )
+from shardplan.frameworks import adapted, boxed_layouts
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
 from shardplan.jit_options import pins_of, specs_of, with_options_of
@@ -145,7 +146,7 @@ class AutoFunction:
         self._fn = fn
         self._given_mesh = mesh if isinstance(mesh, Unsaid) else as_mesh(mesh)
         self.options = with_options_of(fn, options)
-        self._calls = _calls_of(fn, self.options)
+        self._calls = _calls_of(_jax.inside_of_jit(fn), self.options)
         self._planned: dict[Any, Runner] = {}
 
     @functools.cached_property
@@ -166,27 +167,27 @@ class AutoFunction:
     @_jax.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or ``jax.ShapeDtypeStruct``s)."""
-        return self._runner(self._calls.take(args, kwargs), args, kwargs).plan
+        return self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs).plan
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
-        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
+        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
     @_jax.api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The planned step, traced as ``jax.jit(fn).trace`` does it; ``jax.export.export`` takes this function too."""
-        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
+        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.trace(runner.mesh)
 
     @_jax.api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and types of the results, without a plan, as ``jax.jit(fn).eval_shape`` does it."""
         self._calls.check(args, kwargs)
-        call = self._calls.take(args, kwargs)
+        call = adapted(self._calls.take(args, kwargs))
         shapes, named = call.shapes()
-        return _jax.trace(call.fn, shapes, named).out_info
+        return call.finished(_jax.trace(call.fn, shapes, named).out_info, of_shapes=True)
 
     def clear_cache(self) -> None:
         """Forgets the plans and the compiled steps of this function."""
@@ -196,12 +197,12 @@ class AutoFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._unplanned(args, kwargs)
-        call = self._calls.take(args, kwargs)
+        call = adapted(self._calls.take(args, kwargs))
         try:
             runner = self._runner(call, args, kwargs)
         except EnclosingTraceError:
             return self._unplanned(args, kwargs)
-        return runner(call)
+        return call.finished(runner(call))
 
     def _unplanned(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         warn(
@@ -237,7 +238,7 @@ class AutoFunction:
     def traced(self, *args: Any, **kwargs: Any) -> tuple[Program, Options]:
         """The program for arguments of these shapes, before anything is planned, and the options that it is for."""
         self._calls.check(args, kwargs)
-        return _resolved(self._calls.take(args, kwargs), self.mesh, self.options, typed=False)
+        return _resolved(adapted(self._calls.take(args, kwargs)), self.mesh, self.options, typed=False)
 
     @property
     def first_plan(self) -> Plan | None:
@@ -260,13 +261,13 @@ class PlannedFunction:
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
-        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
+        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
     @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._calls.take(args, kwargs)
-        return self._runner(call, args, kwargs)(call)
+        call = adapted(self._calls.take(args, kwargs))
+        return call.finished(self._runner(call, args, kwargs)(call))
 
     def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
         key = call.key()
@@ -291,7 +292,7 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
     calls = _calls_of(fn, options)
     calls.check(args, kwargs)
-    return calls.take(args, kwargs)
+    return adapted(calls.take(args, kwargs))
 
 
 def _plan_of(like: Any) -> Plan:
@@ -346,6 +347,7 @@ def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> 
 def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tuple[Program, Options]:
     """The program of a call, and the options as they are for it alone: plain data."""
     pins = as_pins(pins_of(options, call.args, mesh), options.pins)
+    pins = as_pins(boxed_layouts(call, mesh), pins)
     resolved = replace(
         options,
         pins=with_explicit(pins or None, call.by_path(), mesh),
