@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardplan import _jax
+from shardplan import _jax, state
 from shardplan.arguments import type_text
 from shardplan.errors import PlanMismatchError, no_plan
 from shardplan.layout import to_spec
@@ -308,6 +308,34 @@ class Plan:
         ]
         more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
         return f"other arguments:{''.join(different[:8])}{more}" if different else ""
+
+    @property
+    def shardings(self) -> Any:
+        """``NamedSharding``s over the mesh's devices, or the first ones here, in the structure of the arguments."""
+        return state.shardings_of(self)
+
+    @property
+    def abstract(self) -> Any:
+        """``jax.ShapeDtypeStruct``s with these shardings, as Orbax restores into: ``plan.abstract[0]`` is the state."""
+        return state.abstract_of(self)
+
+    def place(self, tree: Any) -> Any:
+        """An argument, such as a batch, where the plan has it; of several processes, each may give its own rows.
+
+        Raises ArgumentError for what has the structure and shapes of no argument.
+        """
+        return state.place(self, tree)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """What ``init_fn(*args)`` makes, an argument such as the state, made split as the plan has it.
+
+        Raises ArgumentError where it makes no argument of the planned step.
+        """
+        return state.init(self, init_fn, args)
+
+    def moving_bytes(self, tree: Any) -> int:
+        """What all devices together receive where an argument, as it lies now, is brought to this plan."""
+        return state.moving_bytes(self, tree)
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """This plan over ``fn``, traced anew for arguments (arrays or ``jax.ShapeDtypeStruct``s).

@@ -31,7 +31,7 @@ class Runner:
 
     def __init__(self, plan: Plan, mesh: GivenMesh, axis_types: tuple[AxisType, ...] | None = None) -> None:
         self.plan = plan
-        self.mesh = with_auto_axes(mesh) if isinstance(mesh, Mesh) else _devices_for(plan)
+        self.mesh = with_auto_axes(mesh) if isinstance(mesh, Mesh) else devices_for(plan)
         if self.mesh is not None and axis_types is not None:
             self.mesh = with_axis_types(self.mesh, axis_types)
         self._jitted: Callable[..., Any] | None = None
@@ -112,7 +112,7 @@ class Runner:
             )
 
 
-def _devices_for(plan: Plan) -> Mesh | None:
+def devices_for(plan: Plan) -> Mesh | None:
     """The devices for a plan that was made for a number of them; None where the plan's mesh has its own."""
     if not isinstance(plan.mesh, AbstractMesh):
         return None
