@@ -40,7 +40,7 @@ from shardplan.progress import LOG, log_planning, shown
 from shardplan.refine import refined
 from shardplan.results import Specs, settled, traced_with
 from shardplan.runner import Runner
-from shardplan.typed import axis_types_of, typed_results
+from shardplan.typed import axis_types_of, typed_results, without_types
 
 for _module in (arguments, program, results, runner, _jax):
     _jax.hide_from_tracebacks(__file__, str(_module.__file__))
@@ -363,7 +363,7 @@ def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tup
 def _trace_for(plan: Plan, call: Call) -> Program:
     """The program of a call that is to run by a plan; where it cannot be traced, what differs from the planned call."""
     try:
-        return _trace(call, plan.recipe.options)[0]
+        return _trace(call, plan.recipe.options, plan.mesh)[0]
     except Exception as error:
         different = plan.other_arguments(call.types())
         if different:
@@ -382,19 +382,17 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | Unsaid = _UNSAID) -> 
     def wanted(results: Any) -> Specs:
         return {**(typed or {}), **specs_of(given, results, mesh, "out_shardings")}
 
+    layouts = wanted if typed is not None or given is not None else None
     try:
-        traced, found = traced_with(call.fn, args, kwargs, wanted if typed is not None or given is not None else None)
+        traced, found = traced_with(call.fn, args, kwargs, layouts)
     except ValueError as error:
         if "Ref sharding" in str(error):  # those of arguments have none while it is traced
             raise CallError(
                 f"`{name_of(call.fn)}` closes over a Ref on mesh axes of type Explicit: pass it as an argument"
             ) from error
-        if "of type Auto" in str(error):
-            error.add_note(
-                f"`{name_of(call.fn)}` is planned, so its arrays have no layouts while it is traced: use "
-                "jax.lax.with_sharding_constraint where it has reshard or out_sharding."
-            )
-        raise
+        if "of type Auto" not in str(error) or not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise
+        traced, found = traced_with(without_types(call, mesh), args, kwargs, layouts)
     program, pins = settled(traced, found, options.pins)
     resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
     return replace(program, name=call.name), resolved

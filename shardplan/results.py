@@ -45,12 +45,12 @@ def traced_with(
     def constrained(*args: Any, **kwargs: Any) -> Any:
         results = fn(*args, **kwargs)
         found.update(wanted(results))
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: _laid_out(leaf, found.get(path_name(path))), results)
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: laid_out(leaf, found.get(path_name(path))), results)
 
     return trace_program(constrained, args, kwargs), found
 
 
-def _laid_out(leaf: Any, spec: PartitionSpec | None) -> Any:
+def laid_out(leaf: Any, spec: PartitionSpec | None) -> Any:
     """A traced result with a constraint, which says mesh axes by name alone: they are those of the plan."""
     if spec is None or not jax.numpy.ndim(leaf):
         return leaf

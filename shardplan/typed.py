@@ -8,13 +8,17 @@ in all other calls results have types without layouts, whatever the mesh is that
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardplan import _jax
 from shardplan.arguments import Call
 from shardplan.errors import CallError
+from shardplan.results import laid_out
 from shardplan.tracing import path_name
 
 AxisTypes = tuple[AxisType, ...]
@@ -37,18 +41,36 @@ def typed_results(call: Call, mesh: Mesh | AbstractMesh) -> dict[str, PartitionS
 
     Raises CallError where arguments with and without such types are mixed, which have no types together.
     """
-    args, kwargs = call.shapes()
-    shapes, structure = jax.tree.flatten((args, kwargs))
-    shapes = [_with_layout(shape, leaf, mesh) for shape, leaf in zip(shapes, call.leaves(), strict=True)]
-    args, kwargs = jax.tree.unflatten(structure, shapes)
     try:
-        traced = jax.jit(call.fn).trace(*args, **kwargs)
+        traced = _traced(call, mesh)
     except Exception as error:  # what is wrong in any case, the trace for the plan says
         _check_not_mixed(call, mesh, error)
         return None
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
     types: list[Any] = traced.jaxpr.out_avals
     return dict(zip(paths, map(_spec_of, types), strict=True))
+
+
+def without_types(call: Call, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """The function of a call that says layouts of types inside (``out_sharding=``, ``jax.sharding.reshard``), as one
+    that says constraints there, for arguments of these shapes alone."""
+    traced = _traced(call, mesh)
+    structure = jax.tree.structure(traced.out_info)
+
+    @functools.wraps(call.fn)
+    def constrained(*args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((args, kwargs))
+        return jax.tree.unflatten(structure, _jax.run_without_types(traced.jaxpr, leaves, laid_out))
+
+    return constrained
+
+
+def _traced(call: Call, mesh: Mesh | AbstractMesh) -> Any:
+    """The call, traced as ``jax.jit`` does it, with the layouts of its arguments' types."""
+    shapes, structure = jax.tree.flatten(call.shapes())
+    shapes = [_with_layout(shape, leaf, mesh) for shape, leaf in zip(shapes, call.leaves(), strict=True)]
+    args, kwargs = jax.tree.unflatten(structure, shapes)
+    return jax.jit(call.fn).trace(*args, **kwargs)
 
 
 def _spec_of(aval: Any) -> PartitionSpec:

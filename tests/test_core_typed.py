@@ -113,3 +113,60 @@ def test_explicit_and_automatic_arguments() -> None:
         shardplan.CallError, match="`0` is on mesh axes of type Explicit and `1` on the same axes of type"
     ):
         shardplan.auto(lambda a, b: a + b, mesh_of((2, 4)))(one, other)
+
+
+# ---- programs that say layouts inside
+
+
+def layer(p: Any, x: Any) -> Any:
+    h = jax.nn.relu(jnp.einsum("bd,dh->bh", x, p["a"]))
+    return jnp.einsum("bh,hd->bd", h, p["b"], out_sharding=P("x", None))
+
+
+def update(p: Any, x: Any, through: Any = layer) -> Any:
+    value, gradient = jax.value_and_grad(lambda p: ((through(p, x) - x) ** 2).mean())(p)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradient), value
+
+
+def summed(x: Any) -> Any:
+    return jax.lax.psum(x, "x")
+
+
+SAID: dict[str, Any] = {
+    "step": update,
+    "recomputed": lambda p, x: update(p, x, jax.checkpoint(layer)),
+    "loop": lambda p, x: jax.lax.scan(lambda c, _: (layer(p, c), c.sum()), x, None, length=3),
+    "loop until": lambda p, x: jax.lax.fori_loop(0, 3, lambda _, c: layer(p, c), x),
+    "while": lambda p, x: jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (layer(p, c[0]), c[1] + 1), (x, 0)),
+    "branch": lambda p, x: jax.lax.cond(x.sum() > 0, lambda x: layer(p, x), lambda x: x, x),
+    "reshard": lambda p, x: jax.sharding.reshard(x @ p["a"], P("x", None)),
+    "made": lambda p, x: (jnp.zeros((8, 8), out_sharding=P("x", None)) + x.sum(), jnp.arange(8, out_sharding=P("y"))),
+    "rows": lambda p, x: p["a"].at[jnp.arange(4)].get(out_sharding=P(None, "y")),
+    "random": lambda p, x: jax.random.normal(jax.random.key(0), (8, 8), out_sharding=P("x")),
+    "vmap": lambda p, x: jax.sharding.reshard(jax.vmap(lambda row: row @ p["a"])(x), P()),
+    "by hand": lambda p, x: jax.sharding.reshard(
+        jax.shard_map(summed, in_specs=P("x", None), out_specs=P(None, None))(x), P("y")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_layouts_that_a_program_says_inside(name: str) -> None:
+    """They are constraints that are planned around; types and values are those of jit, by a kept plan too."""
+    mesh, fn = mesh_of((2, 4), explicit=True), SAID[name]
+    with jax.set_mesh(mesh):
+        p = {"a": jax.device_put(X / 64, P(None, "y")), "b": jax.device_put(X / 64, P("y", None))}
+        x = jax.device_put(X / 64, P("x", None))
+        planned, expected = shardplan.auto(fn, mesh), jax.jit(fn)(p, x)
+        for found in (planned(p, x), planned.plan(p, x).apply(fn)(p, x)):
+            assert_equal_trees(found, expected, 1e-5)
+        assert types_of(planned(p, x)) == types_of(expected)
+
+
+def test_what_a_program_says_is_kept() -> None:
+    """The product has the layout that it was asked for, so that it is in the compiled program."""
+    mesh = mesh_of((2, 4), explicit=True)
+    with jax.set_mesh(mesh):
+        p = {"a": jax.device_put(X, P(None, "y")), "b": jax.device_put(X, P("y", None))}
+        plan = shardplan.plan(lambda p, x: layer(p, x) * 2, mesh, p, jax.device_put(X, P("x", None)))
+    assert P("x", None) in plan.program.constraints.values()
