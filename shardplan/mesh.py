@@ -56,7 +56,7 @@ def _of_text(text: str) -> AbstractMesh:
     if not all(name.strip() and size.strip().isdigit() and int(size) > 0 for name, _, size in parts):
         raise ArgumentError(
             f"a mesh was expected, got `{text!r}` of type `str`: a mesh is written `data=2,model=4`, as a number of "
-            "devices, or as `2x8` (hosts by devices)"
+            "devices, or as hosts by devices, as in `2x8`"
         )
     names, sizes = [name.strip() for name, _, _ in parts], [int(size) for _, _, size in parts]
     if len(set(names)) < len(names):
