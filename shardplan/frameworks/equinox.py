@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import Any
 
 import jax
@@ -11,8 +11,8 @@ import numpy as np
 from shardplan.arguments import Call
 from shardplan.frameworks.static import Static, held_static, with_static_leaves
 
-eqx: Any = sys.modules["equinox"]
-"""Imported by the script: this package knows no library by itself."""
+eqx: Any = importlib.import_module("equinox")
+"""The script has imported it: this package knows no library by itself."""
 
 
 def adapted(call: Call) -> Call:

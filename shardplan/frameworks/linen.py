@@ -5,7 +5,7 @@ Names that are no axes of the mesh say nothing: they are logical ones, which rul
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 from shardplan.arguments import Call
 from shardplan.tracing import path_name
 
-meta: Any = sys.modules["flax.core.meta"]
-"""Imported by the script: this package knows no library by itself."""
+meta: Any = importlib.import_module("flax.core.meta")
+"""The script has imported it: this package knows no library by itself."""
 
 _IN_BOX = jax.tree_util.GetAttrKey("value")
 

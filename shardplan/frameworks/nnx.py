@@ -8,7 +8,7 @@ results, at the places of the arguments, and is put into the caller's objects, w
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,8 @@ import jax
 from shardplan.arguments import Call
 from shardplan.frameworks.static import Static, is_static
 
-nnx: Any = sys.modules["flax.nnx"]
-"""Imported by the script: this package knows no library by itself."""
+nnx: Any = importlib.import_module("flax.nnx")
+"""The script has imported it: this package knows no library by itself."""
 
 _OBJECTS = (nnx.Pytree, nnx.Variable)
 
