@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from ortools.sat.python import cp_model
+from shardplan.search.optimizers import cp_model
 
 __all__ = ["solve_model"]
 

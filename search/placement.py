@@ -26,9 +26,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.graph.python import max_flow
 
 from shardplan.search.connecting import leaders
+from shardplan.search.optimizers import max_flow
 
 __all__ = ["PLACEMENTS", "WorkGraph", "place"]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.linear_solver import pywraplp
+
+from shardplan.search.optimizers import pywraplp
 
 __all__ = ["Plane", "highest", "highest_between"]
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from ortools.sat.python import cp_model
 
 from shardplan.search.closing import SECONDS_PER_UNIT
 from shardplan.search.cpsat import solve_model
 from shardplan.search.graph import Graph
 from shardplan.search.memory import Profile
+from shardplan.search.optimizers import cp_model
 from shardplan.search.packing import packed
 
 __all__ = ["Mixture", "Recombination"]

@@ -20,6 +20,7 @@ from jax._src import core as jax_core
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import mlir, pxla
 from jax._src.lax import lax as lax_internal
+from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.types import AbstractRef, RefEffect
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
@@ -330,6 +331,80 @@ def bind_again(
     return tuple(results) if primitive.multiple_results else (results,)
 
 
+def run_without_types(closed: ClosedJaxpr, operands: Sequence[Any], laid_out: Callable[[Any, Any], Any]) -> list[Any]:
+    """Runs a program that was traced on mesh axes of type Explicit on arrays without types. Where it says a layout, the
+    array gets it by ``laid_out(array, spec)``; layouts that only follow from those of arguments are left out."""
+    values = dict(zip(closed.jaxpr.constvars, map(without_typed_layout, closed.consts), strict=True))
+    values |= dict(zip(closed.jaxpr.invars, operands, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in closed.jaxpr.eqns:
+        info, given = equation.source_info, [read(atom) for atom in equation.invars]
+        name_stack = source_info_util.current_name_stack() + info.name_stack
+        with source_info_util.user_context(info.traceback, name_stack=name_stack):
+            results = _run_without_types(equation, given, laid_out)
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in closed.jaxpr.outvars]
+
+
+_LAYOUTS = ("out_sharding", "sharding", "dst_sharding")
+_NO_MORE_THAN_LAYOUTS = ("reshard", "mesh_cast")
+
+
+def _run_without_types(equation: Equation, operands: Sequence[Any], laid_out: Callable[[Any, Any], Any]) -> Any:
+    params, name = equation.params, equation.primitive.name
+    said = [params[key] for key in _LAYOUTS if isinstance(params.get(key), jax.sharding.NamedSharding)]
+    if name in _NO_MORE_THAN_LAYOUTS:
+        return [laid_out(operands[0], said[0].spec)]
+    if name in ("jit", "pjit"):
+        return run_without_types(params["jaxpr"], operands, laid_out)
+    if name == SHARDING_CONSTRAINT:
+        return [laid_out(operands[0], params["sharding"].spec)]
+    if name == "shard_map":  # whose body has layouts of its own
+        mesh = params["mesh"]
+        bare = params | {"mesh": mesh.update(axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axis_names))}
+    else:
+        bare = {key: None if key in _LAYOUTS else _bodies_without_types(one, laid_out) for key, one in params.items()}
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(bare))
+    results = results if equation.primitive.multiple_results else [results]
+    return [laid_out(result, said[0].spec) if said else result for result in results]
+
+
+def _bodies_without_types(param: Any, laid_out: Callable[[Any, Any], Any]) -> Any:
+    """A parameter of an equation with the programs in it, without types."""
+    if isinstance(param, tuple) and any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in param):
+        return tuple(_bodies_without_types(one, laid_out) for one in param)
+    if not isinstance(param, (ClosedJaxpr, Jaxpr)):
+        return param
+    closed = param if isinstance(param, ClosedJaxpr) else ClosedJaxpr(param, ())
+    shapes = [shape_of(var.aval) if is_array_type(var.aval) else var.aval for var in closed.jaxpr.invars]
+    found = jax.make_jaxpr(lambda *given: run_without_types(closed, given, laid_out))(*shapes)
+    return found if isinstance(param, ClosedJaxpr) else found.jaxpr
+
+
+def options_of_jit(fn: Any) -> dict[str, Any]:
+    """The options that a function was given to ``jax.jit`` with, those that say something; none for other functions."""
+    info = getattr(fn, "_jit_info", None)
+    if info is None:
+        return {}
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused")
+    found = {name: getattr(info, name) for name in names}
+    found["compiler_options"] = dict(info.compiler_options_kvs)
+    for side in ("in_shardings", "out_shardings"):
+        leaves = getattr(info, f"{side}_leaves")
+        said = [None if isinstance(leaf, UnspecifiedValue) else leaf for leaf in leaves]
+        if any(leaf is not None for leaf in said):
+            found[side] = jax.tree.unflatten(getattr(info, f"{side}_treedef"), said)
+    return {name: value for name, value in found.items() if value}
+
+
+def inside_of_jit(fn: Any) -> Any:
+    """The function that a function of ``jax.jit`` runs; others as they are."""
+    return getattr(fn, "__wrapped__", fn) if hasattr(fn, "_jit_info") else fn
+
+
 api_boundary = traceback_util.api_boundary
 """What ``jax.jit`` and its like wrap their functions in: a user's error shows the user's frames."""
 
@@ -490,6 +565,16 @@ def shape_of(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 def array_of_type(value: Any, aval: Any) -> Any:
     """A literal as an array of a type, weak where that is."""
     return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
+
+
+def typed_layout(leaf: Any) -> Any:
+    """The layout in the type of an argument, with the mesh that it is over: None where no axis is of type Explicit."""
+    sharding = getattr(leaf, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return None
+    entries = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))  # type: ignore[union-attr]
+    return entries, tuple(mesh.shape.items()), tuple(mesh.axis_types)
 
 
 def has_typed_layout(array: jax.Array) -> bool:

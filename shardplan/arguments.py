@@ -27,6 +27,7 @@ from shardplan import _jax
 from shardplan.errors import ArgumentError, CallError
 
 Argnums = int | Sequence[int] | None
+Argnames = str | Iterable[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,11 @@ class Call:
     """One call, without its static arguments.
 
     ``fn`` takes what is left, ``args`` and ``kwargs``; ``donated`` are positions in ``args`` and names in ``kwargs``.
-    ``static_positions`` and ``donated_positions`` are those of the whole call.
+    ``static_positions`` and ``donated_positions`` are those of the whole call, ``static_names`` those of its keywords.
+    ``name`` is that of the user's function, ``finish`` what has to be done with the results, one after another.
     """
 
+    name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -44,12 +47,25 @@ class Call:
     donated: tuple[int | str, ...]
     static_positions: tuple[int, ...]
     donated_positions: tuple[int, ...]
+    static_names: tuple[str, ...]
+    finish: tuple[Callable[[Any], Any], ...] = ()
+
+    def finished(self, results: Any, of_shapes: bool = False) -> Any:
+        """What the caller gets of the results of ``fn``; with their shapes alone nothing is changed."""
+        for one in self.finish:
+            results = (getattr(one, "of_shapes", one) if of_shapes else one)(results)
+        return results
+
+    @property
+    def donated_names(self) -> tuple[str, ...]:
+        return tuple(place for place in self.donated if isinstance(place, str))
 
     def key(self) -> Any:
-        """What two calls share that run by the same plan: structure, shapes, dtypes, memory kinds and static values."""
+        """What two calls share that run by the same plan: structure, types (with the layouts that are part of them),
+        memory kinds and static values."""
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
         try:
-            types = tuple(map(_key_of, leaves))
+            types = tuple((_key_of(leaf), _jax.typed_layout(leaf)) for leaf in leaves)
         except TypeError:
             self.shapes()  # says which argument it is
             raise
@@ -74,6 +90,9 @@ class Call:
     def types(self) -> dict[str, str]:
         """Types of the arguments by their paths, as messages say them."""
         return {path: type_text(*_key_of(leaf)) for path, leaf in _by_path(self.shapes()).items()}
+
+    def leaves(self) -> list[Any]:
+        return jax.tree.leaves((self.args, self.kwargs))
 
     def by_path(self) -> dict[str, Any]:
         """The arguments by their paths."""
@@ -115,12 +134,19 @@ class Calls:
     Raises ArgumentError for positions that the function does not have, or that are both static and donated.
     """
 
-    def __init__(self, fn: Callable[..., Any], static_argnums: Argnums = None, donate_argnums: Argnums = None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        static_argnums: Argnums = None,
+        donate_argnums: Argnums = None,
+        static_argnames: Argnames = None,
+        donate_argnames: Argnames = None,
+    ) -> None:
         self._fn = fn
         self._parameters, self._takes_more = _positional_parameters(fn)
-        self.static = self._positions("static_argnums", static_argnums)
-        self.donated = self._positions("donate_argnums", donate_argnums)
-        both = set(self.static) & set(self.donated)
+        self.static, self._static_names = self._places("static", static_argnums, static_argnames)
+        self.donated, self._donated_names = self._places("donate", donate_argnums, donate_argnames)
+        both = {*self.static} & {*self.donated} or {*self._static_names} & {*self._donated_names}
         if both:
             raise ArgumentError(
                 f"argument {min(both)} of `{name_of(fn)}` is in static_argnums and in donate_argnums: a static "
@@ -134,14 +160,15 @@ class Calls:
         """
         static = [p for p in self._within(self.static, len(args)) if p < len(args)]
         donated = [p for p in self._within(self.donated, len(args)) if p < len(args)]
-        fixed = {name: kwargs[name] for name in self._names(self.static) if name in kwargs}
+        fixed = {name: kwargs[name] for name in self._static_names if name in kwargs}
         dynamic = [position for position in range(len(args)) if position not in static]
         places = [dynamic.index(position) for position in donated if position in dynamic]
-        names = [name for name in self._names(self.donated) if name in kwargs]
+        names = [name for name in self._donated_names if name in kwargs]
         given = {p: args[p] for p in static}
         constants = tuple((place, type(value), value) for place, value in (*given.items(), *sorted(fixed.items())))
         self._check_hashable(constants)
         return Call(
+            name=name_of(self._fn),
             fn=_with_constants(self._fn, len(args), given, fixed) if given or fixed else self._fn,
             args=tuple(args[position] for position in dynamic),
             kwargs={name: value for name, value in kwargs.items() if name not in fixed},
@@ -149,6 +176,7 @@ class Calls:
             donated=(*places, *names),
             static_positions=tuple(static),
             donated_positions=tuple(donated),
+            static_names=tuple(fixed),
         )
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -159,6 +187,32 @@ class Calls:
             raise CallError(f"`{name_of(self._fn)}` cannot be called with these arguments: {error}") from None
         except ValueError:  # a builtin without a signature: tracing will tell
             pass
+
+    def _places(self, kind: str, argnums: Argnums, argnames: Argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Positions and names of arguments, of which each is both where the function has parameters for it."""
+        positions, names = self._positions(f"{kind}_argnums", argnums), self._named(f"{kind}_argnames", argnames)
+        by_name = (self._parameters.index(name) for name in names if name in self._parameters)
+        found = tuple(sorted({*positions, *by_name}))
+        return found, tuple(dict.fromkeys((*names, *self._names(found))))
+
+    def _named(self, option: str, given: Argnames) -> list[str]:
+        listed = [given] if given is None or isinstance(given, str) else given
+        named = [*listed] if isinstance(listed, Iterable) else [listed]
+        if given is None:
+            return []
+        if not all(isinstance(name, str) for name in named):
+            raise ArgumentError(f"{option} takes names of arguments, got `{given!r}`")
+        try:
+            parameters = inspect.signature(self._fn).parameters
+        except (TypeError, ValueError):
+            return named
+        more = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+        for name in named:
+            if name not in parameters and not more:
+                raise ArgumentError(
+                    f"{option} has the name `{name}`, but `{name_of(self._fn)}` takes {', '.join(parameters)}"
+                )
+        return named
 
     def _positions(self, option: str, given: Argnums) -> tuple[int, ...]:
         listed = [] if given is None else given if isinstance(given, Iterable) else [given]
@@ -256,11 +310,17 @@ def _shape_of(path: Any, leaf: Any) -> Any:
     except TypeError:
         raise CallError(
             f"`{_place_of(path)}` is `{leaf!r}` of type `{type(leaf).__name__}`: arguments are arrays, numbers or "
-            "pytrees of them; list others in static_argnums"
+            f"pytrees of them; list others in {_static_option(path)}"
         ) from None
     if is_ref:
         return _jax.ref_type(shape, dtype, weak_type)
     return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=kind and _jax.without_layout(kind))
+
+
+def _static_option(path: Any) -> str:
+    """The option by which the argument of a leaf is static."""
+    _, argument, *_ = path
+    return "static_argnums" if path[0].idx == 0 else f'static_argnames="{argument.key}"'
 
 
 def _place_of(path: Any) -> str:

@@ -30,7 +30,7 @@ from shardplan.hlo.collectives import KINDS
 from shardplan.libraries import saying_what_is_missing
 from shardplan.overlap import StepTime
 from shardplan.plan import Plan
-from shardplan.tables import html_table, megabytes, text_table
+from shardplan.tables import html_table, size_cell, size_text, text_table
 from shardplan.target import gpu_mesh, only_described
 
 
@@ -137,7 +137,7 @@ class Audit:
         rows = [
             (
                 *(one.kind, axes_text(one.axes(self.compiled.mesh_axes)), one.source, str(one.times)),
-                *(megabytes(one.bytes_sent * one.times), "yes" if one.synchronous else "no"),
+                *(size_cell(one.bytes_sent * one.times), "yes" if one.synchronous else "no"),
                 str(0 if one.synchronous else one.kernels_meanwhile),
             )
             for one in found[:limit]
@@ -148,7 +148,7 @@ class Audit:
     def details(self, limit: int = 10) -> str:
         """The operations whose compiled bytes differ most from the planned ones, as a table."""
         rows = [
-            (o.description, o.source, megabytes(o.predicted_bytes), megabytes(o.compiled_bytes), _signed(o.difference))
+            (o.description, o.source, size_cell(o.predicted_bytes), size_cell(o.compiled_bytes), _signed(o.difference))
             for o in self.operations[:limit]
         ]
         header = ("operation", "source", "predicted MB", "compiled MB", "difference")
@@ -161,10 +161,10 @@ class Audit:
             kind, axes = key
             planned, found = self.predicted.get(key, nothing), compiled.get(key, nothing)
             counts = (str(planned.times), str(found.times))
-            sizes = (megabytes(planned.bytes_sent), megabytes(found.bytes_sent), _signed(difference))
-            rows.append((kind, axes_text(axes), *counts, *sizes, megabytes(found.overlapped_bytes)))
+            sizes = (size_cell(planned.bytes_sent), size_cell(found.bytes_sent), _signed(difference))
+            rows.append((kind, axes_text(axes), *counts, *sizes, size_cell(found.overlapped_bytes)))
         total, peak = self.compiled.communication_bytes, self.compiled.memory.peak
-        beside = megabytes(self.overlapped_bytes)
+        beside = size_cell(self.overlapped_bytes)
         rows.append(("total", "", "", "", *_pair(self.predicted_bytes, total), beside))
         rows.append(("peak memory", "", "", "", *_pair(self.predicted_peak_bytes, peak), ""))
         host = self.predicted_host_bytes, self.compiled.memory.host
@@ -172,7 +172,7 @@ class Audit:
         return rows
 
     def _verdict(self) -> str:
-        unexplained = f"{megabytes(self.unexplained_bytes)} MB that no planned collective explains"
+        unexplained = f"{size_text(self.unexplained_bytes)} that no planned collective explains"
         return f"compiled / predicted bytes: {self.ratio:.4f}; {unexplained}{self._times()}{self.compiled.counted_once}"
 
     def _times(self) -> str:
@@ -258,4 +258,4 @@ def _signed(size: float) -> str:
 
 
 def _pair(predicted: float, compiled: float) -> tuple[str, str, str]:
-    return megabytes(predicted), megabytes(compiled), _signed(compiled - predicted)
+    return size_cell(predicted), size_cell(compiled), _signed(compiled - predicted)

@@ -6,64 +6,103 @@ import functools
 import os
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardplan import _jax, arguments, program
+from shardplan import _jax, arguments, program, results, runner
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
-from shardplan.errors import ArgumentError, CallError, EnclosingTraceError, PlanMismatchError, warn
+from shardplan.errors import (
+    ArgumentError,
+    CallError,
+    EnclosingTraceError,
+    InfeasibleError,
+    PlanMismatchError,
+    warn,
+)
+from shardplan.frameworks import adapted, boxed_layouts
 from shardplan.hard import with_explicit
 from shardplan.hardware import HardwareProfile
-from shardplan.libraries import saying_what_is_missing
-from shardplan.mesh import GivenMesh, can_run, check_mesh, has_gpus, memory_for_arrays, without_manual_axes
+from shardplan.jit_options import pins_of, specs_of, with_options_of
+from shardplan.like import as_pins, layouts_kept, layouts_like
+from shardplan.mesh import GivenMesh, Unsaid, as_mesh, can_run, has_gpus, mesh_of_context
 from shardplan.options import Options
-from shardplan.placement import place_captured, put, referred
 from shardplan.plan import Plan
-from shardplan.planning import RESERVED_MEMORY, rebuild
+from shardplan.plan_report import mesh_text
+from shardplan.planning import rebuild
 from shardplan.program import Program
+from shardplan.progress import LOG, log_planning, shown
 from shardplan.refine import refined
-from shardplan.tracing import trace_program
+from shardplan.results import Specs, settled, traced_with
+from shardplan.runner import Runner
+from shardplan.typed import axis_types_of, typed_results, without_types
 
-_jax.hide_from_tracebacks(__file__, arguments.__file__, program.__file__, _jax.__file__)
+for _module in (arguments, program, results, runner, _jax):
+    _jax.hide_from_tracebacks(__file__, str(_module.__file__))
 
 
-def auto(
-    fn: Callable[..., Any],
-    mesh: GivenMesh,
+_UNSAID = Unsaid()
+
+
+@overload
+def auto(fn: Callable[..., Any], mesh: GivenMesh | Unsaid = _UNSAID, **options: Any) -> AutoFunction: ...
+@overload
+def auto(fn: None = None, mesh: GivenMesh | Unsaid = _UNSAID, **options: Any) -> Callable[..., AutoFunction]: ...
+def auto(  # type: ignore[misc]
+    fn: Callable[..., Any] | None = None,
+    mesh: GivenMesh | Unsaid = _UNSAID,
     *,
     memory_limit: float | str | None = None,
     objective: str = "bytes",
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     pins: Mapping[str, PartitionSpec] | None = None,
+    like: AutoFunction | Plan | None = None,
     donate_argnums: int | Sequence[int] | None = None,
-    static_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    keep_unused: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     reduce_dtype: Any = None,
     time_limit: float = 60.0,
     refine: int = 1,
     islands: bool = True,
     verify: bool | None = None,
-) -> AutoFunction:
+) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
     The first call with new shapes plans and compiles; further ones run. Arguments that lie elsewhere are placed.
 
     Args:
-        fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``.
+        fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``. That of
+            ``jax.jit`` keeps the options that it was made with. Without a function, this is a decorator with options.
         mesh: a ``jax.sharding.Mesh`` with axes of any type, an ``AbstractMesh`` (plans, but cannot run), or a number of
-            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used).
+            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used), or text such as
+            ``"data=2,model=4"``. By default that of ``jax.set_mesh``, or all devices. Results have the
+            types that ``jax.jit`` gives where an argument is on axes of type Explicit, or ``jax.set_mesh`` holds such
+            a mesh; in all other calls types without layouts.
         memory_limit: bytes that one device may hold, as a number or as ``"11GB"``.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
         hardware: a profile or its name; ``"h100"`` where none is given.
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
-            split at the first call keep that layout too: it is part of their types.
-        donate_argnums: positions of arguments whose memory the results may take, as in ``jax.jit``.
-        static_argnums: positions of arguments that are compiled into the program, as in ``jax.jit``.
+            split keep that layout too: it is part of their types.
+        like: a planned step, or a plan, whose state some arguments are, matched by path or by tree: they keep the
+            layouts that it has there, so that nothing moves between the two (`shardplan.like`). A function's own state
+            keeps that of its first plan in any case, where memory allows it.
+        donate_argnums, donate_argnames: arguments whose memory the results may take, as in ``jax.jit``: none where
+            nothing is said. What donating would save is printed with the plan (``plan.donatable_bytes``).
+        static_argnums, static_argnames: arguments that are compiled into the program, as in ``jax.jit``.
+        in_shardings, out_shardings: layouts of arguments that are given by position, and of results, as in ``jax.jit``:
+            trees, or prefixes of them, of ``NamedSharding`` or ``PartitionSpec``, and None where the plan decides. They
+            are pins: the plan keeps them, and is made around them.
+        keep_unused, compiler_options: as in ``jax.jit``.
         reduce_dtype: a narrower float type in which gradients may be summed over devices, ``"bfloat16"`` above all:
             ``"float16"`` ends at 65504, which is said, and 8-bit types are refused.
         time_limit: seconds that the search may take, within a second; the best plan by then is taken, with its true
@@ -82,34 +121,44 @@ def auto(
         ArgumentError: an option or the mesh is wrong; before any work starts.
         InfeasibleError: nothing keeps within the memory limit.
     """
-    general = (memory_limit, objective, hardware, pins, donate_argnums, static_argnums)
-    if verify is None:
-        verify = isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
-    options = Options(*general, reduce_dtype, time_limit, refine, islands, verify)
-    return AutoFunction(fn, mesh, options)
+    chosen = {name: value for name, value in locals().items() if name not in ("fn", "mesh")}
+    if fn is None:
+        return functools.partial(auto, mesh=mesh, **chosen)
+    return AutoFunction(fn, mesh, Options(**chosen))
 
 
 @_jax.api_boundary
 def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) -> Plan:
     """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s; see ``auto`` for the options."""
     chosen = options_from(options)
-    return AutoFunction(fn, mesh, replace(chosen, verify=bool(chosen.verify))).plan(*args)
+    return AutoFunction(fn, as_mesh(mesh), replace(chosen, verify=bool(chosen.verify))).plan(*args)
 
 
 class AutoFunction:
     """What ``auto`` returns: called like ``jax.jit(fn)``, with a plan per shapes of the arguments."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: GivenMesh, options: Options) -> None:
+    def __init__(self, fn: Callable[..., Any], mesh: GivenMesh | Unsaid, options: Options) -> None:
         if not callable(fn):
             raise ArgumentError(f"a function was expected, got `{fn!r}` of type `{type(fn).__name__}`")
-        check_mesh(mesh)
         options.check()
         functools.update_wrapper(self, fn, updated=())
+        self.__wrapped__ = fn
         self._fn = fn
-        self._mesh = mesh
-        self._options = options
-        self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
-        self._planned: dict[Any, _Runner] = {}
+        self._given_mesh = mesh if isinstance(mesh, Unsaid) else as_mesh(mesh)
+        self.options = with_options_of(fn, options)
+        self._calls = _calls_of(_jax.inside_of_jit(fn), self.options)
+        self._planned: dict[Any, Runner] = {}
+
+    @functools.cached_property
+    def mesh(self) -> GivenMesh:
+        """The mesh, which is looked for when it is needed where none was given."""
+        return mesh_of_context() if isinstance(self._given_mesh, Unsaid) else self._given_mesh
+
+    def __repr__(self) -> str:
+        mesh, count = self._given_mesh, len(self._planned)
+        text = f"({mesh_text({**mesh.shape})})" if isinstance(mesh, (Mesh, AbstractMesh)) else mesh
+        text = "of all devices" if isinstance(mesh, Unsaid) else text
+        return f"<shardplan.auto of {name_of(self._fn)} over mesh {text}, {count} plan{'s' * (count != 1)}>"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, the instance is the first argument, as for ``jax.jit``."""
@@ -118,24 +167,42 @@ class AutoFunction:
     @_jax.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or ``jax.ShapeDtypeStruct``s)."""
-        return self._runner(self._calls.take(args, kwargs), args, kwargs).plan
+        return self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs).plan
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
-        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
+        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
+
+    @_jax.api_boundary
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """The planned step, traced as ``jax.jit(fn).trace`` does it; ``jax.export.export`` takes this function too."""
+        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
+        return runner.plan.trace(runner.mesh)
+
+    @_jax.api_boundary
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes and types of the results, without a plan, as ``jax.jit(fn).eval_shape`` does it."""
+        self._calls.check(args, kwargs)
+        call = adapted(self._calls.take(args, kwargs))
+        shapes, named = call.shapes()
+        return call.finished(_jax.trace(call.fn, shapes, named).out_info, of_shapes=True)
+
+    def clear_cache(self) -> None:
+        """Forgets the plans and the compiled steps of this function."""
+        self._planned.clear()
 
     @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._unplanned(args, kwargs)
-        call = self._calls.take(args, kwargs)
+        call = adapted(self._calls.take(args, kwargs))
         try:
             runner = self._runner(call, args, kwargs)
         except EnclosingTraceError:
             return self._unplanned(args, kwargs)
-        return runner(call)
+        return call.finished(runner(call))
 
     def _unplanned(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         warn(
@@ -144,12 +211,39 @@ class AutoFunction:
         )
         return self._fn(*args, **kwargs)
 
-    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
         key = call.key()
         if key not in self._planned:
             self._calls.check(args, kwargs)
-            self._planned[key] = _Runner(_plan_call(call, self._mesh, self._options), self._mesh)
+            types = axis_types_of(call, self.mesh)
+            self._planned[key] = Runner(self._plan_beside(call, types is not None), self.mesh, types)
         return self._planned[key]
+
+    def _plan_beside(self, call: Call, typed: bool) -> Plan:
+        """The plan of a call, with the state of the function's first plan where that is, if memory allows it."""
+        options = self.options
+        if options.verify is None:
+            options = replace(options, verify=_runs_on_gpus(self.mesh))
+        if options.like is not None:
+            like = layouts_like(_plan_of(options.like), call, self.mesh)
+            options = replace(options, pins=as_pins(like, options.pins))
+        kept = layouts_kept(next(iter(self._planned.values())).plan, call) if self._planned else {}
+        if kept:
+            try:
+                return _plan_call(call, self.mesh, replace(options, pins=as_pins(kept, options.pins)), typed)
+            except InfeasibleError:
+                LOG.warning("%s: the state does not fit where it lies with these arguments, and is moved", call.name)
+        return _plan_call(call, self.mesh, options, typed)
+
+    def traced(self, *args: Any, **kwargs: Any) -> tuple[Program, Options]:
+        """The program for arguments of these shapes, before anything is planned, and the options that it is for."""
+        self._calls.check(args, kwargs)
+        return _resolved(adapted(self._calls.take(args, kwargs)), self.mesh, self.options, typed=False)
+
+    @property
+    def first_plan(self) -> Plan | None:
+        """The first plan of this function, whose state others share; None before there is one."""
+        return next((runner.plan for runner in self._planned.values()), None)
 
 
 class PlannedFunction:
@@ -160,27 +254,27 @@ class PlannedFunction:
 
     def __init__(self, fn: Callable[..., Any], plan: Plan) -> None:
         functools.update_wrapper(self, fn, updated=())
-        options = plan.recipe.options
         self._plan = plan
-        self._calls = Calls(fn, options.static_argnums, options.donate_argnums)
-        self._bound: dict[Any, _Runner] = {}
+        self._calls = _calls_of(fn, plan.recipe.options)
+        self._bound: dict[Any, Runner] = {}
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
-        runner = self._runner(self._calls.take(args, kwargs), args, kwargs)
+        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
     @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._calls.take(args, kwargs)
-        return self._runner(call, args, kwargs)(call)
+        call = adapted(self._calls.take(args, kwargs))
+        return call.finished(self._runner(call, args, kwargs)(call))
 
-    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> _Runner:
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
         key = call.key()
         if key not in self._bound:
             self._calls.check(args, kwargs)
-            self._bound[key] = _Runner(rebuild(self._plan, _trace_for(self._plan, call)), self._plan.mesh)
+            plan = rebuild(self._plan, _trace_for(self._plan, call))
+            self._bound[key] = Runner(plan, self._plan.mesh, axis_types_of(call, self._plan.mesh))
         return self._bound[key]
 
 
@@ -192,88 +286,32 @@ def bind_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: d
 
 def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Program:
     """The program of a call whose arguments have been checked."""
-    return _trace(checked_call(fn, args, kwargs, options))
+    return _trace(checked_call(fn, args, kwargs, options), options)[0]
 
 
 def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
-    calls = Calls(fn, options.static_argnums, options.donate_argnums)
+    calls = _calls_of(fn, options)
     calls.check(args, kwargs)
-    return calls.take(args, kwargs)
+    return adapted(calls.take(args, kwargs))
 
 
-class _Runner:
-    """A plan with its compiled step and the devices that it runs on."""
-
-    def __init__(self, plan: Plan, mesh: GivenMesh) -> None:
-        self.plan = plan
-        self.mesh = without_manual_axes(mesh) if isinstance(mesh, Mesh) else _devices_for(plan)
-        self._jitted: Callable[..., Any] | None = None
-        self._shardings: tuple[NamedSharding, ...] = ()
-        self._captured_refs: list[Any] = []
-        self._retyped: Any = None
-
-    def __call__(self, call: Call) -> Any:
-        with _jax.automatic_mesh():
-            if self._jitted is None:
-                self._jitted = self._compile(call)
-            place_captured(self._captured_refs, self.mesh or self.plan.mesh)
-            if not self._shardings:
-                with saying_what_is_missing(self.plan.program):
-                    return self._jitted(*call.args, **call.kwargs)
-            leaves, structure = jax.tree.flatten((call.args, call.kwargs))
-            call.check_alive(leaves)
-            refs = self.plan.program.refs
-            call.check_single(leaves, refs, self._captured_refs)
-            with referred(leaves, self._shardings, refs) as there:
-                args, kwargs = jax.tree.unflatten(structure, there)
-                with saying_what_is_missing(self.plan.program):
-                    results = self._jitted(*args, **kwargs)
-            return results if self._retyped is None else jax.tree.map(put, results, self._retyped)
-
-    def _compile(self, call: Call) -> Callable[..., Any]:
-        if isinstance(self.mesh, Mesh) and not all(map(can_run, self.mesh.local_devices)):
-            raise ArgumentError(
-                f"the devices of the mesh {dict(self.mesh.shape)} are there to compile for, nothing runs on them: pass "
-                "a mesh of jax.devices() to run, or use lower(), shardplan.plan and shardplan.audit"
-            )
-        ordered = [effect for effect in self.plan.program.effects if _jax.is_ordered_for_one_device(effect)]
-        if not ordered or self.plan.device_count == 1:
-            self._warn_of_memory()
-            self._shardings = self.plan.leaf_shardings(self.mesh)
-            self._captured_refs = [*self.plan.program.captured_refs.values()]
-            self._retyped = self.plan.retyped(self.mesh)
-            return self.plan.executable or self.plan.jitted(self.mesh)
-        warn(
-            f"`{name_of(call.fn)}` has effects whose order JAX keeps on one device alone (`{ordered[0]}`): it runs "
-            "unplanned. Use ordered=False to run it on all devices."
-        )
-        return jax.jit(
-            call.fn,
-            donate_argnums=[place for place in call.donated if isinstance(place, int)],
-            donate_argnames=[place for place in call.donated if isinstance(place, str)],
-        )
-
-    def _warn_of_memory(self) -> None:
-        """What does not fit fails after it is compiled, with XLA's words; JAX takes three quarters by itself."""
-        given = memory_for_arrays(self.mesh) if isinstance(self.mesh, Mesh) else None
-        if given is not None and self.plan.peak_bytes > given:
-            warn(
-                f"the plan takes {self.plan.peak_bytes / 1e9:.2f} GB of each device, of which JAX may give out "
-                f"{given / 1e9:.2f} GB: set XLA_PYTHON_CLIENT_MEM_FRACTION={1 - RESERVED_MEMORY:.2f} before JAX is "
-                f"imported, which is what plans count on (the default is 0.75), or plan with memory_limit={given}."
-            )
+def _plan_of(like: Any) -> Plan:
+    """The plan that another function's arguments are to lie like."""
+    found = like.first_plan if isinstance(like, AutoFunction) else like
+    if found is None:
+        raise ArgumentError(f"like is {like!r}, which has no plan yet: call it first, or plan it by its .plan(*args)")
+    if not isinstance(found, Plan):
+        raise ArgumentError(f"like is a planned step or a plan, got `{like!r}`")
+    return found
 
 
-def _devices_for(plan: Plan) -> Mesh | None:
-    """The devices for a plan that was made for a number of them; None where the plan's mesh has its own."""
-    if not isinstance(plan.mesh, AbstractMesh):
-        return None
-    sizes = tuple(plan.mesh_axes.values())
-    if plan.device_count > len(jax.devices()):
-        return None
-    automatic = (jax.sharding.AxisType.Auto,) * len(sizes)
-    devices = jax.devices()[: plan.device_count]
-    return jax.make_mesh(sizes, tuple(plan.mesh_axes), axis_types=automatic, devices=devices)
+def _runs_on_gpus(mesh: GivenMesh) -> bool:
+    return isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
+
+
+def _calls_of(fn: Callable[..., Any], options: Options) -> Calls:
+    names = options.static_argnames, options.donate_argnames
+    return Calls(fn, options.static_argnums, options.donate_argnums, *names)
 
 
 def options_from(given: dict[str, Any]) -> Options:
@@ -287,20 +325,17 @@ def options_from(given: dict[str, Any]) -> Options:
         ) from None
 
 
-def _plan_call(call: Call, mesh: GivenMesh, options: Options) -> Plan:
-    with uncollected():
-        return _traced_plan(call, mesh, options)
-
-
-def _traced_plan(call: Call, mesh: GivenMesh, options: Options) -> Plan:
+def _plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
     started = time.perf_counter()
-    traced = _trace(call)
-    resolved = replace(
-        options,
-        pins=with_explicit(options.pins, call.by_path(), mesh),
-        static_argnums=call.static_positions,
-        donate_argnums=call.donated_positions,
-    )
+    with uncollected(), shown(call.name):
+        found = _traced_plan(call, mesh, options, typed)
+    log_planning(found, time.perf_counter() - started)
+    return found
+
+
+def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
+    started = time.perf_counter()
+    traced, resolved = _resolved(call, mesh, options, typed)
     spent = time.perf_counter() - started
 
     def make(chosen: Options) -> Plan:
@@ -309,10 +344,26 @@ def _traced_plan(call: Call, mesh: GivenMesh, options: Options) -> Plan:
     return refined(make, resolved) if resolved.refine > 1 else make(resolved)
 
 
+def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tuple[Program, Options]:
+    """The program of a call, and the options as they are for it alone: plain data."""
+    pins = as_pins(pins_of(options, call.args, mesh), options.pins)
+    pins = as_pins(boxed_layouts(call, mesh), pins)
+    resolved = replace(
+        options,
+        pins=with_explicit(pins or None, call.by_path(), mesh),
+        results=typed_results(call, mesh) if typed and isinstance(mesh, (Mesh, AbstractMesh)) else None,
+        static_argnums=call.static_positions,
+        static_argnames=call.static_names or None,
+        donate_argnums=call.donated_positions,
+        donate_argnames=call.donated_names or None,
+    )
+    return _trace(call, resolved, mesh)
+
+
 def _trace_for(plan: Plan, call: Call) -> Program:
     """The program of a call that is to run by a plan; where it cannot be traced, what differs from the planned call."""
     try:
-        return _trace(call)
+        return _trace(call, plan.recipe.options, plan.mesh)[0]
     except Exception as error:
         different = plan.other_arguments(call.types())
         if different:
@@ -322,18 +373,26 @@ def _trace_for(plan: Plan, call: Call) -> Program:
         raise
 
 
-def _trace(call: Call) -> Program:
+def _trace(call: Call, options: Options, mesh: GivenMesh | Unsaid = _UNSAID) -> tuple[Program, Options]:
+    """The program of a call with the layouts that its results shall have, and the options with what these make of them:
+    pins of what they replace, and none that is a tree."""
     args, kwargs = call.shapes()
+    typed, given = options.results, options.out_shardings
+
+    def wanted(results: Any) -> Specs:
+        return {**(typed or {}), **specs_of(given, results, mesh, "out_shardings")}
+
+    layouts = wanted if typed is not None or given is not None else None
     try:
-        return trace_program(call.fn, args, kwargs)
+        traced, found = traced_with(call.fn, args, kwargs, layouts)
     except ValueError as error:
         if "Ref sharding" in str(error):  # those of arguments have none while it is traced
             raise CallError(
                 f"`{name_of(call.fn)}` closes over a Ref on mesh axes of type Explicit: pass it as an argument"
             ) from error
-        if "of type Auto" in str(error):
-            error.add_note(
-                f"`{name_of(call.fn)}` is planned, so its arrays have no layouts while it is traced: use "
-                "jax.lax.with_sharding_constraint where it has reshard or out_sharding."
-            )
-        raise
+        if "of type Auto" not in str(error) or not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise
+        traced, found = traced_with(without_types(call, mesh), args, kwargs, layouts)
+    program, pins = settled(traced, found, options.pins)
+    resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
+    return replace(program, name=call.name), resolved

@@ -108,7 +108,7 @@ def calibrate(
             raise ArgumentError(f"`{name}` is a whole number above 0, got `{size!r}`")
     if path is not None:
         _check_path(path)
-    mesh = with_auto_axes(mesh)  # type: ignore[assignment]
+    mesh = with_auto_axes(mesh)
     unit, collectives, dtypes = 4 * mesh.size * 8, _collectives(mesh, plan), _dtypes(plan)
     say = _Progress(len(dtypes) + 1 + len(collectives), progress)
     products = {}

@@ -20,16 +20,21 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import jax
+from shardplan.quiet import without_cuda_notice
+
+with without_cuda_notice():
+    import jax
+
 import numpy as np
 
 from shardplan.audit import audit
 from shardplan.auto import plan as make_plan
 from shardplan.baselines import BASELINES
-from shardplan.cli_arguments import Step, load_step, parse_mesh, parse_pins, parse_positions
+from shardplan.cli_arguments import load_step, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
@@ -70,6 +75,8 @@ def _run(given: list[str]) -> int:
     options = _parser().parse_args(given)
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # nothing here runs on a GPU, so none is taken
+    with without_cuda_notice(anyhow=True), suppress(RuntimeError):
+        jax.devices()
     warnings.formatwarning, usual = _formatted, warnings.formatwarning
     try:
         status: int = options.run(options)
@@ -149,7 +156,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     parser.add_argument("--objective", choices=("bytes", "time"), default="bytes", help="(default: %(default)s)")
     parser.add_argument("--hardware", help=f"a profile, {', '.join(profiles())}, or a file (default: h100)")
     parser.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help="as 'w/*=-,data'; repeatable")
-    parser.add_argument("--donate", metavar="POSITIONS", help="arguments to donate, as 0,1 (default: the state)")
+    parser.add_argument("--donate", metavar="POSITIONS", help="arguments to donate, as 0,1 (default: none)")
     parser.add_argument("--reduce-dtype", metavar="DTYPE", help="a narrower type in which partial sums may travel")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of search (default: %(default)s)")
     parser.add_argument("--refine", type=int, default=1, metavar="N", help="compile N plans and keep the best")
@@ -157,7 +164,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
+def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
     dtype = options.reduce_dtype
     if dtype is not None:
         try:
@@ -169,7 +176,7 @@ def _plan_options(options: argparse.Namespace, step: Step) -> dict[str, Any]:
         "objective": options.objective,
         "hardware": options.hardware,
         "pins": parse_pins(options.pin) or None,
-        "donate_argnums": parse_positions(options.donate.split(",")) if options.donate else step.donated,
+        "donate_argnums": parse_positions(options.donate.split(",")) if options.donate else None,
         "reduce_dtype": dtype,
         "time_limit": options.time_limit,
         "refine": options.refine,
@@ -190,7 +197,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
         return Plan.load(options.plan).bind(step.fn, *step.args)
     if options.mesh is None:
         raise ArgumentError("say which mesh to plan for (--mesh data=2,model=4), or give a saved plan (--plan FILE)")
-    plan = make_plan(step.fn, parse_mesh(options.mesh), *step.args, **_plan_options(options, step))
+    plan = make_plan(step.fn, options.mesh, *step.args, **_plan_options(options))
     return replace(plan, statistics={**plan.statistics, _STEP: options.step})
 
 
@@ -219,8 +226,8 @@ def _plan(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     step = load_step(options.step)
     methods = tuple(method.strip() for method in options.methods.split(",") if method.strip())
-    plan_options = _plan_options(options, step)
-    comparison = compare(step.fn, parse_mesh(options.mesh), *step.args, methods=methods, **plan_options)
+    plan_options = _plan_options(options)
+    comparison = compare(step.fn, options.mesh, *step.args, methods=methods, **plan_options)
     rows = [
         {
             "method": row.method,

@@ -1,7 +1,5 @@
-"""What the command line reads: steps, meshes and pins as texts.
+"""What the command line reads: steps and pins as texts.
 
->>> parse_mesh("data=2,model=4").shape_tuple, parse_mesh("8")
-((('data', 2), ('model', 4)), 8)
 >>> parse_pin("0/params/*/kernel=-,data+model")
 ('0/params/*/kernel', P(None, ('data', 'model')))
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,19 +15,17 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardplan.errors import ArgumentError
-from shardplan.mesh import GivenMesh
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function with its arguments; ``donated`` are the arguments that its results replace, where that is known."""
+    """A function with its arguments."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    donated: tuple[int, ...] = ()
 
 
 def load_step(text: str) -> Step:
@@ -79,27 +74,10 @@ def _takes_arguments(found: Any) -> bool:
 
 def _as_step(found: Any) -> Step | None:
     if all(hasattr(found, name) for name in ("train_step", "state", "batch")):
-        return Step(found.train_step, (found.state, found.batch), donated=(0,))
+        return Step(found.train_step, (found.state, found.batch))
     if isinstance(found, tuple) and found and callable(found[0]):
         return Step(found[0], tuple(found[1:]))
     return None
-
-
-def parse_mesh(text: str) -> GivenMesh:
-    """A mesh from ``data=2,model=4``, or the number of devices, or ``2x8`` hosts by devices."""
-    if text.isdigit():
-        return int(text)
-    if re.fullmatch(r"\d+x\d+", text):
-        return text
-    parts = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and size.strip().isdigit() and int(size) > 0 for name, _, size in parts):
-        raise ArgumentError(
-            f"a mesh is written `data=2,model=4`, as a number of devices, or as `2x8` (hosts by devices), got `{text}`"
-        )
-    names, sizes = [name.strip() for name, _, _ in parts], [int(size) for _, _, size in parts]
-    if len(set(names)) < len(names):
-        raise ArgumentError(f"the mesh `{text}` uses an axis name twice: give every axis its own name")
-    return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
 def parse_pin(text: str) -> tuple[str, PartitionSpec]:

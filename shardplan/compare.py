@@ -30,7 +30,7 @@ from shardplan.baselines import BASELINES
 from shardplan.choosing import make_plan
 from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import load
-from shardplan.mesh import GivenMesh, check_mesh, mesh_axes, with_auto_axes
+from shardplan.mesh import GivenMesh, as_mesh, mesh_axes, with_auto_axes
 from shardplan.options import Options
 from shardplan.placing import PLACEMENT_METHODS, simulate_placement
 from shardplan.plan import Plan
@@ -39,7 +39,7 @@ from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem,
 from shardplan.program import Program
 from shardplan.search import METHODS
 from shardplan.simulate import Simulation, simulate
-from shardplan.tables import html_table, megabytes, text_table
+from shardplan.tables import html_table, size_cell, text_table
 
 DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
 
@@ -140,7 +140,7 @@ def _cells(row: ComparedPlan, simulated: bool) -> tuple[str, ...]:
     step = (f"{1e3 * row.simulated_seconds:.2f}" if row.simulation else "",) if simulated else ()
     if row.plan is None and row.simulation is None:
         return (row.method, "", "", "", "", *step, seconds, row.note)
-    sent, peak = megabytes(row.communication_bytes), megabytes(row.peak_bytes)
+    sent, peak = size_cell(row.communication_bytes), size_cell(row.peak_bytes)
     if row.plan is None:
         return (row.method, sent, "", "", peak, *step, seconds, row.note)
     gap = "" if math.isnan(row.gap) else f"{100 * row.gap:.4f} %" if row.gap < 0.01 else f"{100 * row.gap:.1f} %"
@@ -167,7 +167,7 @@ def compare(
         ArgumentError: a method or an option is unknown; before any work starts.
     """
     chosen = options_from(options)
-    check_mesh(mesh)
+    mesh = as_mesh(mesh)
     chosen.check()
     known = (*BASELINES, *METHODS, *PLACEMENT_METHODS)
     unknown = [method for method in methods if method not in known]

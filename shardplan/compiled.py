@@ -25,7 +25,7 @@ from shardplan.errors import ArgumentError
 from shardplan.hlo.collectives import REDUCTIONS, CompiledCollective, collectives
 from shardplan.hlo.live_ranges import LiveRanges
 from shardplan.hlo.module import Module
-from shardplan.tables import html_table, megabytes, text_table
+from shardplan.tables import html_table, size_cell, size_text, text_table
 from shardplan.target import compile_for
 
 Axes = tuple[str, ...] | None
@@ -129,8 +129,8 @@ class CompiledReport:
 
     def __str__(self) -> str:
         table = text_table(_HEADER, self._rows(), numbers=(2, 3, 4))
-        host = f", host memory {megabytes(self.memory.host)} MB" if self.memory.host else ""
-        peak = f"peak memory {megabytes(self.memory.peak)} MB{host}, compiled in {self.compile_seconds:.1f} s"
+        host = f", host memory {size_text(self.memory.host)}" if self.memory.host else ""
+        peak = f"peak memory {size_text(self.memory.peak)}{host}, compiled in {self.compile_seconds:.1f} s"
         return f"{table}\n{peak}{self.counted_once}"
 
     def _repr_html_(self) -> str:
@@ -141,7 +141,7 @@ _HEADER = ("collective", "mesh axes", "times", "MB sent", "beside other work")
 
 
 def _cells(traffic: Traffic) -> tuple[str, str, str]:
-    return str(traffic.times), megabytes(traffic.bytes_sent), megabytes(traffic.overlapped_bytes)
+    return str(traffic.times), size_cell(traffic.bytes_sent), size_cell(traffic.overlapped_bytes)
 
 
 def operation_of(op_name: str) -> int | None:

@@ -30,6 +30,9 @@ from jax.sharding import PartitionSpec
 _MOST = 2.0**63
 """What no count, size or position in a file reaches."""
 
+FREE = "*"
+"""What stands for a dimension of a ``PartitionSpec`` that is left open."""
+
 _DEEPEST = 20
 """Levels of plain data of any kind."""
 
@@ -48,7 +51,8 @@ def read(kind: Any, entry: Any, where: str) -> Any:
     if origin in (Union, UnionType):
         return _first_of(inner, entry, where)
     if kind is PartitionSpec:
-        return PartitionSpec(*read(tuple[str | tuple[str, ...] | None, ...], entry, where))
+        named = read(tuple[str | tuple[str, ...] | None, ...], entry, where)
+        return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if one == FREE else one for one in named))
     if kind is Any:
         return _plain(entry, where, _DEEPEST)
     if origin is tuple:

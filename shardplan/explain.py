@@ -15,7 +15,7 @@ from shardplan.overlap import memory_traffic
 from shardplan.plan_report import glob_of, objective_text, sizes_text
 from shardplan.program import Constant, Operation
 from shardplan.strategy import Strategy, operand_type
-from shardplan.tables import megabytes
+from shardplan.tables import megabytes, size_text
 
 if TYPE_CHECKING:
     from shardplan.plan import Plan, PlannedCollective
@@ -87,7 +87,7 @@ class _Explainer:
         spec = to_spec(self._mesh, layout)  # arguments are never partial
         degree = self._mesh.degree([axis for axes in layout for axis in axes])
         where = f" in {value.memory_kind}" if value.memory_kind else ""
-        held = f"{megabytes(value.stored_bytes / degree)} MB per device of {megabytes(value.stored_bytes)} MB{where}"
+        held = f"{size_text(value.stored_bytes / degree)} per device of {size_text(value.stored_bytes)}{where}"
         lines = [("layout", [f"{spec}: {value.dtype}[{sizes_text(value.shape, spec)}], {held}"])]
         copied = self._schedule.copy(index)
         if copied != layout:
@@ -153,7 +153,9 @@ class _Explainer:
         if other.extra_cost == float("inf"):
             return "impossible"
         how = "searched anew" if other.searched else "at most; only what is around it was adapted"
-        return f"+{objective_text(self._plan, other.extra_cost)} ({how})"
+        in_one_unit = self._plan.recipe.options.objective == "bytes" and other.extra_cost >= 1e3  # to be compared
+        text = f"{megabytes(other.extra_cost)} MB" if in_one_unit else objective_text(self._plan, other.extra_cost)
+        return f"+{text} ({how})"
 
     def _reading(self, operation: Operation, index: int) -> str:
         strategy = self._schedule.assignment.strategies.get(operation.index)
@@ -226,7 +228,7 @@ def _collective(collective: PlannedCollective) -> str:
     times = f", {collective.times} times" if collective.times > 1 else ""
     place = f", {collective.source}" if collective.source else ""
     moved = f"{collective.kind} over {', '.join(collective.axes)} of {collective.tensor}"
-    return f"{moved}, {megabytes(collective.bytes)} MB{times}, for {collective.operation}{place}"
+    return f"{moved}, {size_text(collective.bytes)}{times}, for {collective.operation}{place}"
 
 
 def _paragraph(title: str, entries: Sequence[tuple[str, Sequence[str]]]) -> str:

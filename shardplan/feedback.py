@@ -26,8 +26,9 @@ from shardplan.memory.liveness import memory_profile
 from shardplan.mesh import can_run, has_gpus
 from shardplan.options import Options
 from shardplan.plan import Plan
-from shardplan.planning import donated_leaves, donated_positions, memory_limit_of
-from shardplan.tables import megabytes
+from shardplan.planning import donated_leaves, donated_places, memory_limit_of
+from shardplan.progress import doing
+from shardplan.tables import size_text
 from shardplan.target import TargetNotInstalledError, gpu_mesh, only_described, targets
 
 NEAR_LIMIT = 0.85
@@ -72,8 +73,8 @@ def verified(plan: Plan, options: Options, replan: Replan) -> Plan:
         plan = again
     least = min(row["compiled_peak_bytes"] for row in rounds.rows)
     raise InfeasibleError(
-        f"no plan was found whose compiled peak keeps within {megabytes(limit)} MB per device: of "
-        f"{len(rounds.rows)} that were compiled for {judge.target}, the lowest takes {megabytes(least)} MB. "
+        f"no plan was found whose compiled peak keeps within {size_text(limit)} per device: of "
+        f"{len(rounds.rows)} that were compiled for {judge.target}, the lowest takes {size_text(least)}. "
         "What helps: more devices, a smaller batch, jax.checkpoint around layers",
         least,
     )
@@ -108,6 +109,7 @@ class _Judge:
         return can_run(self.mesh.devices.flat[0])
 
     def compile(self, plan: Plan) -> CompiledReport:
+        doing(f"compiling for {self.target}")
         with only_described():
             lowered = plan.lower(self.mesh)
         return measure(lowered, plan.mesh_axes, live_ranges=True, tuned=self.runs)
@@ -170,7 +172,7 @@ class _Rounds:
         """Per operation, the bytes that the compiled program holds there above the prediction."""
         assert self._report is not None
         schedule = plan.schedule
-        donated = donated_leaves(schedule.program, donated_positions(self._options))
+        donated = donated_leaves(schedule.program, donated_places(self._options))
         lifetimes, sending = in_own_order(schedule)
         profile = memory_profile(lifetimes, schedule, donated, sending)
         compiled = bytes_by_operation(self._report)

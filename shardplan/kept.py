@@ -23,7 +23,7 @@ from shardplan.mesh import mesh_axes
 from shardplan.options import Options
 from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
 from shardplan.plan_file import Statistics, argument_entry, check_collectives, check_layouts, choices_of, plain
-from shardplan.planning import donated_positions, schedule_of
+from shardplan.planning import donated_places, schedule_of
 from shardplan.program import Program
 from shardplan.schedule import Schedule
 
@@ -98,7 +98,7 @@ def restored(
         arguments=entry["arguments"],
         recipe=recipe,
         built=ScheduleToBe(program, partial(_schedule, program, mesh, recipe)),
-        donated=donated_positions(options),
+        donated=donated_places(options),
         host_bytes=entry["host_bytes"],
     )
     return plan, entry["remarks"]

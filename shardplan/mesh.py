@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -13,23 +13,33 @@ from shardplan.errors import ArgumentError
 from shardplan.layout import MeshAxes
 
 GivenMesh = Mesh | AbstractMesh | int | str
+MeshT = TypeVar("MeshT", bound=Mesh | AbstractMesh)
 
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 
-def check_mesh(mesh: Any) -> None:
-    """Raises ArgumentError for what is no mesh, with what would be one."""
-    if isinstance(mesh, bool) or not isinstance(mesh, GivenMesh) or (isinstance(mesh, str) and not _parsed(mesh)):
+def as_mesh(mesh: Any) -> GivenMesh:
+    """A mesh as it was given, texts read: ``data=2,model=4``, a number, or hosts by devices, which stay text.
+
+    Raises ArgumentError for what is no mesh, with what would be one.
+
+    >>> as_mesh("data=2,model=4").shape_tuple, as_mesh("8"), as_mesh("2x8")
+    ((('data', 2), ('model', 4)), 8, '2x8')
+    """
+    if isinstance(mesh, str):
+        mesh = int(mesh) if mesh.isdigit() else mesh if _parsed(mesh) else _of_text(mesh)
+    if isinstance(mesh, bool) or not isinstance(mesh, GivenMesh):
         raise ArgumentError(
             f"a mesh was expected, got `{mesh!r}` of type `{type(mesh).__name__}`: pass jax.make_mesh(sizes, names), "
-            "a jax.sharding.AbstractMesh, the number of devices, or hosts by devices as in `2x8`"
+            "a jax.sharding.AbstractMesh, a text such as `data=2,model=4`, the number of devices, or hosts by devices "
+            "as in `2x8`"
         )
     if isinstance(mesh, str):
-        return
+        return mesh
     if isinstance(mesh, int):
         if mesh < 1:
             raise ArgumentError(f"a mesh needs at least one device, got the count `{mesh}`")
-        return
+        return mesh
     names = tuple(mesh.axis_names)
     if not names:
         raise ArgumentError("the mesh has no axes: name at least one, as in jax.make_mesh((8,), ('data',))")
@@ -38,6 +48,30 @@ def check_mesh(mesh: Any) -> None:
         raise ArgumentError(
             f"the mesh axis name `{repeated[0]}` is used twice in {names}: give every axis its own name"
         )
+    return mesh
+
+
+def _of_text(text: str) -> AbstractMesh:
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and size.strip().isdigit() and int(size) > 0 for name, _, size in parts):
+        raise ArgumentError(
+            f"a mesh was expected, got `{text!r}` of type `str`: a mesh is written `data=2,model=4`, as a number of "
+            "devices, or as hosts by devices, as in `2x8`"
+        )
+    names, sizes = [name.strip() for name, _, _ in parts], [int(size) for _, _, size in parts]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"the mesh `{text}` uses an axis name twice: give every axis its own name")
+    return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+class Unsaid:
+    """What stands in the place of a mesh where none is given."""
+
+
+def mesh_of_context() -> GivenMesh:
+    """The mesh for functions that were given none: that of ``jax.set_mesh``, or all devices."""
+    held = jax.sharding.get_mesh()
+    return jax.device_count() if held.empty else held
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
@@ -45,20 +79,18 @@ def mesh_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     return MeshAxes(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
 
 
-def with_auto_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same mesh with axes of type Auto, which is what constraints inside a step need."""
-    types = (AxisType.Auto,) * len(mesh.axis_names)
+def with_axis_types(mesh: MeshT, types: tuple[AxisType, ...]) -> MeshT:
+    """The same mesh with axes of these types."""
     if tuple(mesh.axis_types) == types:
         return mesh
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    return AbstractMesh(tuple(mesh.axis_sizes), tuple(mesh.axis_names), axis_types=types)
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)  # type: ignore[return-value]
+    return AbstractMesh(tuple(mesh.axis_sizes), tuple(mesh.axis_names), axis_types=types)  # type: ignore[return-value]
 
 
-def without_manual_axes(mesh: Mesh) -> Mesh:
-    """The same mesh with axes of type Auto for those of type Manual, which no results outside of a shard_map have."""
-    kinds = [AxisType.Auto if kind == AxisType.Manual else kind for kind in mesh.axis_types]
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(kinds))
+def with_auto_axes(mesh: MeshT) -> MeshT:
+    """The same mesh with axes of type Auto, which is what constraints inside a step need."""
+    return with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
 
 
 def can_run(device: jax.Device) -> bool:

@@ -32,12 +32,21 @@ class Options:
     hardware: HardwareProfile | str | os.PathLike[str] | None = None
     pins: Mapping[str, PartitionSpec] | None = None
     donate_argnums: int | Sequence[int] | None = None
-    static_argnums: int | Sequence[int] = ()
+    static_argnums: int | Sequence[int] | None = None
     reduce_dtype: Any = None
     time_limit: float = 60.0
     refine: int = 1
     islands: bool = True
     verify: bool | None = None
+    static_argnames: str | Iterable[str] | None = None
+    donate_argnames: str | Iterable[str] | None = None
+    in_shardings: Any = None
+    out_shardings: Any = None
+    like: Any = None
+    keep_unused: bool = False
+    compiler_options: Mapping[str, Any] | None = None
+    results: Mapping[str, PartitionSpec] | None = None
+    """The layouts of results by their paths, as ``out_shardings`` or their types have them; found, not given."""
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_limit, str):
@@ -57,6 +66,12 @@ class Options:
             raise ArgumentError(f"refine is a number of plans from 1 to {MOST_REFINED}, got `{self.refine}`")
         if self.verify is not None and not isinstance(self.verify, bool):
             raise ArgumentError(f"verify is True, False or None, got `{self.verify!r}`")
+        if not isinstance(self.keep_unused, bool):
+            raise ArgumentError(f"keep_unused is True or False, got `{self.keep_unused!r}`")
+        if self.compiler_options is not None and not isinstance(self.compiler_options, Mapping):
+            raise ArgumentError(
+                f"compiler_options map names of XLA's options to values, got `{self.compiler_options!r}`"
+            )
         if not isinstance(self.islands, bool):
             raise ArgumentError(f"islands is True or False, got `{self.islands!r}`")
         if self.reduce_dtype is not None and not self.islands:

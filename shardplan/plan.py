@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardplan import _jax
+from shardplan import _jax, state
 from shardplan.arguments import type_text
 from shardplan.errors import PlanMismatchError, no_plan
 from shardplan.layout import to_spec
@@ -26,9 +26,10 @@ from shardplan.options import Options
 from shardplan.overlap import StepTime, step_time
 from shardplan.placement import place_captured
 from shardplan.plan_difference import PlanDifference, compare_plans
-from shardplan.plan_report import plan_html, plan_text
+from shardplan.plan_report import donatable_bytes, plan_html, plan_line, plan_text
 from shardplan.program import Program
 from shardplan.replay import Replay
+from shardplan.results import of_type
 from shardplan.schedule import Schedule
 
 
@@ -99,7 +100,7 @@ class ScheduleToBe:
         return self._make()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """How one program is split over one mesh.
 
@@ -156,6 +157,12 @@ class Plan:
         return (self.objective - self.lower_bound) / self.objective
 
     @property
+    def donatable_bytes(self) -> dict[int | str, float]:
+        """Bytes per device that donating an argument would save at most, by its position or name in a call: those that
+        results replace. Arguments that are donated, or of which results replace nothing, are left out."""
+        return donatable_bytes(self)
+
+    @property
     def step_time(self) -> StepTime:
         """Where the time of a step goes: its work, the collectives that it waits for, those that work hides.
 
@@ -203,8 +210,8 @@ class Plan:
         """``NamedSharding``s in the structure of the results."""
         return self._out_shardings(with_auto_axes(self.mesh))
 
-    def lower(self, mesh: Mesh | None = None) -> jax.stages.Lowered:
-        """The planned step, lowered for the plan's own mesh or another one of the same axes and sizes.
+    def trace(self, mesh: Mesh | None = None) -> jax.stages.Traced:
+        """The planned step, traced for the plan's own mesh or another one of the same axes and sizes.
 
         Raises PlanMismatchError where the mesh is another one, or has no devices.
         """
@@ -215,7 +222,15 @@ class Plan:
             type_of_ref = _jax.ref_type(value.shape, value.dtype, value.weak_type)
             leaves.append(type_of_ref if is_ref else _jax.shape_of(value, sharding))
         args, kwargs = jax.tree.unflatten(self.program.in_tree, leaves)
-        lowered, kinds = self.jitted(mesh).lower(*args, **kwargs), [argument.memory_kind for argument in self.arguments]
+        return self.jitted(mesh).trace(*args, **kwargs)
+
+    def lower(self, mesh: Mesh | None = None) -> jax.stages.Lowered:
+        """The planned step, lowered for the plan's own mesh or another one of the same axes and sizes.
+
+        Raises PlanMismatchError where the mesh is another one, or has no devices.
+        """
+        shardings, kinds = self.leaf_shardings(self._with_devices(mesh)), [one.memory_kind for one in self.arguments]
+        lowered = self.trace(mesh).lower()
         dropped = any(kind and kind != s.memory_kind for kind, s in zip(kinds, shardings, strict=True))
         return _jax.with_memory_kinds(lowered, kinds) if dropped else lowered
 
@@ -240,23 +255,30 @@ class Plan:
                     refs[value][...] = results[number]
             return jax.tree.unflatten(program.out_tree, results[: len(program.results)])
 
+        planned.__name__ = planned.__qualname__ = program.name
         args, kwargs = self._in_shardings(concrete)
+        options = self.recipe.options
         return jax.jit(
             planned,
             in_shardings=None if kwargs else args,
             out_shardings=self._out_shardings(concrete if self.retyped(mesh) else mesh or concrete),
             donate_argnums=[position for position in self.donated if isinstance(position, int)],
             donate_argnames=[name for name in self.donated if isinstance(name, str)],
+            keep_unused=options.keep_unused,
+            compiler_options=dict(options.compiler_options or {}) or None,
         )
 
     def retyped(self, mesh: Mesh | None = None) -> Any:
-        """Where `jitted` results are to be brought, the same places with the types of ``mesh``; None for nowhere else.
+        """Where results are to be brought, the same places with the types of ``mesh``; None for nowhere else.
 
-        A program that is lowered for its devices takes no mesh but that with axes of type Auto.
+        A program that is lowered for its devices takes no mesh but that with axes of type Auto, which is also that of
+        the executable.
         """
         if mesh is None or with_auto_axes(mesh) == mesh:
             return None
-        for_devices = any(_jax.is_lowered_for_devices(o.equation) for o in self.program.operations)
+        for_devices = self.executable is not None or any(
+            _jax.is_lowered_for_devices(o.equation) for o in self.program.operations
+        )
         return self._out_shardings(mesh) if for_devices else None
 
     def leaf_shardings(self, mesh: Mesh | AbstractMesh | None = None) -> tuple[NamedSharding, ...]:
@@ -286,6 +308,34 @@ class Plan:
         ]
         more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
         return f"other arguments:{''.join(different[:8])}{more}" if different else ""
+
+    @property
+    def shardings(self) -> Any:
+        """``NamedSharding``s over the mesh's devices, or the first ones here, in the structure of the arguments."""
+        return state.shardings_of(self)
+
+    @property
+    def abstract(self) -> Any:
+        """``jax.ShapeDtypeStruct``s with these shardings, as Orbax restores into: ``plan.abstract[0]`` is the state."""
+        return state.abstract_of(self)
+
+    def place(self, tree: Any) -> Any:
+        """An argument, such as a batch, where the plan has it; of several processes, each may give its own rows.
+
+        Raises ArgumentError for what has the structure and shapes of no argument.
+        """
+        return state.place(self, tree)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """What ``init_fn(*args)`` makes, an argument such as the state, made split as the plan has it.
+
+        Raises ArgumentError where it makes no argument of the planned step.
+        """
+        return state.init(self, init_fn, args)
+
+    def moving_bytes(self, tree: Any) -> int:
+        """What all devices together receive where an argument, as it lies now, is brought to this plan."""
+        return state.moving_bytes(self, tree)
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
         """This plan over ``fn``, traced anew for arguments (arrays or ``jax.ShapeDtypeStruct``s).
@@ -341,6 +391,21 @@ class Plan:
             raise no_plan(other)
         return compare_plans(self, other)
 
+    def __repr__(self) -> str:
+        return f"<{plan_line(self)}>"
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickled as ``save`` keeps it: without its program and devices."""
+        from shardplan.plan_file import document_of, plan_of_document
+
+        return plan_of_document, (document_of(self),)
+
     def __str__(self) -> str:
         return plan_text(self)
 
@@ -359,7 +424,7 @@ class Plan:
             raise PlanMismatchError(
                 f"the plan is for the mesh {self.mesh_axes}, got {dict(chosen.shape)}: plan anew for it"
             )
-        return with_auto_axes(chosen)  # type: ignore[return-value]
+        return with_auto_axes(chosen)
 
     def _in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
         return jax.tree.unflatten(self.program.in_tree, self.leaf_shardings(mesh))
@@ -368,6 +433,7 @@ class Plan:
         axes, values, found = mesh_axes(self.mesh), self.program.values, []
         for number, output in enumerate(self.program.results):
             spec = to_spec(axes, self.schedule.layout_of_output(number))
+            spec = of_type(spec, (self.recipe.options.results or {}).get(self.program.output_names[number]), mesh)
             kind = values[output].kind_as_result if isinstance(output, int) else None
             found.append(NamedSharding(mesh, spec, memory_kind=kind))
         return jax.tree.unflatten(self.program.out_tree, found)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from jax.sharding import PartitionSpec
 
 from shardplan.plan_report import glob_of, mesh_text, objective_text, planned_traffic
-from shardplan.tables import megabytes, text_table
+from shardplan.tables import size_cell, text_table
 
 if TYPE_CHECKING:
     from shardplan.plan import Plan
@@ -43,7 +43,7 @@ class PlanDifference:
             tables.append(text_table(("", "this", "other"), [(k, *pair) for k, pair in self.measures.items()], (1, 2)))
         if self.traffic:
             rows = [
-                (kind, ", ".join(axes), megabytes(one), megabytes(other), f"{(other - one) / 1e6:+,.1f}")
+                (kind, ", ".join(axes), size_cell(one), size_cell(other), f"{(other - one) / 1e6:+,.1f}")
                 for (kind, axes), (one, other) in self.traffic.items()
             ]
             header = ("collective", "mesh axes", "this MB", "other MB", "difference")
@@ -84,10 +84,10 @@ def compare_plans(one: Plan, other: Plan) -> PlanDifference:
 def _measures(plan: Plan) -> dict[str, str]:
     return {
         "mesh": mesh_text(plan.mesh_axes),
-        "MB sent": megabytes(plan.communication_bytes),
+        "MB sent": size_cell(plan.communication_bytes),
         "objective": objective_text(plan, plan.objective),
         "lower bound": objective_text(plan, plan.lower_bound) if isfinite(plan.lower_bound) else "none",
-        "peak MB": megabytes(plan.peak_bytes),
+        "peak MB": size_cell(plan.peak_bytes),
     }
 
 

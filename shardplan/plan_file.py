@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardplan.entries import MalformedError, check, read
+from shardplan.entries import FREE, MalformedError, check, read
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import HardwareProfile, load, profiles
 from shardplan.mesh import mesh_axes, with_auto_axes
@@ -57,6 +57,11 @@ class OptionEntries(TypedDict):
     refine: int
     islands: bool
     verify: bool | None
+    static_argnames: tuple[str, ...] | None
+    donate_argnames: tuple[str, ...] | None
+    keep_unused: bool
+    compiler_options: Mapping[str, str | bool | float] | None
+    results: Mapping[str, PartitionSpec] | None
 
 
 class Figures(TypedDict):
@@ -128,8 +133,11 @@ class PlanEntries(TypedDict):
     choices: str
 
 
+_RESOLVED = ("in_shardings", "out_shardings", "like")
+"""Options that are pins and layouts of results once a program is traced."""
+
 _FORMAT = "shardplan plan"
-_FORMAT_VERSION = 3
+_FORMAT_VERSION = 4
 
 
 def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
@@ -137,8 +145,7 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
 
     Raises ArgumentError where that cannot be written.
     """
-    content = _content(plan)
-    document = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
+    document = document_of(plan)
     try:
         with replacing(Path(path)) as file:
             json.dump(document, file, indent=1)
@@ -148,10 +155,25 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         raise ArgumentError(f"cannot write the plan to `{path}`: {getattr(error, 'strerror', None) or error}") from None
 
 
+def document_of(plan: Plan) -> dict[str, Any]:
+    """All that a file holds of a plan."""
+    content = _content(plan)
+    return {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
+
+
+def plan_of_document(document: Mapping[str, Any]) -> Plan:
+    """The plan of such content, as plain data; raises PlanMismatchError where it cannot be trusted."""
+    return _understood(lambda: _checked(json.loads(json.dumps(document)), "the pickled plan"), None, "the pickled plan")
+
+
 def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:
     """Reads a plan; raises PlanMismatchError where the file cannot be trusted or is for another mesh."""
+    return _understood(lambda: _read(path), mesh, path)
+
+
+def _understood(content: Callable[[], dict[str, Any]], mesh: Mesh | AbstractMesh | None, path: Any) -> Plan:
     try:
-        return _plan_of(_read(path), mesh, path)
+        return _plan_of(content(), mesh, path)
     except (MalformedError, ArgumentError) as error:
         raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. Plan anew") from None
     except RecursionError:
@@ -259,6 +281,10 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
         raise PlanMismatchError(f"cannot read the plan `{path}`: {error.strerror}") from error
     except ValueError as error:
         raise PlanMismatchError(f"`{path}` is torn, or no plan at all: it is no valid JSON ({error})") from None
+    return _checked(document, path)
+
+
+def _checked(document: Any, path: Any) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise PlanMismatchError(f"`{path}` is no plan of shardplan: write one by plan.save(path)")
     found, made_by = document.get("format_version"), document.get("shardplan_version")
@@ -283,13 +309,16 @@ def argument_entry(argument: PlannedArgument) -> dict[str, Any]:
 
 
 def _spec_entries(spec: PartitionSpec) -> list[Any]:
-    return [list(entry) if isinstance(entry, tuple) else entry for entry in spec]
+    named = [FREE if entry is PartitionSpec.UNCONSTRAINED else entry for entry in spec]
+    return [list(entry) if isinstance(entry, tuple) else entry for entry in named]
 
 
 def options_entries(options: Options) -> dict[str, Any]:
     """Options as plain data; a profile of the user's own with its numbers."""
-    entries = {f.name: getattr(options, f.name) for f in fields(options)}
+    entries = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _RESOLVED}
     entries["pins"] = {path: _spec_entries(spec) for path, spec in (options.pins or {}).items()}
+    if options.results is not None:
+        entries["results"] = {path: _spec_entries(spec) for path, spec in options.results.items()}
     entries["reduce_dtype"] = None if options.reduce_dtype is None else np.dtype(options.reduce_dtype).name
     if options.hardware is not None and options.hardware not in profiles():
         entries["hardware"] = asdict(load(options.hardware))

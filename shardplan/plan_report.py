@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
-from shardplan.tables import html_table, megabytes, text_table
+from shardplan.tables import html_table, size_cell, size_text, text_table
 
 if TYPE_CHECKING:
     from shardplan.plan import Plan, PlannedArgument
@@ -151,12 +151,12 @@ def planned_traffic(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, 
 
 def objective_text(plan: Plan, amount: float) -> str:
     """An amount of the plan's objective in its unit."""
-    return f"{1e3 * amount:,.3f} ms" if plan.recipe.options.objective == "time" else f"{megabytes(amount)} MB"
+    return f"{1e3 * amount:,.3f} ms" if plan.recipe.options.objective == "time" else f"{size_text(amount)}"
 
 
 def evidence(plan: Plan) -> str:
     """One line: what is sent, and how near the optimum the plan is."""
-    sent = f"{megabytes(plan.communication_bytes)} MB sent per device and step"
+    sent = f"{size_text(plan.communication_bytes)} sent per device and step"
     if plan.lower_bound == float("-inf"):
         return f"{sent}; objective {objective_text(plan, plan.objective)}, without a bound"
     share = f"at most {100 * plan.gap:.4f} % above the optimum of the cost model"
@@ -178,9 +178,9 @@ def memory_text(plan: Plan) -> str:
     """One line: what one device holds, and what its parts of tensors in host memory take there."""
     mesh_axes = plan.mesh_axes
     arguments = sum(bytes_on_device(one, mesh_axes) for one in plan.arguments if one.memory_kind is None)
-    peak = f", {megabytes(plan.peak_bytes)} MB at the peak ({_peak_source(plan)})" if plan.peak_bytes else ""
-    host = f"; {megabytes(plan.host_bytes)} MB per device in host memory" if plan.host_bytes else ""
-    return f"{megabytes(arguments)} MB of arguments per device{peak}{host}"
+    peak = f", {size_text(plan.peak_bytes)} at the peak ({_peak_source(plan)})" if plan.peak_bytes else ""
+    host = f"; {size_text(plan.host_bytes)} per device in host memory" if plan.host_bytes else ""
+    return f"{size_text(arguments)} of arguments per device{peak}{host}"
 
 
 def _peak_source(plan: Plan) -> str:
@@ -198,7 +198,7 @@ def pins_text(plan: Plan) -> str:
     if price is None:
         return ""
     sent = price["communication_bytes"]
-    more = f"{megabytes(abs(sent))} MB {'less' if sent < 0 else 'more'} are sent than without them"
+    more = f"{size_text(abs(sent))} {'less' if sent < 0 else 'more'} are sent than without them"
     return f"pins cost {objective_text(plan, price['objective'])} of the objective; {more}"
 
 
@@ -244,12 +244,60 @@ _MESH_HEADER = ("mesh", "MB sent", "objective", "at least")
 _LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "also in")
 
 
+def results_text(plan: Plan) -> str:
+    """How many results are held to layouts."""
+    held = len(plan.recipe.options.results or {})
+    return (
+        f"{held} results have the layouts of their types on axes of type Explicit, or of out_shardings" if held else ""
+    )
+
+
+def plan_line(plan: Plan) -> str:
+    """The plan in a few words: what ``repr`` shows."""
+    name = f" of {plan.built.program.name}" if plan.built is not None else ""
+    return f"Plan{name} over mesh ({mesh_text(plan.mesh_axes)}): {evidence(plan)}"
+
+
+def donatable_bytes(plan: Plan) -> dict[int | str, float]:
+    """Bytes per device of the arguments that results replace and that are not donated, by place in a call."""
+    found: dict[int | str, float] = {}
+    static = plan.recipe.options.static
+    for one in plan.arguments:
+        first = one.path.split("/")[0]
+        place: int | str = int(first) if first.isdigit() else first
+        if not one.fed_back or one.is_ref or place in plan.donated or one.memory_kind is not None:
+            continue
+        if isinstance(place, int):
+            place = [n for n in range(place + len(static) + 1) if n not in static][place]
+        found[place] = found.get(place, 0.0) + bytes_on_device(one, plan.mesh_axes)
+    return found
+
+
+def donating_text(plan: Plan) -> str:
+    """What donating the state would save, where it is not donated."""
+    saved = plan.donatable_bytes
+    if not sum(saved.values()):
+        return ""
+    positions, names = [one for one in saved if isinstance(one, int)], [one for one in saved if isinstance(one, str)]
+    said = [
+        f"{option}={places[0]!r}" if len(places) == 1 else f"{option}={tuple(places)!r}"
+        for option, places in (("donate_argnums", positions), ("donate_argnames", names))
+        if places
+    ]
+    size = size_text(sum(saved.values()))
+    return f"{' and '.join(said)} would save up to {size}: results replace what comes in there"
+
+
 def plan_text(plan: Plan) -> str:
     """What ``print(plan)`` shows."""
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
         f"  {evidence(plan)}",
-        *(f"  {text}" for text in (time_text(plan), pins_text(plan), memory_text(plan)) if text),
+        *(
+            f"  {text}"
+            for text in (time_text(plan), pins_text(plan), results_text(plan), memory_text(plan), donating_text(plan))
+            if text
+        ),
         *(
             []
             if "meshes" not in plan.statistics
@@ -288,8 +336,8 @@ def plan_html(plan: Plan) -> str:
 
 def _traffic_rows(plan: Plan) -> list[tuple[str, ...]]:
     traffic = planned_traffic(plan)
-    rows = [(kind, ", ".join(axes), str(times), megabytes(sent)) for (kind, axes), (times, sent) in traffic.items()]
-    return [*rows, ("total", "", str(sum(t for t, _ in traffic.values())), megabytes(plan.communication_bytes))]
+    rows = [(kind, ", ".join(axes), str(times), size_cell(sent)) for (kind, axes), (times, sent) in traffic.items()]
+    return [*rows, ("total", "", str(sum(t for t, _ in traffic.values())), size_cell(plan.communication_bytes))]
 
 
 def _mesh_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -301,7 +349,7 @@ def _mesh_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             mesh_text(row["mesh"]),
-            megabytes(row["sent"]) if row.get("sent") is not None else "",
+            size_cell(row["sent"]) if row.get("sent") is not None else "",
             text(row["objective"]),
             text(row["lower_bound"]),
         )
@@ -314,7 +362,7 @@ def _refined_rows(plan: Plan) -> list[tuple[str, ...]]:
     rows = []
     for row in plan.statistics["refined"]:
         sizes = [row.get(name) for name in ("predicted_bytes", "compiled_bytes", "compiled_peak_bytes")]
-        cells = ["" if size is None else megabytes(size) for size in sizes]
+        cells = ["" if size is None else size_cell(size) for size in sizes]
         seconds = f"{1e3 * row['compiled_seconds']:.2f}" if "compiled_seconds" in row else ""
         rows.append((row["way"], *cells, seconds, "kept" if row["kept"] else row["result"]))
     return rows
@@ -322,12 +370,12 @@ def _refined_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _layout_rows(groups: list[LayoutGroup]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
-        (g.pattern, g.tensor, str(g.spec), str(len(g.paths)), megabytes(g.bytes_per_device), ", ".join(g.also))
+        (g.pattern, g.tensor, str(g.spec), str(len(g.paths)), size_cell(g.bytes_per_device), ", ".join(g.also))
         for g in groups[:_ROWS]
     ]
     if len(groups) > _ROWS:
         rest = groups[_ROWS:]
-        held = megabytes(sum(group.bytes_per_device for group in rest))
+        held = size_cell(sum(group.bytes_per_device for group in rest))
         rows.append((f"and {len(rest)} more", "", "", str(sum(len(group.paths) for group in rest)), held, ""))
     return rows
 

@@ -27,10 +27,11 @@ from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
+from shardplan.progress import doing
 from shardplan.regions.region import region_of
 from shardplan.repeating import search_sharing
 from shardplan.schedule import Schedule
-from shardplan.tables import megabytes
+from shardplan.tables import size_text
 
 DEFAULT_HARDWARE = "h100"
 
@@ -95,9 +96,11 @@ def plan_problem(
     """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
     with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
     started = time.perf_counter()
+    doing("stating the choices")
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
-    donated = donated_positions(options)
+    doing(f"searching {variables:,} choices")
+    donated = donated_places(options)
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)
     search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
@@ -184,11 +187,12 @@ def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
     return tuple(found)
 
 
-def donated_positions(options: Options) -> tuple[int, ...]:
-    """The positions of donated arguments among those that are not static."""
-    static = options.static
+def donated_places(options: Options) -> tuple[int | str, ...]:
+    """The positions of donated arguments among those that are not static, and the names of those given by keyword."""
+    static, names = options.static, options.donate_argnames or ()
     wanted = as_positions(options.donate_argnums)
-    return tuple(position - sum(s < position for s in static) for position in wanted if position not in static)
+    places = (position - sum(s < position for s in static) for position in wanted if position not in static)
+    return (*places, *((names,) if isinstance(names, str) else names))
 
 
 def memory_limit_of(options: Options) -> float:
@@ -203,16 +207,17 @@ def _check_arguments(problem: Problem, limit: float) -> None:
     sizes = [program.values[index].total_bytes / problem.domain(index).degrees.max() for index in program.inputs]
     if sum(sizes) > limit:
         raise InfeasibleError(
-            f"the arguments alone take {megabytes(sum(sizes))} MB per device, split as far as the mesh can split them, "
-            f"and the limit is {megabytes(limit)} MB. What helps: more devices, or a smaller state",
+            f"the arguments alone take {size_text(sum(sizes))} per device, split as far as the mesh can split them, "
+            f"and the limit is {size_text(limit)}. What helps: more devices, or a smaller state",
             float(sum(sizes)),
         )
 
 
-def donated_leaves(program: Program, donated: tuple[int, ...]) -> frozenset[int]:
+def donated_leaves(program: Program, donated: tuple[int | str, ...]) -> frozenset[int]:
     """The positions among the flattened arguments that belong to donated ones, and of references."""
-    positions = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))[0]
-    return program.refs.union(*(jax.tree.leaves(positions[argument]) for argument in donated))
+    args, kwargs = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))
+    held = (kwargs.get(place) if isinstance(place, str) else args[place] for place in donated)
+    return program.refs.union(*map(jax.tree.leaves, held))
 
 
 def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:

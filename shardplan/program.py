@@ -132,6 +132,8 @@ class Program:
     out_tree: Any
     refs: frozenset[int] = frozenset()
     written: Mapping[int, int] = field(default_factory=dict)
+    name: str = "planned"
+    """That of the user's function, which is that of the compiled module too."""
     devices: int = 1
     """How many run it, which is how far a compiler sees large operations split."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

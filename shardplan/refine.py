@@ -22,6 +22,7 @@ from shardplan.errors import InfeasibleError, ShardplanError, warn
 from shardplan.hardware import load
 from shardplan.options import Options
 from shardplan.plan import Plan
+from shardplan.tables import size_text
 from shardplan.target import gpu_mesh, targets
 
 # The part of the first plan's peak that a plan "with less memory" may need.
@@ -105,8 +106,8 @@ class _Compared:
         else:
             plan, row = min(self.plans, key=lambda one: one[1]["compiled_peak_bytes"])
             warn(
-                f"no plan's compiled peak keeps within {self.limit / 1e6:,.1f} MB per device: the one that is kept "
-                f"needs {row['compiled_peak_bytes'] / 1e6:,.1f} MB. Allow more ways (refine), or what makes it "
+                f"no plan's compiled peak keeps within {size_text(self.limit)} per device: the one that is kept "
+                f"needs {size_text(row['compiled_peak_bytes'])}. Allow more ways (refine), or what makes it "
                 "smaller: more devices, a smaller batch, jax.checkpoint."
             )
         row["kept"] = True

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardplan.beginnings import beginnings
 from shardplan.control import Link, layouts_read
 from shardplan.layout import Layout, replicated
@@ -18,6 +20,9 @@ from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
 from shardplan.steps import Step
 from shardplan.strategy import Strategy
+
+_LARGE_BYTES = 2**16
+"""From here on it pays to split what costs nothing to split."""
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 """The kinds of steps that turn partial results into whole ones."""
@@ -105,12 +110,29 @@ class Schedule:
         if not isinstance(output, int):
             return ()
         if output in self.assignment.generated:
-            return replicated(len(self.program.values[output].shape))
+            return self._layout_of_generated(output)
         layout = self.assignment.values[output]
         if not self.is_partial(output, layout):
             return layout
         domain = self.problem.domain(output)
         return domain.layouts[int(self.problem.whole_prices(output)[domain.position[layout]].argmin())]
+
+    def _layout_of_generated(self, output: int) -> Layout:
+        """That of a result which is computed of no tensor, at no cost in any layout: where it is large, that of a
+        result of the same shape, a moment's parameter, or else the one that splits it most."""
+        value = self.program.values[output]
+        if value.total_bytes < _LARGE_BYTES:
+            return replicated(len(value.shape))
+        domain = self.space.domain(value.shape)
+        for number, other in enumerate(self.program.outputs):
+            made = isinstance(other, int) and other not in self.assignment.generated
+            if made and self.program.values[other].shape == value.shape:  # type: ignore[index]
+                return self.layout_of_output(number)
+        even = [
+            all(size % self.space.mesh.degree(axes) == 0 for size, axes in zip(value.shape, layout, strict=True))
+            for layout in domain.layouts
+        ]
+        return domain.layouts[int(np.where(even, domain.degrees, 0).argmax())]
 
     def link_layout(self, link: Link) -> Layout:
         """The layout that the source of a link must have; a sum that waits may begin with a whole tensor."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from shardplan.errors import ArgumentError, no_plan
 from shardplan.hardware import HardwareProfile, Link
-from shardplan.tables import megabytes, text_table
+from shardplan.tables import size_cell, text_table
 from shardplan.timeline import timeline_html, write_chrome_trace
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ class Simulation:
                 str(worker),
                 f"{1e3 * busy:.2f}",
                 f"{busy / self.seconds if self.seconds else 0:.0%}",
-                megabytes(sent),
-                megabytes(peak),
+                size_cell(sent),
+                size_cell(peak),
             )
             for worker, (busy, sent, peak) in enumerate(
                 zip(self.busy_seconds, self.sent_bytes, self.peak_bytes, strict=True)

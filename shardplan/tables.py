@@ -50,10 +50,33 @@ def markdown_table(header: Sequence[str], rows: Rows) -> str:
 
 
 def megabytes(size: float) -> str:
-    """Bytes in units of 10^6, as all tables give them; two digits of what would be rounded to nothing.
+    """Bytes in units of 10^6; two digits of what would be rounded to nothing.
 
     >>> megabytes(234_881_031), megabytes(12_288), megabytes(4), megabytes(0)
     ('234.9', '0.012', '0.0000040', '0.0')
     """
     digits = 1 - floor(log10(size / 1e6)) if 0 < size < 50_000 else 1
     return f"{size / 1e6:,.{digits}f}"
+
+
+def size_cell(size: float) -> str:
+    """Bytes as the columns of tables give them, in units of 10^6; what these would round to nothing has its own unit.
+
+    >>> size_cell(234_881_031), size_cell(12_288), size_cell(4), size_cell(0)
+    ('234.9', '12.3 kB', '4 B', '0.0')
+    """
+    if 0 < size < 999.5:
+        return f"{max(size, 1):.0f} B"
+    return f"{size / 1e3:.1f} kB" if 0 < size < 50_000 else f"{size / 1e6:,.1f}"
+
+
+def size_text(size: float) -> str:
+    """Bytes with the unit that fits.
+
+    >>> size_text(4_430_000_000), size_text(234_881_031), size_text(12_288), size_text(4), size_text(0)
+    ('4.43 GB', '234.9 MB', '12.3 kB', '4 B', '0.0 MB')
+    """
+    if 1e9 <= size < float("inf"):
+        return f"{size / 1e9:,.2f} GB"
+    text = size_cell(size)
+    return text if text.endswith("B") else f"{text} MB"

@@ -39,7 +39,7 @@ def trace_program(
     builder = _Builder()
     closed, captured_refs, written = _jax.without_refs(traced.jaxpr)
     jaxpr, count = closed.jaxpr, len(traced.jaxpr.in_avals)
-    names = [_path_name(path) for path in input_paths]
+    names = [path_name(path) for path in input_paths]
     if count > len(names):
         raise EnclosingTraceError(
             f"`{name_of(fn)}` reads values of another function that is being traced (jit, grad, vmap, scan), or was: "
@@ -68,7 +68,7 @@ def trace_program(
             captured=captured,
             ties=ties,
             regions=(Region(0, tuple(inputs), tuple(outputs), 1), *builder.regions[1:]),
-            output_names=tuple(_path_name(path) for path, _ in output_paths),
+            output_names=tuple(path_name(path) for path, _ in output_paths),
             in_tree=in_tree,
             out_tree=out_tree,
             refs=frozenset(refs),
@@ -255,7 +255,8 @@ def _paths(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]
     return [path[1:] for path, _ in leaves], in_tree
 
 
-def _path_name(path: Any) -> str:
+def path_name(path: Any) -> str:
+    """The path of a leaf in a tree, as plans say it."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

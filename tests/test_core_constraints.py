@@ -61,13 +61,6 @@ def test_constraints_of_what_is_made_inside_are_kept() -> None:
     assert made().sharding.spec == P("y")
 
 
-def test_layouts_of_explicit_programs_are_refused_with_a_hint() -> None:
-    mesh = mesh_of((2, 4), explicit=True)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="of type Auto") as caught:
-        shardplan.auto(lambda x: jax.sharding.reshard(x, P("x")), mesh)(X)
-    assert "with_sharding_constraint" in "".join(caught.value.__notes__)
-
-
 def test_constraints_that_no_plan_can_keep_are_left_out_with_a_warning() -> None:
     mesh = mesh_of((8,))
 

@@ -57,7 +57,7 @@ def test_a_mesh_axis_that_is_used_twice() -> None:
 
 def test_no_function() -> None:
     with pytest.raises(ArgumentError, match="a function was expected, got `3` of type `int`"):
-        shardplan.auto(3, mesh_of((8,)))  # type: ignore[arg-type]
+        shardplan.auto(3, mesh_of((8,)))  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

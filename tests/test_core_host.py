@@ -159,7 +159,7 @@ def test_donated_host_state_over_several_steps() -> None:
 def test_host_state_on_explicit_axes() -> None:
     """Results keep their memory kind and have the mesh's types."""
     mesh = mesh_of((8,), explicit=True)
-    state, w = shardplan.auto(update, mesh)(placed(X, P("x")), X)
+    state, w = shardplan.auto(update, mesh)(placed(X, P("x"), mesh=mesh), X)
     assert kinds((state, w)) == ["pinned_host", "device"]
     assert state.sharding.mesh == mesh
 

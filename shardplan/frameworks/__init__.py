@@ -1,0 +1,35 @@
+"""Frameworks: how calls with the objects of a library become calls with arrays, and what comes of their results.
+
+A library is looked at where the script has imported it already: none is imported here. Each module gives a call that
+takes arrays, with what has to be done with the results (`shardplan.arguments.Call.finish`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from jax.sharding import PartitionSpec
+
+from shardplan.arguments import Call
+from shardplan.mesh import GivenMesh
+
+_LIBRARIES = {"flax.nnx": "shardplan.frameworks.nnx", "equinox": "shardplan.frameworks.equinox"}
+
+
+def adapted(call: Call) -> Call:
+    """A call whose arguments are trees of arrays, where those of the caller are objects of a library."""
+    for library, module in _LIBRARIES.items():
+        if library in sys.modules:
+            call = importlib.import_module(module).adapted(call)
+    return call
+
+
+def boxed_layouts(call: Call, mesh: GivenMesh) -> dict[str, PartitionSpec]:
+    """The layouts that boxes of Flax linen name, by the paths of arguments."""
+    if "flax.core.meta" not in sys.modules or isinstance(mesh, (int, str)):
+        return {}
+    found: dict[str, PartitionSpec] = importlib.import_module("shardplan.frameworks.linen").boxed_layouts(
+        call, tuple(mesh.axis_names)
+    )
+    return found

@@ -1,0 +1,99 @@
+"""Leaves that are no arrays, but part of the structure of a tree: they are compiled in.
+
+``jax.jit`` refuses functions and texts. In a module of Equinox they are the activation function, or a flag. An argument
+that is no array as a whole is not among them: that is for ``static_argnums``.
+
+>>> import jax
+>>> tree = jax.tree.map(held_static, {"act": jax.nn.relu, "w": 1.0}, is_leaf=callable)
+>>> jax.tree.leaves(tree), jax.tree.map(released, tree, is_leaf=is_static)["act"] is jax.nn.relu
+([1.0], True)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardplan import _jax
+from shardplan.arguments import Call
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex, jax.ShapeDtypeStruct, jax.core.AbstractValue)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Static:
+    """A value that is part of the structure of a tree."""
+
+    value: Any
+
+    def tree_flatten(self) -> tuple[tuple[()], Static]:
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, kept: Static, children: Any) -> Static:
+        return kept
+
+
+def is_static(node: Any) -> bool:
+    return isinstance(node, Static)
+
+
+def released(node: Any) -> Any:
+    """A static value itself; others as they are."""
+    return node.value if isinstance(node, Static) else node
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether ``jax.jit`` takes a leaf."""
+    if isinstance(leaf, _ARRAYS) or _jax.is_ref(leaf):
+        return True
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def held_static(leaf: Any) -> Any:
+    """A leaf as `Static` where ``jax.jit`` refuses it and it can be compared between calls."""
+    return leaf if is_array(leaf) or not _is_hashable(leaf) else Static(leaf)
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def with_static_leaves(call: Call, hold: Callable[[Any], Any]) -> Call:
+    """The call with leaves inside of its arguments as part of their structure, those that ``hold`` makes `Static`;
+    itself where there are none."""
+    args = tuple(_held(argument, hold) for argument in call.args)
+    kwargs = {name: _held(argument, hold) for name, argument in call.kwargs.items()}
+    if not any(map(is_static, jax.tree.leaves((args, kwargs), is_leaf=is_static))):
+        return call
+
+    @functools.wraps(call.fn)
+    def with_values(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(released, (args, kwargs), is_leaf=is_static)
+        return jax.tree.map(hold, call.fn(*args, **kwargs))
+
+    return replace(call, fn=with_values, args=args, kwargs=kwargs, finish=(*call.finish, _released))
+
+
+def _held(argument: Any, hold: Callable[[Any], Any]) -> Any:
+    """An argument with its static leaves held; one that is a leaf itself stays."""
+    is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(argument))
+    return argument if is_leaf else jax.tree.map(hold, argument)
+
+
+def _released(results: Any) -> Any:
+    return jax.tree.map(released, results, is_leaf=is_static)

@@ -1,0 +1,220 @@
+"""Planning together: several programs that share a state, each run so often, with one layout of the state.
+
+The networks of the programs become one, each with its costs as often as its program runs, and the variables of the
+shared arguments are tied. What is found for these is what each program is then planned with. The bound is that of the
+one network: no layout of the state, and no plans with it, cost less altogether.
+
+>>> import jax, jax.numpy as jnp
+>>> def train(w, x):
+...     return {"w": w["w"] - x.T @ (x @ w["w"])}
+>>> w, x = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}, jax.ShapeDtypeStruct((8, 64), "float32")
+>>> programs = {"train": (train, (w, x), 100), "eval": (lambda w, x: x @ w["w"], (w, x), 1)}
+>>> plans = plan_together(programs, jax.sharding.AbstractMesh((8,), ("data",)))
+>>> plans["train"].layouts["0/w"] == plans["eval"].layouts["0/w"], plans.gap < 1e-6
+(True, True)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from shardplan.auto import AutoFunction, options_from
+from shardplan.errors import ArgumentError, InfeasibleError
+from shardplan.layout import to_spec
+from shardplan.like import as_pins, matched
+from shardplan.mesh import GivenMesh, as_mesh, with_auto_axes
+from shardplan.options import Options
+from shardplan.plan import Plan
+from shardplan.plan_report import objective_text
+from shardplan.planning import build_problem
+from shardplan.problem import Problem
+from shardplan.search import Network, solve
+from shardplan.tables import size_cell, text_table
+
+
+class PlansTogether(dict[str, Plan]):
+    """Plans by the names of their programs. ``objective`` is the sum of theirs, each as often as its program runs
+    (``times``); ``lower_bound`` is what no plans with one layout of the state cost less than."""
+
+    def __init__(self, plans: Mapping[str, Plan], times: Mapping[str, float], lower_bound: float) -> None:
+        super().__init__(plans)
+        self.times = dict(times)
+        self.objective = sum(times[name] * plan.objective for name, plan in plans.items())
+        self.lower_bound = min(lower_bound, self.objective)
+
+    @property
+    def gap(self) -> float:
+        """How far above the least cost the plans can be, as a share of it."""
+        return 0.0 if self.objective <= self.lower_bound else (self.objective - self.lower_bound) / self.objective
+
+    def __str__(self) -> str:
+        rows = [
+            (name, f"{self.times[name]:g}", size_cell(plan.communication_bytes), objective_text(plan, plan.objective))
+            for name, plan in self.items()
+        ]
+        table = text_table(("program", "times", "MB sent", "objective"), rows, numbers=(1, 2, 3))
+        return f"Plans with one state, at most {100 * self.gap:.4f} % above the optimum of the cost model\n{table}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A program among others: ``function`` plans it, ``first`` is the first of its variables in the one network."""
+
+    name: str
+    function: AutoFunction
+    args: tuple[Any, ...]
+    times: float
+    problem: Problem
+    options: Options
+    first: int
+
+    def inputs(self) -> dict[str, int]:
+        """The values of its arguments by their paths."""
+        return {self.problem.program.values[index].name or "": index for index in self.problem.program.inputs}
+
+    def leaves(self) -> dict[str, Any]:
+        """The arguments by their paths."""
+        return dict(zip(self.inputs(), jax.tree.leaves(self.args), strict=True))
+
+    def types(self) -> dict[str, Any]:
+        values = self.problem.program.values
+        return {path: (values[i].shape, values[i].dtype, values[i].memory_kind) for path, i in self.inputs().items()}
+
+    def state(self) -> dict[str, Any]:
+        """The types of the arguments that its results replace; of a program that has none, of all."""
+        paths, types = list(self.types()), self.types()
+        tied = {paths[position] for position in self.problem.program.ties.values()}
+        return {path: types[path] for path in paths if path in tied} or types
+
+
+def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **options: Any) -> PlansTogether:
+    """Plans programs that share a state, with one layout of it that is best for all.
+
+    Args:
+        programs: by name, ``(function, arguments, times)``: how often it runs for the others' times. A dictionary of
+            options of its own may follow. What is the same array, or shape, in two programs is one tensor; others are
+            matched to the state of an earlier program by path or by tree (`shardplan.like`): what trains comes first.
+        mesh, options: as for ``shardplan.plan``.
+
+    Raises:
+        ArgumentError: a program or an option is wrong; before any work starts.
+        InfeasibleError: nothing keeps within the memory limit.
+    """
+    common, mesh = options_from(options), as_mesh(mesh)
+    taken = {name: _taken(name, entry) for name, entry in programs.items()}
+    if not taken:
+        raise ArgumentError("plan_together takes programs by name, {'train': (step, (state, batch), 1000)}, got none")
+    if isinstance(mesh, (int, str)):  # the best one for the program that runs most
+        fn, args, _, own = max(taken.values(), key=lambda entry: entry[2])
+        mesh = AutoFunction(fn, mesh, replace(common, verify=False, **own)).plan(*args).mesh
+    network, parts = Network(), list[_Part]()
+    for name, (fn, args, times, own) in taken.items():
+        chosen = replace(common, verify=False, **own)
+        function = AutoFunction(fn, mesh, chosen)
+        program, resolved = function.traced(*args)
+        problem = build_problem(program, with_auto_axes(mesh), resolved)
+        parts.append(_Part(name, function, args, times, problem, resolved, _add(network, problem.network, times)))
+    shared = list(_tied(network, parts))
+    solution = solve(network, time_limit=common.time_limit)
+    if not np.isfinite(solution.cost):
+        raise InfeasibleError("the hard layouts of pins and constraints exclude each other: no layout has them all")
+    pins = _layouts(parts, shared, solution.choices)
+    try:
+        plans = {part.name: _planned(part, pins[part.name]) for part in parts}
+    except InfeasibleError:
+        plans = _around_the_largest(parts, shared)
+    counts = {part.name: part.times for part in parts}
+    return PlansTogether(plans, counts, float(min(solution.lower_bound, solution.cost)))
+
+
+def _taken(name: str, entry: Any) -> tuple[Callable[..., Any], tuple[Any, ...], float, dict[str, Any]]:
+    if not isinstance(entry, tuple) or len(entry) not in (3, 4) or not isinstance(entry[1], (tuple, list)):
+        raise ArgumentError(f"the program `{name}` is (function, arguments as a tuple, times), got `{entry!r}`")
+    fn, args, times = entry[:3]
+    if isinstance(times, bool) or not isinstance(times, (int, float)) or not 0 < times < math.inf:
+        raise ArgumentError(f"the program `{name}` runs a number of times above 0, got `{times!r}`")
+    return fn, tuple(args), float(times), dict(entry[3]) if len(entry) == 4 else {}
+
+
+def _add(network: Network, other: Network, times: float) -> int:
+    """Adds the variables and tables of another network, with costs so many times as high; returns the first's id."""
+    first = len(network)
+    for costs, name, multiplicity in zip(other.costs, other.names, other.multiplicities, strict=True):
+        network.add_variable(times * costs, name, multiplicity)
+    tables = [times * table for table in other.tables]
+    for u, v, table in other.edges:
+        network.add_edge(first + u, first + v, tables[table])
+    for u, v in other.ties:
+        network.add_tie(first + u, first + v)
+    return first
+
+
+def _tied(network: Network, parts: list[_Part]) -> Iterator[tuple[tuple[int, str], tuple[int, str]]]:
+    """Ties the arguments that programs share; gives each with the place of the one that it is tied to: the number of
+    the program, and the path."""
+    for number, part in enumerate(parts):
+        left = part.types()
+        for earlier, other in enumerate(parts[:number]):
+            same = {id(leaf): path for path, leaf in other.leaves().items() if hasattr(leaf, "shape")}
+            found = {path: same[id(leaf)] for path, leaf in part.leaves().items() if path in left and id(leaf) in same}
+            others = {path: kind for path, kind in left.items() if path not in found}
+            for path, place in (found | matched(other.state(), others)).items():
+                del left[path]
+                _tie(network, other, place, part, path)
+                yield (number, path), (earlier, place)
+
+
+def _tie(network: Network, one: _Part, path: str, other: _Part, place: str) -> None:
+    sides = [(part, part.inputs()[at]) for part, at in ((one, path), (other, place))]
+    layouts = [part.problem.domain(value).layouts for part, value in sides]
+    first, second = (part.first + part.problem.variables.values[value] for part, value in sides)
+    table = np.array([[0.0 if a == b else np.inf for b in layouts[1]] for a in layouts[0]])
+    network.add_edge(first, second, table)
+
+
+def _layouts(parts: list[_Part], shared: list[Any], choices: Any) -> dict[str, dict[str, PartitionSpec]]:
+    """The layouts of the shared arguments, by program and path."""
+    found: dict[str, dict[str, PartitionSpec]] = {part.name: {} for part in parts}
+    for number, path in dict.fromkeys(place for pair in shared for place in pair):
+        part = parts[number]
+        value = part.inputs()[path]
+        variable = part.first + part.problem.variables.values[value]
+        layout = part.problem.domain(value).layouts[choices[variable]]
+        found[part.name][path] = to_spec(part.problem.space.mesh, layout)
+    return found
+
+
+def _planned(part: _Part, layouts: Mapping[str, PartitionSpec]) -> Plan:
+    options = replace(part.function.options, pins=as_pins(layouts, part.options.pins))
+    return AutoFunction(part.function.__wrapped__, part.function.mesh, options).plan(*part.args)
+
+
+def _around_the_largest(parts: list[_Part], shared: list[Any]) -> dict[str, Plan]:
+    """The plans with the layouts that the program which costs most has within its memory."""
+    alone = {part.name: _planned(part, {}) for part in parts}
+    leader = max(range(len(parts)), key=lambda n: parts[n].times * alone[parts[n].name].objective)
+    layouts = alone[parts[leader].name].layouts
+    found: dict[str, dict[str, PartitionSpec]] = {part.name: {} for part in parts}
+    for group in _groups(shared):
+        led = [path for number, path in group if number == leader]
+        spec = layouts[led[0]] if led else alone[parts[group[0][0]].name].layouts[group[0][1]]
+        for number, path in group:
+            found[parts[number].name][path] = spec
+    return {part.name: _planned(part, found[part.name]) for part in parts}
+
+
+def _groups(shared: list[Any]) -> list[list[Any]]:
+    """The places that are one argument, each with the first before the others."""
+    groups: dict[Any, list[Any]] = {}
+    for place, first in shared:
+        group = groups.setdefault(first, [first])
+        group.append(place)
+        groups[place] = group
+    return list({id(group): group for group in groups.values()}.values())
