@@ -22,7 +22,6 @@ from jax._src.interpreters import mlir, pxla
 from jax._src.lax import lax as lax_internal
 from jax._src.sharding_impls import UnspecifiedValue
 from jax._src.state.types import AbstractRef, RefEffect
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
 from jaxlib.mlir import ir
 
@@ -285,11 +284,6 @@ def wanted_spec(equation: Equation) -> jax.sharding.PartitionSpec | None:
 
 
 optimization_barrier: Primitive = jax.lax.optimization_barrier_p
-
-
-def lying_in(array: jax.Array, order: Sequence[int]) -> jax.Array:
-    """An array of one device whose dimensions lie in this order in memory, the last one's elements side by side."""
-    return with_layout_constraint(array, Layout(tuple(order)))
 
 
 def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardplan.layout import Layout
-from shardplan.memory.fusion import is_view
+from shardplan.memory.operations import is_view
 from shardplan.once import once
 from shardplan.program import Operation
 from shardplan.schedule import Schedule

@@ -20,9 +20,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.compiled import CompiledReport, bytes_by_operation, measure
 from shardplan.errors import InfeasibleError, warn
-from shardplan.finding import in_own_order
 from shardplan.hardware import load
-from shardplan.memory.liveness import memory_profile
+from shardplan.memory.model import lifetimes_of
 from shardplan.mesh import can_run, has_gpus
 from shardplan.options import Options
 from shardplan.plan import Plan
@@ -173,12 +172,13 @@ class _Rounds:
         assert self._report is not None
         schedule = plan.schedule
         donated = donated_leaves(schedule.program, donated_places(self._options))
-        lifetimes, sending = in_own_order(schedule)
-        profile = memory_profile(lifetimes, schedule, donated, sending)
+        lifetimes = lifetimes_of(schedule, donated)
+        profile = lifetimes.profile(schedule.problem.encode(schedule.assignment))
         compiled = bytes_by_operation(self._report)
         if not compiled:  # the peak alone is known
-            place = int(profile[:-1].argmax())
-            compiled = {lifetimes.order[place].index: float(self._report.memory.peak)}
+            peak = int(profile.argmax())
+            nearest = min(lifetimes.order, key=lambda o: abs(lifetimes.place[o.index] - peak))
+            compiled = {nearest.index: float(self._report.memory.peak)}
         places = lifetimes.place
         above = {index: held - float(profile[places[index]]) for index, held in compiled.items() if index in places}
         return {index: excess for index, excess in above.items() if excess > 0}

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardplan import _jax
 from shardplan.layout import Layout, MeshAxes, to_spec
 from shardplan.program import Operation
 from shardplan.steps import Step
@@ -87,11 +86,10 @@ class Island:
             before = step.layout
         return result.astype(part.dtype)
 
-    def reduce_stacked(self, stacked: Any, own: Layout, order: Sequence[int] | None = None) -> Any:
-        """A tensor that stayed partial, reduced; until then its dimensions lie in ``order`` in memory, if one is given,
-        the one whose elements lie next to each other last."""
+    def reduce_stacked(self, stacked: Any, own: Layout) -> Any:
+        """A tensor that stayed partial, reduced."""
 
         def blocks(local: Any) -> Any:
-            return self.reduce(_jax.lying_in(local[0], order) if order else local[0], own)
+            return self.reduce(local[0], own)
 
         return self.map(blocks, ((self._pending, *own),), own)(stacked)

@@ -34,7 +34,6 @@ class KeptEntries(TypedDict):
     mesh: Mapping[str, int]
     choices: str
     network: str
-    running: bool
     objective: float
     lower_bound: float | None
     peak_bytes: float
@@ -53,7 +52,6 @@ def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
         "mesh": plan.mesh_axes,
         "choices": " ".join(map(str, plan.recipe.choices)),
         "network": plan.recipe.network,
-        "running": plan.recipe.running,
         "objective": plan.objective,
         "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
         "peak_bytes": float(plan.peak_bytes),
@@ -86,7 +84,7 @@ def restored(
     check_collectives([sent for sent, _ in entry["collectives"]], entry["mesh"])
     known = {None, *range(len(program.operations))}
     check({at for _, at in entry["collectives"]} <= known, "entry.collectives", len(known), "operations of the program")
-    recipe = Recipe(options, choices_of(entry["choices"]), entry["network"], entry["running"])
+    recipe = Recipe(options, choices_of(entry["choices"]), entry["network"])
     bound = entry["lower_bound"]
     plan = Plan(
         mesh=mesh,

@@ -17,15 +17,14 @@ the work with what is taken from it and of the collectives that can hide:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardplan.execution_order import execution_order
 from shardplan.hardware import HardwareProfile, load
-from shardplan.memory.fusion import fused_operations
-from shardplan.memory.liveness import Lifetimes
-from shardplan.memory.order import execution_order
+from shardplan.memory.kernels import whole_kernels
 from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Region
 
@@ -144,8 +143,8 @@ def memory_traffic(problem: Problem) -> dict[int, int]:
     from.
     """
     program = problem.program
-    held = Lifetimes(problem, range(len(program.operations))).held
-    fused = fused_operations(problem)
+    kernels = whole_kernels(problem)
+    held, fused = kernels.stored, kernels.fused
     leaving = (output for region in program.regions for output in region.outputs)  # a carry is the loop's result
     ends = {output for output in leaving if isinstance(output, int)}
     read: dict[int, dict[int, int]] = {}
@@ -161,7 +160,7 @@ def memory_traffic(problem: Problem) -> dict[int, int]:
 
 
 def _reads_of(
-    problem: Problem, operation: Operation, held: Mapping[int, object], read: Mapping[int, dict[int, int]]
+    problem: Problem, operation: Operation, held: Collection[int], read: Mapping[int, dict[int, int]]
 ) -> dict[int, int]:
     """The tensors in memory that an operation is computed from, with the bytes that are read of each."""
     values = problem.program.values
@@ -206,7 +205,7 @@ def _values_that_hide(problem: Problem, memory_bytes: Mapping[int, int]) -> froz
         index: prices.work(choices.flops, memory_bytes[index], choices.dtype, mesh.device_count)
         for index, choices in problem.choices.items()
     }
-    place = {index: n for n, index in enumerate(execution_order(program, fused_operations(problem)))}
+    place = {index: n for n, index in enumerate(execution_order(program, whole_kernels(problem).fused))}
     hidden: set[int] = set()
     for region in program.regions:
         operations = sorted((program.operations[index] for index in region.operations), key=lambda o: place[o.index])

@@ -77,14 +77,12 @@ class PlannedArgument:
 class Recipe:
     """What makes a plan's schedule again from its program: the options, and a choice per variable of the network.
 
-    ``network`` is a digest of those variables. ``running``: see `shardplan.schedule.Schedule`.
-    ``fingerprint`` is that of the program, where it is not at hand.
+    ``network`` is a digest of those variables; ``fingerprint`` is that of the program, where it is not at hand.
     """
 
     options: Options
     choices: tuple[int, ...] = field(repr=False)
     network: str
-    running: bool = False
     fingerprint: str | None = None
 
 

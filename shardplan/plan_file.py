@@ -129,7 +129,6 @@ class PlanEntries(TypedDict):
     collectives: tuple[PlannedCollective, ...]
     statistics: Statistics
     network: str
-    running: bool
     choices: str
 
 
@@ -207,7 +206,6 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
             options=_options(entries["options"]),
             choices=choices_of(entries["choices"]),
             network=entries["network"],
-            running=entries["running"],
             fingerprint=entries["fingerprint"],
         ),
         built=None,
@@ -268,7 +266,6 @@ def _content(plan: Plan) -> dict[str, Any]:
         "collectives": [asdict(collective) for collective in plan.collectives],
         "statistics": plain(plan.statistics),
         "network": plan.recipe.network,
-        "running": plan.recipe.running,
         "choices": " ".join(map(str, plan.recipe.choices)),
     }
 

@@ -127,7 +127,7 @@ def plan_problem(
         collectives=_planned_collectives(schedule),
         statistics=statistics,
         arguments=_arguments(schedule),
-        recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest(), schedule.running),
+        recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest()),
         built=schedule,
         donated=donated,
         host_bytes=host_bytes(schedule, search.donated),
@@ -162,7 +162,7 @@ def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> 
     among = len(choices) == len(sizes) and bool((choices < sizes).all())
     if not (among and np.isfinite(problem.network.cost(choices))):
         raise PlanMismatchError("the plan's choices do not go together: they were changed since; plan anew")
-    return Schedule(problem, problem.decode(choices), recipe.running)
+    return Schedule(problem, problem.decode(choices))
 
 
 def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:

@@ -396,6 +396,17 @@ class Problem:
         """The variable of an operation in the network, None where its result's layout decides how it is split."""
         return self.variables.operations.get(operation)
 
+    def encode(self, assignment: Assignment) -> np.ndarray:
+        """int [variables]: the choices of the network that layouts and strategies stand for."""
+        variables = self.variables
+        found = np.zeros(len(variables.names), np.int64)
+        for layouts, of in ((assignment.values, variables.values), (assignment.copies, variables.copies)):
+            for value, variable in of.items():
+                found[variable] = self.domain(value).position[layouts[value]]
+        for index, variable in variables.operations.items():
+            found[variable] = self.choices[index].strategies.index(assignment.strategies[index])
+        return found
+
     def decode(self, choices: np.ndarray) -> Assignment:
         """The layouts and strategies that a solution of the network stands for."""
         variables = self.variables

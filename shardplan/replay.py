@@ -20,6 +20,7 @@ from shardplan.anew import awaited, wait_behind
 from shardplan.beginnings import in_parts
 from shardplan.carries import fill_late
 from shardplan.control import Link, Links, scope_of_trips
+from shardplan.early import reduced_before_added
 from shardplan.groups import on_blocks, splits_rows_or_groups
 from shardplan.islands import Island, made_in, run_on_blocks
 from shardplan.layout import Layout, replicated, to_spec
@@ -31,14 +32,12 @@ from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.regions._jax import by_hand
 from shardplan.reversing import bring
-from shardplan.running import behind_barriers, lying_until_scattered
 from shardplan.schedule import REDUCTIONS, Schedule
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
 from shardplan.steps import Step, ends_of
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
-from shardplan.waiting import behind_sum
 from shardplan.widened import sent_dtype, sent_in, unrounded
 
 
@@ -52,7 +51,7 @@ class Replay:
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
         self._ordered = held_in_order(schedule)
-        self._behind = behind_barriers(schedule)
+        self._behind = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
         self._unrounded = unrounded(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -242,8 +241,7 @@ class Replay:
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)
         read = list(map(self._read, operation.operands, strategy.operands))
-        found = padded_apart(self._schedule, operation, read, self._constrain)
-        return behind_sum(self._schedule, operation, found, self._held, self._constrain)
+        return padded_apart(self._schedule, operation, read, self._constrain)
 
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
         primitive, params = operation.primitive, operation.params
@@ -403,7 +401,7 @@ class Replay:
         """A value whose parts are stacked, reduced by these steps."""
         pending, *own = layout
         island = Island(self._mesh, self._schedule.space.mesh, pending, steps, self._schedule.problem.travelling(value))
-        return island.reduce_stacked(parts, tuple(own), lying_until_scattered(self._schedule, value, steps))
+        return island.reduce_stacked(parts, tuple(own))
 
     def _apart(self, value: int, array: Any, layout: Layout) -> Any:
         """A value, behind a barrier where XLA would not make it before others are added to it."""

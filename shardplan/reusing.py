@@ -19,14 +19,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardplan import rules
-from shardplan.memory.repeated import repeated_results
 from shardplan.program import Constant, Operation, Program
+from shardplan.repeated import repeated_results
 
 
 def reuse_results(program: Program, every: bool) -> Program:
     """The program whose operations read each sum where it was computed first, or ``every`` result; what nobody reads
     any more is there."""
-    same, makers = repeated_results(program, program.operations), program.makers
+    same, makers = repeated_results(program), program.makers
     made = {value: found for value, found in same.items() if value in makers}
     first = {value: found for value, found in made.items() if every or _sums(program, makers[value])}
 

@@ -50,19 +50,14 @@ class Sent:
 
 
 class Schedule:
-    """An assignment over a program, as routes.
+    """An assignment over a program, as routes."""
 
-    ``running``: whether sums of products are kept running, see `shardplan.running`, and carries in their own order, see
-    `shardplan.stacks`.
-    """
-
-    def __init__(self, problem: Problem, assignment: Assignment, running: bool = False) -> None:
+    def __init__(self, problem: Problem, assignment: Assignment) -> None:
         self.program = problem.program
         self.space = problem.space
         self.choices = problem.choices
         self.assignment = assignment
         self.problem = problem
-        self.running = running
         self._routes: dict[tuple[int, Layout], Route] = {}
         self._steps: dict[tuple[int, int], tuple[Step, ...]] = {}
         self._sent: tuple[Sent, ...] | None = None

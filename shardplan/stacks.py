@@ -20,7 +20,7 @@ reader that is no convolution (a sum for a bias). So it is transposed where it i
 What is written into an argument, or into a loop's carry, and leaves in its place (keys and values that a step adds to
 its caches) lies as the products that read it want it: XLA updates a transposed copy of the whole cache, which it turns
 back at the end. Held to its own order, it is updated in place, and products read a copy that is gone behind them. Where
-a library's products read it in a loop, each iteration would make that copy: there it is left to XLA if the step fits.
+a library's products read it in a loop, each iteration would make that copy: there it is left to XLA.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(w, x):
@@ -65,15 +65,14 @@ from jax.sharding import Mesh
 from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout, to_spec
-from shardplan.memory.accumulation import merged_anywhere
-from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.fusion import readers_of
-from shardplan.memory.gathering import last_gathered
-from shardplan.memory.products import turned_carries
-from shardplan.memory.updating import updates_of_inputs
+from shardplan.memory.merging import merged_anywhere
+from shardplan.memory.operations import CONVOLUTION, readers_in
+from shardplan.memory.products import product_operands
 from shardplan.once import once
-from shardplan.program import Operation
+from shardplan.program import Operation, Program, Region
 from shardplan.schedule import Schedule
+
+_UPDATES = frozenset({"dynamic_update_slice", "scatter"})
 
 _ALIKE = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "stop_gradient", "copy", "copy_p"})
 """Besides what is computed element by element, operations whose results lie as their operand does."""
@@ -90,14 +89,58 @@ def updated_in_place(schedule: Schedule) -> frozenset[int]:
     program, domains, planned = schedule.program, schedule.problem.domain, schedule.assignment.values
     outputs = [(region, o) for region in program.regions for o in region.outputs if isinstance(o, int)]
     found = {value for region, output in outputs for value in updates_of_inputs(program, region, output)}
-    found -= frozenset() if schedule.running else turned_carries(program)
+    found -= _read_transposed(program)
     return frozenset(v for v in found if planned[v] not in domains(v).padded and not schedule.is_partial(v, planned[v]))
+
+
+def updates_of_inputs(program: Program, region: Region, value: int) -> list[int]:
+    """A value of three or more dimensions and what it is an update of, each an update itself, down to an input of its
+    region; nothing where it is no such update."""
+    found, makers = list[int](), program.makers
+    given = {*region.inputs} if region.index else {*program.inputs, *program.captured}
+    while value not in given:
+        maker = makers.get(value)
+        operand = maker.operands[0] if maker is not None and maker.operands else None
+        updates = maker is not None and maker.primitive.name in _UPDATES and maker.region == region.index
+        if not updates or not isinstance(operand, int) or len(program.values[value].shape) < 3:
+            return []
+        found.append(value)
+        value = operand
+    return found
+
+
+@once
+def _read_transposed(program: Program) -> frozenset[int]:
+    """The values that a body writes into what it is given, of which products read transposed copies; and what it is
+    given. XLA transposes that before the loop, and back behind it."""
+    if len(program.regions) == 1:
+        return frozenset()
+    read = {one.value for one in product_operands(program).values() if [*one.order] != sorted(one.order)}
+    found = set[int]()
+    for region in program.regions[1:]:
+        for output in region.outputs:
+            updates = updates_of_inputs(program, region, output) if isinstance(output, int) else []
+            if read.intersection(updates):
+                found.update(updates, (o for o in program.makers[updates[-1]].operands[:1] if isinstance(o, int)))
+    return frozenset(found)
+
+
+def _last_gathered(schedule: Schedule, value: int, layout: Layout) -> tuple[tuple[int, ...], int] | None:
+    """Where a gather brings a value to a layout at last: the mesh axes that it goes over, and the dimension that these
+    split, counted without those of size 1."""
+    route = schedule.route(value, layout)
+    if not route.steps or route.steps[-1].kind != "all-gather":
+        return None
+    before = route.steps[-2].layout if len(route.steps) > 1 else route.source
+    shape = schedule.program.values[value].shape
+    gathered = [old != new for old, new, size in zip(before, layout, shape, strict=True) if size > 1]
+    return route.steps[-1].axes, gathered.index(True)
 
 
 def slices_gathered_behind(schedule: Schedule) -> frozenset[int]:
     """The slices of stacks, as values of loops' bodies, that are gathered along another dimension than their first, or
     put beside such for merged products."""
-    readers, beside = readers_of(schedule.program.operations), _beside_gathered(schedule)
+    readers, beside = readers_in(schedule.program), _beside_gathered(schedule)
     found = set()
     for links in schedule.problem.links.values():
         for link in links.enter:
@@ -118,7 +161,7 @@ def is_gathered_out_of_order(schedule: Schedule, value: int, layout: Layout) -> 
     domain = schedule.problem.domain(value)
     if layout in domain.padded or not schedule.problem.islands or value not in _read_in_order(schedule):
         return False
-    gathered = last_gathered(schedule, value, layout)
+    gathered = _last_gathered(schedule, value, layout)
     return gathered is not None and gathered[1] > 0
 
 

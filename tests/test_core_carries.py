@@ -7,9 +7,6 @@ import pytest
 
 import shardplan
 from shardplan.carries import filled_late
-from shardplan.memory.bringing import brought_spans
-from shardplan.memory.liveness import Lifetimes
-from shardplan.memory.pipelining import peeled_loops
 
 
 def _recurrent(params, x):
@@ -78,26 +75,3 @@ def test_sums_of_weights_gradients_are_not_in_memory_before_their_loops(monkeypa
     late = shardplan.audit(plan, "h100").compiled.memory.peak
     monkeypatch.setattr("shardplan.carries.filled_late", lambda schedule: {})
     assert late < 0.95 * shardplan.audit(plan, "h100").compiled.memory.peak
-
-
-def test_what_is_made_for_a_loop_is_kept_until_an_iteration_apart_first_reads_it():
-    """It was kept up to the last kernel that recomputes what is read: scores of attention, filled up with one number,
-    were in memory twice."""
-
-    @jax.checkpoint
-    def layer(x, w):
-        return jnp.tanh(jnp.where(x[:, :1] > 0, x @ w, -3.0)), None
-
-    def step(weights, x):
-        return weights - jax.grad(lambda weights: jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2))(weights)
-
-    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
-    pins = {"0": jax.P(None, None, ("x", "y")), "1": jax.P(("y", "x"), None)}
-    shapes = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64, 64), (8192, 64)))
-    schedule = shardplan.plan(step, mesh, *shapes, pins=pins).schedule
-    [peeled] = peeled_loops(schedule)
-    lifetimes = Lifetimes(schedule.problem, range(len(schedule.program.operations)))
-    body = schedule.program.regions[schedule.program.operations[peeled].bodies[0]].operations
-    filled, _ = (index for index in body if schedule.program.operations[index].primitive.name == "select_n")
-    [(_, _, last)] = brought_spans(lifetimes, schedule, {}).values()
-    assert last == lifetimes.place[filled]

@@ -1,223 +1,271 @@
-"""Fusion: which operations XLA:GPU makes part of the kernels that read them, and which values it stores all the same.
+"""Which values kernels store, though each reader could compute them: XLA:GPU's fusion by priorities.
 
->>> import jax, jax.numpy as jnp, shardplan
->>> square = jax.ShapeDtypeStruct((64, 64), "float32")
->>> plan = shardplan.plan(lambda x, w: jnp.sum(jnp.tanh(x @ w)), 1, square, square)
->>> fused = fused_operations(plan.schedule.problem)
->>> [operation.primitive.name for operation in plan.program.operations if operation.index in fused]
-['tanh']
+A value is *fused* where every kernel that reads it computes it, else *stored*. XLA begins with a kernel per operation,
+and estimates how long each takes from its cycles and its bytes. It fuses next the value that saves most time over all
+its readers. These grow, so that others save less, until nothing is saved.
+
+The estimate is that of XLA's `GpuPerformanceModel`: the longer one of computing and moving bytes, and a twentieth of
+the shorter one; what is read again comes from a cache if it fits. Times are in the bytes that an H100 reads meanwhile.
+
+>>> quicker(2e5), quicker(1e6), quicker(1e9)
+(20.0, 2.5, 1.0)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from math import prod
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf
 
-from shardplan import _jax
-from shardplan.memory.products import is_outer, is_sum
-from shardplan.memory.sums import REDUCTIONS as TO_ONE
-from shardplan.memory.sums import SEARCHES, adds_few
-from shardplan.once import once
+from shardplan.memory.cycles import BYTES_PER_LAUNCH, CYCLES_PER_BYTE, OVERLAP, cycles_of
+from shardplan.memory.operations import CUMULATIVE, PRODUCT, REDUCTIONS, computed_in_rows, is_view
 from shardplan.problem import Problem
-from shardplan.program import Constant, Operation, Program
+from shardplan.program import Operation
 from shardplan.strategy import operand_type
 
-# Data movement that XLA:GPU makes part of the kernels that read it, like elementwise operations, and random bits, which
-# it computes from keys and counters; reductions, whose operands it computes on the way.
-_MOVES = frozenset(
-    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "slice", "rev", "pad", "select_n", "iota"}
-    | {"gather", "dynamic_slice", "split", "concatenate", "copy", "copy_p", "stop_gradient", "random_bits"}
-)
-REDUCTIONS = TO_ONE | SEARCHES
-CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
-BLOCK = 16
-"""What adds up along a dimension: XLA:GPU reduces blocks of so many elements first, and computes each element on the
-way, from the blocks before it and the elements of its own."""
+_CACHES = ((270e3, 20.0), (50e6, 2.5))
+"""Bytes that fit into an H100's first and second cache, and how much quicker than memory these are."""
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient"})
-_READS_ON_THE_WAY = frozenset(
-    REDUCTIONS
-    | {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add"}
-)
-_SUMMING_SCATTERS = frozenset({"scatter-add", "scatter_add"})
-_SCATTERS = _SUMMING_SCATTERS | {"scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_MOST_READ, _MOST_CODE = 96, 10_000
+"""The operands of a kernel, and the operations that it has, that XLA allows at most."""
 
-_ADDITIONS = frozenset({"add", "add_any"})
+_BUSY_BLOCKS, _LONG_ROW, _LONG_COLUMN = 53.0, 16384, 4096
+"""Blocks of threads with which an H100 reads as quickly as it can, by XLA's model; rows and columns that are longer
+than the others are reduced in parts first."""
+
+_PUT_TOGETHER = 400
+"""Cycles, by XLA's count, of an element of what is put together from parts, as the indices of batched gathers are."""
+
+_SUMS_AT_ONCE = 16
+"""What reads blocks of a cumulative sum adds up so many elements again."""
+
+_PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
+_RENAMING = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
+_OWN = -1
+"""The place of a kernel at which it reads what its own elements are computed from."""
 
 
-def is_scatter(program: Program, operation: Operation) -> bool:
-    """Whether an operation writes to many places that data say. What writes to one place (``x.at[:, 3].set(row)``) is
-    to XLA an update of a slice, which kernels compute on the way."""
-    if operation.primitive.name not in _SCATTERS:
-        return False
-    return _places(program, operation) != 1
+def quicker(size: float) -> float:
+    """How much quicker it is to read so many bytes once more."""
+    return next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
 
 
-def is_view(program: Program, operation: Operation) -> bool:
-    """Whether an operation gives back what it reads, maybe in another shape: so does taking the only element there is
-    along a dimension (``picked[..., 0]``), or adding up along it."""
-    name = operation.primitive.name
-    if name in _VIEWS:
-        return True
-    if name != "gather" and name not in TO_ONE:
-        return False
-    own, made = operand_type(program, operation.operands[0]), program.values[operation.results[0]]
-    return prod(own.shape) == prod(made.shape) and (name != "gather" or _places(program, operation) == 1)
+def stored_values(fusion: Fusion, operations: Iterable[Operation], fusible: Collection[int]) -> frozenset[int]:
+    """The values, of those that may be fused, that are stored: those of which fusing into all readers saves nothing."""
+    return fusion.stored(operations, fusible)
 
 
-def _places(program: Program, operation: Operation) -> int:
-    """The number of places that the indices of a gather or a scatter say."""
-    return prod(operand_type(program, operation.operands[1]).shape[:-1])
+@dataclass(slots=True)
+class _Kernel:
+    """A kernel as it grows. ``reads`` says how often it goes through each value, by place: `_OWN` for the elements at
+    its own place, whatever is computed from them, else one place for each value read in parts, spread or reduced.
+    ``cycles`` is what it computes altogether, ``writes`` the bytes of its result, ``constants`` those of the results of
+    its operations for each number that they read; ``slower`` is a factor of reductions."""
+
+    reads: dict[int, dict[int, float]]
+    cycles: float
+    writes: float
+    operations: int = 1
+    constants: float = 0.0
+    reduces: bool = False
+    slower: float = 1.0
+    moved: float = 0.0
+    time: float = 0.0
 
 
-def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
-    """Per value, the operations that read it."""
-    readers: dict[int, list[Operation]] = {}
-    for operation in operations:
-        for operand in operation.operands:
-            if isinstance(operand, int):
-                readers.setdefault(operand, []).append(operation)
-    return readers
+@dataclass(slots=True)
+class Fusion:
+    """The kernels of a program while values are fused.
 
-
-@once
-def readers_in(program: Program) -> dict[int, list[Operation]]:
-    """Those of a program, in its own order."""
-    return readers_of(program.operations)
-
-
-@once
-def fused_operations(problem: Problem) -> frozenset[int]:
-    """The operations that XLA:GPU makes part of the kernels that read them, by index.
-
-    A sum of a scatter into zeros and other values is a scatter into the sum of these: the sum is the kernel.
+    ``sizes`` has the bytes of each value on one device, ``elements`` its elements there; ``same`` the values that are
+    computed once with another one.
     """
-    merged = merged_scatters(problem)
-    sums = frozenset(merged.values())
-    found = set(merged)
-    for operation in problem.program.operations:
-        if operation.primitive is _jax.optimization_barrier:
-            found.add(operation.index)  # it passes on the memory of its operands, which it needs
-        elif not operation.bodies and operation.index not in sums and _computes_on_the_way(problem, operation):
-            found.add(operation.index)
-    return frozenset(found)
 
+    problem: Problem
+    sizes: Mapping[int, float]
+    elements: Mapping[int, float]
+    same: Mapping[int, int]
+    _kernels: dict[int, _Kernel] = field(default_factory=dict)
+    _saved: dict[int, dict[int, float]] = field(default_factory=dict)
+    _gains: dict[int, float] = field(default_factory=dict)
+    _queue: list[tuple[float, int]] = field(default_factory=list)
+    _renamed: set[int] = field(default_factory=set)
+    _open: dict[int, None] = field(default_factory=dict)
 
-@once
-def merged_scatters(problem: Problem) -> dict[int, int]:
-    """Scatters into zeros that nothing but an addition reads, with the last of the additions to which that leads. Two
-    scatters that are added are one where they add fewer elements together than there are to add to, else none."""
-    operations, values = problem.program.operations, problem.program.values
-    readers = readers_in(problem.program)
-    leaving = {o for region in problem.program.regions for o in region.outputs if isinstance(o, int)}
-    zeros = {o.results[0] for o in operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o.operands[0])}
-    merged, sums = dict[int, int](), dict[int, tuple[list[int], int]]()  # per sum, its scatters, and what these add
-    for operation in operations:
-        read = [o for o in operation.operands if isinstance(o, int)]
-        if operation.primitive.name in _SUMMING_SCATTERS and is_scatter(problem.program, operation):
-            if operation.operands[0] in zeros:
-                size = operand_type(problem.program, operation.operands[2]).elements
-                sums[operation.results[0]] = [operation.index], size
-            continue
-        added = [o for o in read if o in sums and o not in leaving]
-        added = [o for o in added if _only_addition(readers.get(o, []), operation.region) is operation]
-        size = sum(sums[o][1] for o in added)
-        if added and (len(added) == 1 or size < values[operation.results[0]].elements):
-            scatters = [index for o in added for index in sums[o][0]]
-            sums[operation.results[0]] = scatters, size
-            merged |= dict.fromkeys(scatters, operation.index)
-    return merged
+    def stored(self, operations: Iterable[Operation], fusible: Collection[int]) -> frozenset[int]:
+        """The values, of those that may be fused, that are stored."""
+        for operation in operations:
+            for result in operation.results:
+                self._begin(operation, result)
+        for value in fusible:
+            if value in self._kernels:
+                self._open[value] = None
+        for value in self._open:
+            self._weigh(value)
+        while self._queue:
+            gain, number = heapq.heappop(self._queue)
+            if -number in self._open and self._gains[-number] == -gain and self._fits(-number):
+                self._fuse(-number)
+        return frozenset(self._open)
 
-
-@once
-def scatters_as_one(problem: Problem) -> dict[int, list[int]]:
-    """The additions, by index, of merged scatters alone, with these: XLA makes one scatter of them, into zeros, of all
-    that they write."""
-    merged, makers, found = merged_scatters(problem), problem.program.makers, dict[int, list[int]]()
-    for last in {*merged.values()}:
-        scatters, stack = list[int](), [*problem.program.operations[last].operands]
-        while stack:
-            maker = makers.get(operand) if isinstance(operand := stack.pop(), int) else None
-            if maker is not None and merged.get(maker.index) == last:
-                scatters.append(maker.index)
-            elif maker is not None and maker.primitive.name in _ADDITIONS and _is_one_sum(problem, maker, last):
-                stack += maker.operands
+    def _begin(self, operation: Operation, result: int) -> None:
+        """The kernel of one operation."""
+        program, name = self.problem.program, operation.primitive.name
+        choices = self.problem.choices.get(operation.index)
+        pointwise = choices is not None and choices.pointwise
+        read = [self.same.get(o, o) for o in operation.operands if isinstance(o, int) and o in self.sizes]
+        made = self.elements[result]
+        through = max([made, *(self.elements[o] for o in read)]) if name in REDUCTIONS else made
+        renames = name in _RENAMING or is_view(program, operation)
+        if renames or result in computed_in_rows(self.problem):
+            self._renamed.add(result)
+        reads: dict[int, dict[int, float]] = {}
+        for position, value in enumerate(read):
+            own = max(self.elements[value], 1e-9)
+            if pointwise or renames or name == "transpose":
+                same = program.values[value].elements == program.values[result].elements
+                times, place = (1.0, _OWN) if same else (made / own, value)
             else:
-                break
+                place, times = value, 1.0
+                if name in ("broadcast_in_dim", PRODUCT) or (name in _PARTS and not position):
+                    times = made / own
+                elif name in CUMULATIVE:
+                    times += _SUMS_AT_ONCE
+            places = reads.setdefault(value, {})
+            places[place] = max(places.get(place, 0.0), times)
+        cycles = 0 if renames else cycles_of(program, operation)
+        if name == "gather" and (batch := operation.params["dimension_numbers"].operand_batching_dims):
+            cycles = _PUT_TOGETHER * (len(batch) + 1)
+        kernel = _Kernel(reads, cycles * through, self.sizes[result], reduces=name in REDUCTIONS)
+        if name in REDUCTIONS:
+            kernel.slower = self._slower(operation, through, made)
+        if pointwise:
+            kernel.constants = self.sizes[result] * self._numbers(operation)
+        self._kernels[result] = kernel
+        self._time(kernel)
+        for value in reads:
+            self._saved.setdefault(value, {})[result] = 0.0
+
+    def _numbers(self, operation: Operation) -> int:
+        """The operands that are one number, spread: XLA counts that each element reads it from a cache."""
+        makers, found = self.problem.program.makers, 0
+        for operand in operation.operands:
+            while isinstance(operand, int) and operand in self.problem.generated:
+                maker = makers[operand]
+                if maker.primitive.name != "broadcast_in_dim":
+                    break
+                operand = maker.operands[0]
+            found += not isinstance(operand, int)
+        return found
+
+    def _slower(self, operation: Operation, read: float, made: float) -> float:
+        """How many times longer a reduction takes than one that keeps the device busy: it has too few blocks."""
+        shape, dims = operand_type(self.problem.program, operation.operands[0]).shape, operation.params["axes"]
+        inner = [dim for dim, size in enumerate(shape) if size > 1]
+        length = read / max(made, 1.0)
+        if not inner or inner[-1] in dims:
+            threads = min(-(-length // 512) * 32, 1024) if length <= _LONG_ROW else 1024 / length
+            blocks = made / max(256 // max(threads, 1), 1) if length <= _LONG_ROW else made * length / _LONG_ROW
         else:
-            found[last] = sorted(scatters)
-    return found
+            blocks = made / 32 * max(1.0, length / _LONG_COLUMN)
+        return max(1.0, _BUSY_BLOCKS / max(blocks, 1.0))
 
+    def _time(self, kernel: _Kernel) -> None:
+        kernel.moved = kernel.writes + kernel.constants / _CACHES[0][1]
+        kernel.moved += sum(self._reading(v, sum(p.values())) for v, p in kernel.reads.items())
+        kernel.time = kernel.slower * _time_of(kernel.cycles, kernel.moved)
 
-def _is_one_sum(problem: Problem, addition: Operation, last: int) -> bool:
-    """Whether an addition is read by additions alone that lead to a last one."""
-    readers = readers_in(problem.program)
-    while addition.index != last:
-        above = _only_addition(readers.get(addition.results[0], []), addition.region)
-        if above is None:
-            return False
-        addition = above
-    return True
+    def _reading(self, value: int, times: float) -> float:
+        size = self.sizes[value]
+        return times * size if times <= 1 else size + (times - 1) * size / quicker(size)
 
-
-def _only_addition(readers: list[Operation], region: int) -> Operation | None:
-    alone = len(readers) == 1 and readers[0].primitive.name in _ADDITIONS and readers[0].region == region
-    return readers[0] if alone else None
-
-
-def _is_zero(operand: int | Constant) -> bool:
-    return isinstance(operand, Constant) and operand.value == 0
-
-
-def moves_between_memories(program: Program, operation: Operation) -> bool:
-    """Whether an operation copies a tensor from the memory of the host to that of the devices, or back."""
-    if operation.primitive.name != "device_put" or not isinstance(operation.operands[0], int):
-        return False
-    kinds = {program.values[value].memory_kind for value in (operation.operands[0], operation.results[0])}
-    return len(kinds) > 1
-
-
-def _computes_on_the_way(problem: Problem, operation: Operation) -> bool:
-    name = operation.primitive.name
-    if moves_between_memories(problem.program, operation):
-        return False
-    if name in _PRODUCTS and not adds_few(problem.program, operation):
-        return is_outer(problem.program, operation)
-    if name in _SCATTERS:
-        return not is_scatter(problem.program, operation)
-    if adds_few(problem.program, operation):
+    def _fits(self, value: int) -> bool:
+        """Whether all kernels that read a value may compute it."""
+        own = self._kernels[value]
+        for reader in self._saved[value]:
+            kernel = self._kernels[reader]
+            if own.reduces and kernel.reduces:
+                return False
+            copies = len(kernel.reads[value])
+            many = len(kernel.reads.keys() | own.reads.keys()) > _MOST_READ
+            if many or copies * own.operations + kernel.operations > _MOST_CODE:
+                return False
         return True
-    return problem.choices[operation.index].pointwise or name in _MOVES or name in CUMULATIVE
+
+    def _weigh(self, value: int) -> None:
+        saved = self._saved.setdefault(value, {})
+        for reader in saved:
+            saved[reader] = self._saving(value, reader)
+        renamed = value in self._renamed
+        self._offer(value, inf if renamed else BYTES_PER_LAUNCH + self._kernels[value].time + sum(saved.values()))
+
+    def _offer(self, value: int, gain: float) -> None:
+        self._gains[value] = gain
+        if gain >= 0:
+            heapq.heappush(self._queue, (-gain, -value))
+
+    def _saving(self, value: int, reader: int) -> float:
+        """The time that a kernel takes less where it computes a value instead of reading it."""
+        own, kernel = self._kernels[value], self._kernels[reader]
+        places = kernel.reads[value]
+        times = sum(places.values())
+        moved = kernel.moved - self._reading(value, times) + times * own.constants / _CACHES[0][1]
+        for source, shares in own.reads.items():
+            known = kernel.reads.get(source)
+            before = sum(known.values()) if known else 0.0
+            after = before
+            for place, share in shares.items():
+                if place == _OWN:
+                    after += sum(t for p, t in places.items() if not known or p not in known)
+                else:
+                    after += share * times
+            moved += self._reading(source, after) - (self._reading(source, before) if known else 0.0)
+        return kernel.time - kernel.slower * _time_of(kernel.cycles + times * own.cycles, moved)
+
+    def _fuse(self, value: int) -> None:
+        """Lets all kernels that read a value compute it, and weighs what that changes."""
+        del self._open[value]
+        own, readers = self._kernels[value], self._saved.pop(value)
+        for source in own.reads:
+            saved = self._saved[source].pop(value, 0.0)
+            if source in self._open:
+                self._gains[source] -= saved
+        for reader in readers:
+            self._take_in(value, self._kernels[reader], reader)
+        changed: dict[int, None] = {}
+        for reader in readers:
+            for source in self._kernels[reader].reads:
+                if source in self._open:
+                    saved = self._saving(source, reader)
+                    self._gains[source] += saved - self._saved[source].get(reader, 0.0)
+                    self._saved[source][reader] = saved
+                    changed[source] = None
+        for source in changed:
+            self._offer(source, self._gains[source])
+        for reader in readers:
+            if reader in self._open:
+                self._weigh(reader)
+
+    def _take_in(self, value: int, kernel: _Kernel, reader: int) -> None:
+        own, places = self._kernels[value], kernel.reads.pop(value)
+        times = sum(places.values())
+        for source, shares in own.reads.items():
+            merged = kernel.reads.setdefault(source, {})
+            for place, share in shares.items():
+                if place == _OWN:
+                    for p, t in places.items():
+                        merged[p] = max(merged.get(p, 0.0), t)
+                else:
+                    merged[place] = merged.get(place, 0.0) + share * times
+            self._saved[source].setdefault(reader, 0.0)
+        kernel.cycles += times * own.cycles
+        kernel.constants += times * own.constants
+        kernel.operations += len(places) * own.operations
+        kernel.reduces |= own.reduces
+        self._time(kernel)
 
 
-def fuses_operands(problem: Problem, operation: Operation, position: int = 0) -> bool:
-    """Whether an operation computes an operand on the way instead of reading it from memory.
-
-    A scatter does so with its indices and its updates, which it writes into its first operand.
-    """
-    if operation.primitive is _jax.optimization_barrier or operation.bodies:
-        return False
-    name = operation.primitive.name
-    if is_scatter(problem.program, operation):
-        return position > 0
-    added_up = name in _READS_ON_THE_WAY or is_sum(problem.program, operation)
-    return added_up or _computes_on_the_way(problem, operation)
-
-
-@once
-def pointwise_operations(problem: Problem) -> frozenset[int]:
-    """The operations, by index, that compute each element from the elements at its place."""
-    return frozenset(index for index, choices in problem.choices.items() if choices.pointwise)
-
-
-def updates_of(program: Program, fused: Collection[int]) -> frozenset[int]:
-    """Operations, by index, that nothing but results of the step is computed from, on the way to these."""
-    needed: set[int] = set()
-    found = set()
-    for operation in reversed(program.operations):
-        if operation.region or operation.index not in fused or not needed.isdisjoint(operation.results):
-            needed.update(o for o in operation.operands if isinstance(o, int))
-        else:
-            found.add(operation.index)
-    return frozenset(found)
+def _time_of(cycles: float, moved: float) -> float:
+    computing = cycles / CYCLES_PER_BYTE
+    return computing + moved - OVERLAP * min(computing, moved)

@@ -1,272 +1,399 @@
-"""Kernels and collectives of a region, as XLA's last scheduler has them (`shardplan.memory.hiding`)."""
+"""What runs in a region, as XLA's last scheduler sees it: kernels, and collectives that start and end.
+
+A node reads *items* and makes items: a value as it is stored, a partial result as an operation leaves it, a copy of a
+value in another layout, or an operand as a library call reads it. What needs what, and how long each item is in memory,
+both follow from that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import pairwise
-from math import prod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from shardplan.anew import is_behind_barrier
-from shardplan.memory.accumulation import waiting_for_sums
-from shardplan.memory.barriers import put_barriers
-from shardplan.memory.coalescing import bytes_apart
-from shardplan.memory.combining import Collective, Gather, gather_for
-from shardplan.memory.convolutions import CONVOLUTION
-from shardplan.memory.cutting import cut_parts, last_sent, send_parts
-from shardplan.memory.ending import Endings, moved_for
-from shardplan.memory.fusion import REDUCTIONS
-from shardplan.memory.gathering import waits_for
-from shardplan.memory.measured_collectives import collective_microseconds
-from shardplan.memory.narrower import bytes_brought
-from shardplan.memory.nodes import Nodes
-from shardplan.memory.outputs import copy_leaving, send_at_the_end
-from shardplan.memory.pipelining import send_last_iterations
-from shardplan.memory.placing import LATENCY
-from shardplan.memory.products import is_multiplied, is_sum
-from shardplan.memory.recomputing import Kernels
-from shardplan.memory.sizes import bytes_in, layout_left
-from shardplan.memory.times import UNKNOWN, is_timed, kernel_microseconds, waiting_in_columns
+from shardplan import _jax
+from shardplan.control import Link
+from shardplan.layout import Layout
+from shardplan.memory.convolutions import ConvolutionCopy, convolution_copies
+from shardplan.memory.kernels import Kernels
+from shardplan.memory.operations import (
+    POOLING_GRADIENT,
+    REDUCTIONS,
+    UPDATES,
+    computes_operand,
+    fusible_operations,
+    is_view,
+    merged_scatters,
+    pointwise_operations,
+)
+from shardplan.memory.products import ProductOperand, product_operands
 from shardplan.program import Operation
 from shardplan.schedule import Route, Schedule
+from shardplan.sizes import bytes_in, layout_left
 from shardplan.steps import Step
 
+_LATENCY, _BYTES_PER_MICROSECOND = 30.0, 2.5e5
+"""What a collective takes: so many microseconds, and the time of its bytes among the H100s of a host (NVLink)."""
 
-class Graph(Nodes):
-    """The kernels of a region, by the index of the operation that ends them, and its collectives,
-    each a start and an end, numbered after all operations: what each needs, and how long it takes."""
+_BYTES_MOVED = 3.35e6
+"""Bytes that an H100 reads or writes per microsecond."""
+
+_CALL, _FLOPS, _FLOPS_NARROW = 6.0, 3e8, 6e8
+"""Microseconds of a library call at least, and what it computes per microsecond, in 32 and in 16 bits."""
+
+
+class Item(NamedTuple):
+    """A tensor in memory. ``form`` says which:
+
+    | form | memory |
+    |---|---|
+    | `stored` | the value in its own layout |
+    | `left` | a result in the layout in which its operation leaves it, until it is reduced |
+    | `copy` | the value in another layout; for the operation ``reader`` alone, if that is not -1 |
+    | `slice` | a part of the value, for the library call ``reader`` |
+    | `operand` | a library's copy, ``times`` as large, in an ``order`` of dimensions; ``reader`` is the operand |
+    | `windows` | the places of the largest elements of a pooling's windows |
+    """
+
+    value: int
+    form: str
+    layout: Layout = ()
+    reader: int = -1
+    order: tuple[int, ...] = ()
+    times: float = 1.0
+
+
+@dataclass(slots=True)
+class Node:
+    """A kernel, a loop, or the start or the end of a collective.
+
+    ``place`` is the operation, by index, that a kernel ends or a collective is for. ``reads`` says of each item whether
+    it is read element by element, at the place of what is made; ``inside`` are the operations that it computes.
+    ``sends`` is the kind of a collective: those of one kind may be merged. ``library``: a call of one.
+    """
+
+    place: int
+    kind: str = "kernel"
+    reads: dict[Item, bool] = field(default_factory=dict)
+    makes: list[Item] = field(default_factory=list)
+    needs: set[int] = field(default_factory=set)
+    inside: list[int] = field(default_factory=list)
+    takes: float = 0.0
+    sends: tuple[object, ...] = ()
+    bytes: float = 0.0
+    elements: int = 0
+    library: bool = False
+    other: int = -1
+    """Of an end, the start; of a start, the end."""
+
+
+class Graph:
+    """The nodes of a region. They are appended while it is built, and not changed then but for `shardplan.memory`'s
+    merging of them."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        kernels: Kernels,
-        combined: Sequence[Sequence[Collective]],
-        gathers: Sequence[Sequence[Collective]],
-        region: int = 0,
-        endings: Endings | None = None,
+        self, schedule: Schedule, kernels: Kernels, region: int, alias: dict[int, Item | None] | None = None
     ) -> None:
-        """``endings``: those of this region, where they are known already."""
-        layouts = schedule.assignment.values
-        stored = cache(lambda value: bytes_in(schedule, value, layouts[value]))
-        apart = cache(lambda value: bytes_apart(schedule, value, layouts[value]))
-        super().__init__(
-            lambda value: stored(value) if value in layouts else self.filled.get(value, 0),
-            lambda value: apart(value) if value in layouts else 0.0,
-        )
-        self.schedule, self.program, self.region = schedule, schedule.program, region
-        self.starts: dict[int, int] = {}  # per end of a collective, its start
-        self.sends: dict[int, float] = {}  # per loop of which an iteration runs apart, how long that sends
-        self.deepest = 0.0  # how long all collectives take that wait for one another, once nodes are placed
-        self.joined: dict[int, list[int]] = {}
-        self.several = list[tuple[int, ...]]()
-        self.further: set[int] = set()  # kernels that end no operation, numbered after all collectives
-        self.copied: dict[int, int] = {}  # per product that is added to a copy of something, what makes that
-        self.filling: dict[int, int] = {}  # per scatter, that of these which makes the zeros it writes into
-        self.filled: dict[int, float] = {}  # the bytes of these, and of slices
-        self.begun: dict[int, int] = {}  # per stack that a loop fills, what makes what it begins with
-        self.leaving: dict[Gather, tuple[int, int, float]] = {}  # of which copies leave: start, copying kernel, bytes
-        self.finished: dict[int, int] = {}  # per value that is reduced in several steps, the kernel of the last one
-        self.side_by_side: set[tuple[int, int]] = set()  # operands of merged products that have one copy together
-        self.beside: dict[tuple[int, int], int] = {}  # per operand of merged products, or convolutions, what copies it
-        self.endings = endings = endings or Endings(schedule, kernels, region)
-        self.makers = endings.makers
-        self._ends: dict[object, int] = {}
-        self.merged: set[int] = set()  # ends of collectives that bring several values
-        self._sent: dict[int, float] = {}  # per end, the bytes that its collective brings
-        self.gathers: dict[Gather, int] = {}
-        self._first: dict[Gather, int] = {}  # the start of the first of the collectives that bring each
-        self.guarded: dict[Gather, tuple[set[int], set[int]]] = {}  # what those behind barriers need and read
-        self.barriers: dict[int, int] = {}  # per barrier, the number that what comes out of it has as a value
-        self.reduced: dict[int, int] = {}  # per operation whose results collectives bring to their layouts, their end
-        self.sent: dict[int, int] = {}  # per value that collectives bring to its layout, their end
-        self.cut = {value: -1 for value in endings.cut if self.makers[value].index not in endings.reads}  # with kernels
-        self.reads = endings.reads
-        self.computing = {**endings.computing}  # per kernel, how long what takes long in it does
-        self.adding = kernels.adding
-        self.parts = {o.index for o in self.makers.values() if self._is_part(o)}
-        self.tiled, self.scattered = {*endings.tiled}, {*endings.scattered}
-        self.by_rows, self.rows = endings.by_rows, endings.rows
-        together = {one: number for number, group in enumerate(combined) for one in group}
-        self._together: dict[Collective, object] = {one: n for one, n in together.items() if not isinstance(one, int)}
-        self._together |= {gather: ("together", n) for n, group in enumerate(gathers) for gather in group}
-        self._connect({one: number for one, number in together.items() if isinstance(one, int)})
+        self.schedule, self.kernels, self.region = schedule, kernels, region
+        self.program, self.problem = schedule.program, schedule.problem
+        self.nodes: list[Node] = []
+        self.makers: dict[Item, int] = {}
+        """The node that makes an item."""
+        self.alias: dict[int, Item | None] = {} if alias is None else alias
+        """Values that are other items' memory: what passes a barrier, or enters a loop; None for carries and slices."""
+        self._barriers: dict[int, int] = {}
+        self._copies: dict[int, list[Item]] = {}
+        self._products = product_operands(self.program)
+        self._convolutions = convolution_copies(self.program)
+        self._libraries, self._scatters = kernels.libraries, merged_scatters(self.problem)
+        self._fusible = fusible_operations(self.problem)
+        self._pointwise = pointwise_operations(self.problem)
+        self._build()
 
-    def _is_part(self, operation: Operation) -> bool:
-        """Whether a library makes a result: together with the workspace, from which it is taken."""
-        library = operation.primitive.name == CONVOLUTION or is_multiplied(self.program, operation)
-        return library or operation.index in self.adding
-
-    def elements(self, operation: Operation) -> int:
-        """How many elements a kernel goes through."""
-        if is_sum(self.program, operation):  # a matrix, by a vector
-            return max(self.program.values[v].elements for v in operation.operands if isinstance(v, int))
-        value = (operation.operands if operation.primitive.name in REDUCTIONS else operation.results)[:1]
-        return sum(self.program.values[v].elements for v in value if isinstance(v, int))
-
-    def _connect(self, merged: Mapping[int, int]) -> None:
-        sent = self.sent
-        for index in self.reads:
+    def _build(self) -> None:
+        for index in self.program.regions[self.region].operations:
             operation = self.program.operations[index]
-            strategy = self.schedule.assignment.strategies.get(index)
-            self.needs[index], self.place[index], self.takes[index] = set(), index, self._time(operation)
-            self.values[index] = set()
-            library = index in self.adding or is_timed(self.program, operation)
-            if index in self.by_rows and not library:
-                self.takes[index] = UNKNOWN
-            elif not library:
-                self.moves[index] = {*self.reads[index]}, {*operation.results}
-                self.slower[index] = waiting_in_columns(self.schedule, operation, self.reads[index])
-                self.takes[index] = self.busy(self.computing.get(index, 0.0), index)
-            for position, result in enumerate(operation.results if strategy is not None else ()):
-                steps = self.schedule.result_steps(operation, position)
-                if strategy is not None and any(step.kind != "slice" for step in steps):
-                    left = layout_left(self.schedule.problem, operation, strategy, position)
-                    key = merged.get(index, ("result", result))
-                    start, end = self._bring(index, result, Route(left, steps), key, index)
-                    self.needs[start].add(index)
-                    self.values[start].add(result)
-                    sent[result] = self.reduced[index] = end
-        send_parts(self)
-        send_last_iterations(self)
-        for index in self.reads:
-            moved = self._moved(index, sent)
-            self.needs[index].update(end for _, end in moved)
-            for value in self.reads[index].difference(value for value, _ in moved):
-                need = sent.get(value, maker := self.maker(value))
-                if need is not None:
-                    self.needs[index].add(need)
-                if need == maker:
-                    self.values[index].add(value)
+            if operation.bodies:
+                self._add_loop(operation)
+            elif operation.primitive is _jax.optimization_barrier:
+                self._add_barrier(operation)
+            elif self._is_repeated(operation):
+                continue
+            elif index not in self.kernels.fused and self.problem.generated.isdisjoint(operation.results):
+                self._add_kernel(operation)
+        for number, output in enumerate(self.program.outputs if not self.region else ()):
+            if isinstance(output, int) and output in self.schedule.assignment.values:
+                layout = self.schedule.layout_of_output(number)
+                if layout != self.schedule.assignment.values[output]:
+                    self.item_of(output, layout, None)
 
-        for index, value in waiting_for_sums(self.schedule).items():
-            if index in self.reads and (maker := self.maker(value)) is not None:
-                self.needs[index].add(maker)
-        if not self.region:
-            send_at_the_end(self)
-        put_barriers(self)
-        cut_parts(self)
-        copy_leaving(self)
+    def _is_repeated(self, operation: Operation) -> bool:
+        return bool(operation.results) and self.kernels.same.keys() >= {*operation.results}
 
-    def add(self, place: float, needs: set[int], values: set[int], takes: float) -> int:
-        """A further kernel: its number."""
-        node = len(self.program.operations) + 2 * len(self._ends) + len(self.further)
-        self.further.add(node)
-        self.place[node], self.needs[node], self.values[node], self.takes[node] = place, needs, values, takes
-        return node
+    # ---- nodes
 
-    def runs(self, node: int) -> bool:
-        """Whether a node is a kernel, not an end of a collective."""
-        return node < len(self.program.operations) or node in self.further
+    def size(self, item: Item) -> float:
+        layout = self.schedule.assignment.values.get(item.value) if item.form == "stored" else item.layout
+        parts = self.problem.domain(item.value).parts
+        return self.program.values[item.value].total_bytes / parts[layout] if layout in parts else 0.0
 
-    def sources(self, value: int) -> frozenset[int]:
-        """What is in memory that a value is computed from on the way; itself, if it is in memory."""
-        return self.endings.sources.get(value, frozenset((value,)))
+    def _time(self, node: Node) -> float:
+        """Microseconds that a kernel takes, bound by memory, or by what a library computes."""
+        if node.kind != "kernel":
+            return node.takes
+        operation, index = self.program.operations[node.place], node.place
+        if node.library and index in self.problem.choices and node.inside:
+            degree = self.schedule.assignment.strategies[index].degree
+            wide = _jax.item_bytes(self.program.values[operation.results[0]].dtype) >= 4
+            return _CALL + self.problem.choices[index].flops / degree / (_FLOPS if wide else _FLOPS_NARROW)
+        return sum(map(self.size, (*node.reads, *node.makes))) / _BYTES_MOVED
 
-    def read_from(self, node: int) -> list[int | Gather]:
-        """What a kernel reads: values as they are made, and what collectives bring."""
-        gathers = self.endings.moved_by.get(node, ())
-        moved = {value for gather in gathers for value in self.sources(gather.value)}
-        return [*sorted(self.reads[node] - moved), *gathers]
+    def add(self, node: Node) -> int:
+        node.takes = self._time(node)
+        self.nodes.append(node)
+        for item in node.makes:
+            self.makers[item] = len(self.nodes) - 1
+        node.needs.update(self.makers[item] for item in node.reads if item in self.makers)
+        return len(self.nodes) - 1
 
-    def brought(self, value: int) -> tuple[Gather, ...]:
-        """What is brought to other layouts for a value that is computed on the way."""
-        return self.endings.brought.get(value, ())
+    def _wait(self, node: Node, value: object) -> None:
+        """Lets a node that reads what has passed a barrier wait for that."""
+        if isinstance(value, int) and value in self._barriers:
+            node.needs.add(self._barriers[value])
 
-    def maker(self, value: int) -> int | None:
-        """The kernel of the region that makes a value, if one does."""
-        if value >= len(self.program.values):  # what a scatter writes into
-            return self.filling[value - len(self.program.values)]
-        if value in self.finished:
-            return self.finished[value]
-        maker = self.makers.get(value)
-        return maker.index if maker is not None and maker.index in self.reads else None
+    def _add_kernel(self, operation: Operation) -> None:
+        index = operation.index
+        node = Node(index, elements=self._goes_through(operation))
+        node.library = index not in self._fusible and not computes_operand(self.problem, operation, 0)
+        if operation.primitive.name == POOLING_GRADIENT:
+            self._add_windows(node, operation)
+        self._read_all(node, operation)
+        node.library |= any(one in self._libraries or one in self._scatters for one in node.inside)
+        sent = list[tuple[int, Item, tuple[Step, ...]]]()
+        strategy = self.schedule.assignment.strategies.get(index)
+        for position, result in enumerate(operation.results):
+            steps = self.schedule.result_steps(operation, position) if strategy is not None else ()
+            if any(step.fraction > 0 for step in steps):
+                assert strategy is not None
+                item = Item(result, "left", layout_left(self.problem, operation, strategy, position))
+                sent.append((result, item, steps))
+            else:
+                item = Item(result, "stored")
+            node.makes.append(item)
+        self.add(node)
+        for result, item, steps in sent:
+            assert strategy is not None
+            reducer = strategy.reducers[operation.results.index(result)] or "sum"
+            self._send(item, Item(result, "stored"), Route(item.layout, steps), index, reducer)
 
-    def _moved(self, index: int, sent: dict[int, int]) -> list[tuple[int, int]]:
-        """The values that an operation reads in another layout, with the ends of the collectives that bring them."""
-        found = list[tuple[int, int]]()
-        product = self.adding[index].product if index in self.adding else None
-        brought = self.endings.moved_by.get(index, ())
-        if product is not None:
-            brought += tuple(moved_for(self.schedule, self.program.operations[product]))
-        for gather in brought:
-            end, start = self._gather(gather, index - 1), self.first_start(gather)
-            needs, values = self.needs[start], self.values[start]
-            if gather.alone is not None and is_behind_barrier(self.schedule, gather.alone, gather.value):
-                needs, values = self.guarded.setdefault(gather, (set(), set()))
-            needs |= self._awaited(gather, index)
-            operand = gather.value
-            for value in self.endings.sources.get(operand, frozenset((operand,))):
-                maker = self.maker(value)
-                if maker is not None:
-                    needs.add(sent.get(value, maker))
-                if value not in sent:
-                    values.add(value)
-                found.append((value, end))
-        return found
+    def _goes_through(self, operation: Operation) -> int:
+        """The elements that a kernel goes through: what it reduces, or what it makes."""
+        read = operation.operands[0] if operation.primitive.name in REDUCTIONS else None
+        values = operation.results if not isinstance(read, int) else (read,)
+        return max((self.program.values[value].elements for value in values), default=0)
 
-    def made_by(self, value: int) -> set[int]:
-        """The nodes that make, or bring to its layout, what a value is computed from."""
-        makers = {source: self.maker(source) for source in self.sources(value)}
-        return {self.sent.get(source, maker) for source, maker in makers.items() if maker is not None}
+    def _add_windows(self, node: Node, operation: Operation) -> None:
+        """The kernel before a pooling's gradient, which finds the place of each window's largest element."""
+        found = Node(operation.index, elements=node.elements)
+        position, image = 1, operation.operands[1]
+        if isinstance(image, int):
+            found.reads = dict.fromkeys(self._items_read(operation, position, image), False)
+        item = Item(operation.results[0], "windows")
+        found.makes.append(item)
+        self.add(found)
+        node.reads[item] = False
 
-    def _awaited(self, gather: Gather, reader: int) -> set[int]:
-        """What makes, or brings, the value that a gather for a reader waits for beside what it gathers."""
-        found = set[int]()
-        for other in waits_for(self.schedule, gather):
-            found |= self.made_by(other.value)
-            if any(step.kind != "slice" for step in self.schedule.route(*other).steps):
-                found.add(self._gather(gather_for(self.schedule, self.program.operations[reader], *other), reader - 1))
-        return found
+    def _add_loop(self, operation: Operation) -> None:
+        node = Node(operation.index, kind="loop")
+        links = self.problem.links[operation.index]
+        carried = {link.target for link in links.inside}
+        for link in links.enter:
+            self._wait(node, link.source)
+            item = self._item_entering(link, operation)
+            if link.stacked is None and link.target not in carried:
+                self.alias[link.target] = item
+            else:
+                self.alias[link.target] = None
+            if item is not None:
+                node.reads[item] = False
+        node.makes += [Item(result, "stored") for result in operation.results]
+        self.add(node)
 
-    def _gather(self, gather: Gather, place: int) -> int:
-        """The end of what brings a value to another layout, which what is gathered together has in common."""
-        if gather not in self.gathers:
-            key = self._together.get(gather, gather)
-            place = min(place, int(self.place[self._ends[key]])) if key in self._ends else place
-            route = self.schedule.route(gather.value, gather.layout)
-            self._first[gather], self.gathers[gather] = self._bring(gather, gather.value, route, key, place)
-        return self.gathers[gather]
+    def _item_entering(self, link: Link, operation: Operation) -> Item | None:
+        if not isinstance(link.source, int) or link.source in self.problem.generated:
+            return None
+        return self.item_of(link.source, self.schedule.link_layout(link), operation)
 
-    def _bring(self, sent: int | Gather, value: int, route: Route, key: object, place: int) -> tuple[int, int]:
-        """Adds the collectives that bring a value somewhere, one after another, the last of which has a ``key``: the
-        start of the first one, and the end of the last."""
-        layouts, last = [route.source, *(step.layout for step in route.steps)], last_sent(route.steps)
-        found = list[int]()
-        for number, step in enumerate(route.steps):
-            if step.kind != "slice":
-                layout = layouts[number] if step.kind == "reduce-scatter" else step.layout
-                size = bytes_brought(self.schedule, value, layout)
-                own = key if step is last else self._together.get((sent, number), (sent, number))
-                found.append(self.collective(own, (step, size), place))
-        for before, end in pairwise(found):
-            self.needs[self.starts[end]].add(before)
-        return self.starts[found[0]], found[-1]
+    def _add_barrier(self, operation: Operation) -> None:
+        """What passes a barrier waits for all of its operands, and is in their memory."""
+        node, strategy = Node(operation.index, kind="barrier", takes=0.0), self.schedule.assignment.strategies
+        layouts = strategy[operation.index].operands
+        for operand, result, layout in zip(operation.operands, operation.results, layouts, strict=True):
+            if isinstance(operand, int) and operand not in self.problem.generated and layout is not None:
+                self._wait(node, operand)
+                item = self.item_of(operand, layout, operation)
+                node.reads[item] = True
+                self.alias[result] = item
+        number = self.add(node)
+        self._barriers |= dict.fromkeys(operation.results, number)
 
-    def first_start(self, gather: Gather) -> int:
-        """Where what brings a value begins: the start of the first collective, if it takes several."""
-        return self._first[gather]
+    # ---- what is read
 
-    def collective(self, key: object, sent: tuple[Step, float], place: int) -> int:
-        """The end of a collective, which is made where there is none yet, or grows."""
-        if key not in self._ends:
-            start = len(self.program.operations) + 2 * len(self._ends)
-            self._ends[key] = start + 1
-            self.starts[start + 1], self.needs[start], self.needs[start + 1] = start, set(), {start}
-            self.takes[start] = LATENCY if sent[0].kind == "all-to-all" else 0.0  # which reads a view
-            self.values[start], self.values[start + 1] = set(), set()
-        end = self._ends[key]
-        if end in self._sent:
-            self.merged.add(end)
-        self._sent[end] = self._sent.get(end, 0.0) + sent[1]
-        devices = prod(self.schedule.space.mesh.sizes[axis] for axis in sent[0].axes)
-        self.takes[end] = collective_microseconds(sent[0].kind, self._sent[end], devices)
-        self.place[end - 1], self.place[end] = place + 0.3, place + 0.6
-        return end
+    def _read_all(self, node: Node, ending: Operation) -> None:
+        """Adds what a kernel reads, with the operations that it computes on the way."""
+        inside, stack, read = {ending.index: ending}, [ending], list[tuple[Item, int]]()
+        while stack:
+            operation = stack.pop()
+            for position, operand in enumerate(operation.operands):
+                if not isinstance(operand, int) or operand in self.problem.generated:
+                    continue
+                operand = self.kernels.same.get(operand, operand)
+                maker = self.program.makers.get(operand)
+                if maker is not None and self._is_computed(operation, position, maker):
+                    if maker.index not in inside:
+                        inside[maker.index] = maker
+                        stack.append(maker)
+                else:
+                    read += [(item, operand) for item in self._items_read(operation, position, operand)]
+                self._wait(node, operand)
+        node.inside += inside
+        moved = self._moved(node.elements, [inside[index] for index in sorted(inside, reverse=True)])
+        for item, operand in read:
+            node.reads[item] = node.reads.get(item, True) and operand not in moved
 
-    def _time(self, operation: Operation) -> float:
-        """Microseconds that a kernel takes on one device."""
-        reads, made = self.reads.get(operation.index, frozenset()), next(iter(operation.results), None)
-        if operation.index in self.adding:  # as long as without what it is added to
-            operation = self.program.operations[self.adding[operation.index].product]
-            reads = frozenset(o for o in operation.operands if isinstance(o, int))
-        return kernel_microseconds(self.schedule, operation, reads, made)
+    def _moved(self, elements: int, operations: Sequence[Operation]) -> set[int]:
+        """The values that a kernel of so many elements reads at other places than that of each element it makes."""
+        moved, values = set[int](), self.program.values
+        for number, operation in enumerate(operations):
+            aligned = operation.index in self._pointwise or is_view(self.program, operation)
+            aligned |= not number and operation.primitive.name in REDUCTIONS
+            aligned &= moved.isdisjoint(operation.results)
+            updates = operation.primitive.name in UPDATES and moved.isdisjoint(operation.results)
+            for position, operand in enumerate(operation.operands):
+                if not isinstance(operand, int) or (updates and position == 0):
+                    continue
+                if not aligned or values[operand].elements != elements:
+                    moved.add(self.kernels.same.get(operand, operand))
+        return moved
+
+    def _is_computed(self, operation: Operation, position: int, maker: Operation) -> bool:
+        return (
+            maker.index in self.kernels.fused
+            and maker.region == operation.region
+            and computes_operand(self.problem, operation, position)
+        )
+
+    def _items_read(self, operation: Operation, position: int, operand: int) -> Iterator[Item]:
+        strategy = self.schedule.assignment.strategies.get(operation.index)
+        layout = strategy.operands[position] if strategy is not None else None
+        layout = self.schedule.assignment.values[operand] if layout is None else layout
+        key = operation.index, position
+        copy = self._products.get(key) or self._convolutions.get(key)
+        if copy is not None and copy.copied:
+            yield self._operand_copy(operation, operand, copy, layout)
+        elif operand in self.kernels.stored or operand not in self.program.makers:
+            yield self.item_of(operand, layout, operation)
+        else:  # a library reads it through a transposition
+            maker = self.program.makers[operand]
+            for at, inner in enumerate(maker.operands):
+                if isinstance(inner, int) and inner not in self.problem.generated:
+                    yield from self._items_read(maker, at, inner)
+
+    def _operand_copy(
+        self, operation: Operation, operand: int, read: ProductOperand | ConvolutionCopy, layout: Layout
+    ) -> Item:
+        """The copy of an operand in the order that a library reads, which a kernel makes before its first reader."""
+        same = self.kernels.same
+        operand = same.get(operand, operand)
+        value = same.get(read.value, read.value)
+        item = next(
+            (one for one in self._copies.get(value, ()) if one[2:3] + one[4:] == (layout, read.order, read.times)), None
+        )
+        if item is None:
+            reader = next(o for o in operation.operands if isinstance(o, int) and same.get(o, o) == operand)
+            item = Item(value, "operand", layout, reader, read.order, read.times)
+            self._copies.setdefault(value, []).append(item)
+            node = Node(operation.index, elements=self.program.values[read.value].elements)
+            maker = self.program.makers.get(operand)
+            if maker is not None and self._is_read_through(operand, maker, operation):
+                self._read_all(node, maker)
+            else:
+                node.reads[self.item_of(operand, layout, operation)] = False
+                self._wait(node, operand)
+            node.makes.append(item)
+            self.add(node)
+        return item
+
+    def _is_read_through(self, operand: int, maker: Operation, reader: Operation) -> bool:
+        fused = maker.index in self.kernels.fused and maker.region == reader.region
+        return fused and operand not in self.kernels.stored
+
+    def item_of(self, value: int, layout: Layout, reader: Operation | None) -> Item:
+        """The item in which a reader finds a value in a layout; collectives that bring it there are added."""
+        value = self.kernels.same.get(value, value)
+        known = self.alias.get(value)
+        if known is not None and self.schedule.assignment.values.get(value) == layout:
+            return known
+        stored = self.schedule.assignment.values.get(value)
+        if stored is None or layout == stored:
+            return known or Item(value, "stored")
+        route = self.schedule.route(value, layout)
+        source = (known or Item(value, "stored")) if route.source == stored else self._shared(value, reader)
+        if not any(step.fraction > 0 for step in route.steps):
+            return self._slice(source, value, layout, reader) if route.steps and reader is not None else source
+        shared = layout == self.schedule.copy(value)
+        alone = reader is not None and not shared and not reader.bodies and self.schedule.gathered_anew(value, layout)
+        item = Item(value, "copy", layout, reader.index if alone and reader is not None else -1)
+        if item not in self.makers:
+            place = reader.index if reader is not None else len(self.program.operations)
+            self._send(source, item, route, place)
+        return item
+
+    def _slice(self, source: Item, value: int, layout: Layout, reader: Operation) -> Item:
+        """A part of an item, which is copied for a library."""
+        position = reader.operands.index(value) if value in reader.operands else 0
+        if reader.bodies or computes_operand(self.problem, reader, position):
+            return source
+        item = Item(value, "slice", layout, reader.index)
+        if item not in self.makers:
+            self.add(Node(reader.index, reads={source: False}, makes=[item]))
+        return item
+
+    def _shared(self, value: int, reader: Operation | None) -> Item:
+        return self.item_of(value, self.schedule.copy(value), reader)
+
+    # ---- collectives
+
+    def _send(self, source: Item, target: Item, route: Route, place: int, reducer: str = "sum") -> None:
+        """The collectives that bring an item to another layout, one after another."""
+        steps = [step for step in route.steps if step.fraction > 0]
+        layouts, before = [route.source, *(step.layout for step in route.steps)], source
+        for number, step in enumerate(steps):
+            last = step is steps[-1]
+            layout = layouts[route.steps.index(step)] if step.kind == "reduce-scatter" else step.layout
+            made = target if last else Item(target.value, f"step {number}", step.layout, target.reader)
+            dtype = self.program.values[target.value].dtype
+            size = bytes_in(self.schedule, target.value, layout)
+            takes = _LATENCY + size / _BYTES_PER_MICROSECOND
+            begin = Node(place, "start", {before: True}, [made], takes=takes, bytes=size)
+            begin.sends = (step.kind, step.axes, str(dtype), reducer)
+            start = self.add(begin)
+            end = Node(place, "end", {before: True}, [], {start}, takes=takes, other=start)
+            self.nodes[start].other = len(self.nodes)
+            self.nodes.append(end)
+            self.makers[made] = len(self.nodes) - 1
+            before = made
+
+    def leads(self, first: int, last: int, most: int = 200) -> bool:
+        """Whether a node needs another one, by way of others; True where that takes longer than so many to tell."""
+        stack, seen = [last], {last}
+        while stack:
+            for need in self.nodes[stack.pop()].needs:
+                if need == first:
+                    return True
+                if need not in seen:
+                    seen.add(need)
+                    stack.append(need)
+            if len(seen) > most:
+                return True
+        return False

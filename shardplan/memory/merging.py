@@ -1,346 +1,245 @@
-"""Products that XLA:GPU merges into one: they run together, once all that they read is there.
+"""What XLA:GPU merges: collectives of a kind, products that share an operand, and kernels that read the same.
 
-Their other operands are put side by side by a kernel before, which computes what is read there alone, element by
-element: what nobody else reads then is not in memory while the product runs. Its result is one buffer, which lives
-until nothing reads any of its parts.
+All of them are nodes of a graph (`shardplan.memory.graph`) that become one: what needs one of them then needs all that
+any of them needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from shardplan.memory.accumulation import (
-    merged_anywhere,
-    merged_in,
-    own_position,
-    waiting_for_sums,
-)
-from shardplan.memory.combining import Gather, gather_for, reducing
-from shardplan.memory.fusion import readers_in
-from shardplan.memory.products import PRODUCT, leaving_products
-from shardplan.memory.recomputing import Kernels
-from shardplan.memory.sizes import bytes_in, layout_left, left_otherwise
-from shardplan.memory.times import BYTES_MOVED, merged_microseconds
-from shardplan.memory.unshared import read_behind_sum
-from shardplan.memory.workspaces import WORKSPACE_BYTES
+from shardplan.memory.graph import Graph, Item, Node
+from shardplan.memory.kernels import kernels_of
+from shardplan.memory.operations import PRODUCT, is_multiplied
 from shardplan.once import once
-from shardplan.program import Operation, Program
 from shardplan.schedule import Schedule
+from shardplan.sizes import bytes_in
 from shardplan.strategy import operand_type
 
-if TYPE_CHECKING:
-    from shardplan.memory.graph import Graph
-    from shardplan.memory.held import Lifetime
-    from shardplan.memory.liveness import Lifetimes
+COMBINED_BYTES = 30 * 2**20
+"""Collectives are merged up to this size on one device: the defaults of XLA:GPU's combiners."""
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose"})
+_COMBINED = frozenset({"all-reduce", "reduce-scatter", "all-gather"})
 
-_MATRIX = 2
+_MERGED_BYTES = 64 * 2**20
+"""Of two products that are merged, one moves at most so many bytes: XLA's `dot_merger` threshold."""
 
-_SHORT = 4.0
-"""Microseconds: what takes columns out of merged products in less runs with what takes out the others, before all that
-reads them, and what takes longer just before what reads the part (compiled, of four parts: all together where each
-takes 2.5, and only the last two where it takes 5)."""
+_JOINED = frozenset({"stored", "left"})
+
+_MOST_TRIED = 8
+"""Kernels that read the same, of which another one is tried to be joined with."""
+
+_MOST_READ = 32
+"""Items of a kernel with several results, about: more do not fit the parameters of a kernel in XLA."""
 
 
-def merged_lifetimes(lifetimes: Lifetimes, schedule: Schedule) -> dict[int, Lifetime]:
-    """The results of products that XLA merges, and what these read as long as it is put side by side alone."""
-    found: dict[int, Lifetime] = {}
-    leaving = leaving_products(schedule.program)
-    for group in _groups(schedule, lifetimes):
-        results = [schedule.program.operations[index].results[0] for index in group]
-        spans = [_span(lifetimes, result) for result in results]
-        last = (
-            lifetimes.end
-            if leaving.intersection(results)
-            else max(_until_taken_out(lifetimes, schedule, results).values())
-        )
-        whole = spans[0]._replace(start=min(span.start for span in spans), end=last)
-        first, until = _run(lifetimes, group)
-        if until > first:
-            whole = whole._replace(start=first + 1)
-            for operand in _others(schedule, group):
-                span = found.get(operand, lifetimes.held.get(operand))
-                if span is not None and first < span.end <= until and span.start <= first:
-                    found[operand] = span._replace(end=first)
-        for result, span in zip(results, spans, strict=True):
-            found[result] = whole._replace(end=max(last, span.end))
+def merge_collectives(graph: Graph) -> list[int]:
+    """Merges collectives of a kind that do not need each other, in the order of the program, as XLA's combiners do.
+
+    Returns the group of each node, itself where it is none's.
+    """
+    groups, behind = list[list[int]](), dict[int, int]()  # per group, those that it needs, as bits
+    last: dict[object, int] = {}
+    filled: dict[int, float] = {}
+    needs = [0] * len(graph.nodes)  # per node, the groups that it needs
+
+    def reaches(wanted: int, bits: int) -> bool:
+        seen = bits
+        while bits:
+            if bits >> wanted & 1:
+                return True
+            number = bits.bit_length() - 1
+            bits &= ~(1 << number)
+            more = behind[number] & ~seen
+            seen |= more
+            bits |= more
+        return False
+
+    for number, node in enumerate(graph.nodes):
+        for need in node.needs:
+            needs[number] |= needs[need]
+        if node.kind != "start" or node.sends[0] not in _COMBINED:
+            continue
+        group = last.get(node.sends, -1)
+        if group < 0 or filled[group] + node.bytes > COMBINED_BYTES or reaches(group, needs[number]):
+            group = last[node.sends] = len(groups)
+            groups.append([])
+            filled[group] = behind[group] = 0
+        groups[group].append(number)
+        filled[group] += node.bytes
+        behind[group] |= needs[number] & ~(1 << group)
+        needs[number] |= 1 << group
+    owner = list(range(len(graph.nodes)))
+    for group_members in groups:
+        first, *others = group_members
+        for other in others:
+            owner[other] = first
+            owner[graph.nodes[other].other] = graph.nodes[first].other
+    return owner
+
+
+def products_merged(graph: Graph) -> list[list[int]]:
+    """The groups of products that XLA merges, as numbers of nodes: they read one operand in one layout, neither needs
+    the other, and one of them is small."""
+    found: dict[object, list[list[int]]] = {}
+    schedule, program = graph.schedule, graph.program
+    taken = set[int]()
+    for number, node in enumerate(graph.nodes):
+        if node.kind != "kernel" or not node.library or node.place >= len(program.operations):
+            continue
+        operation = program.operations[node.place]
+        if operation.primitive.name != PRODUCT or not is_multiplied(program, operation):
+            continue
+        strategy = schedule.assignment.strategies[operation.index]
+        if schedule.island_dtype(operation) is not None:
+            continue
+        size = _bytes_moved(graph, node)
+        contracted, batch = operation.params["dimension_numbers"]
+        for position, operand in enumerate(operation.operands):
+            other = operation.operands[1 - position]
+            if not isinstance(operand, int) or not isinstance(other, int) or number in taken:
+                continue
+            kind = str(operand_type(program, other).dtype)
+            key = operand, position, contracted[position], batch[position], strategy.operands[position], kind
+            free = tuple(strategy.operands[1 - position] or ())
+            for group in found.setdefault((*key, free), []):
+                small = min(size, sum(_bytes_moved(graph, graph.nodes[n]) for n in group)) <= _MERGED_BYTES
+                if small and not any(graph.leads(n, number) for n in group) and not taken.intersection(group):
+                    group.append(number)
+                    break
+            else:
+                found[*key, free].append([number])
+    merged = list[list[int]]()
+    for groups in found.values():
+        for group in groups:
+            alone = [n for n in group if n not in taken]
+            if len(alone) > 1:
+                merged.append(alone)
+                taken.update(alone)
+    return merged
+
+
+@once
+def merged_anywhere(schedule: Schedule) -> list[list[int]]:
+    """The products that XLA merges into one, as lists of operations' indices."""
+    kernels, alias, found = kernels_of(schedule), dict[int, Item | None](), list[list[int]]()
+    for region in schedule.program.regions:
+        graph = Graph(schedule, kernels, region.index, alias)
+        found += [[graph.nodes[number].place for number in group] for group in products_merged(graph)]
     return found
 
 
-def taken_out(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
-    """The bytes of parts of merged products that are copied for other products, and from where to where they lie beside
-    the merged ones."""
-    added_to = {found.onto for found in lifetimes.adding.values()}
-    for group in _groups(schedule, lifetimes):
-        results = [schedule.program.operations[index].results[0] for index in group]
-        until = _until_taken_out(lifetimes, schedule, results)
-        last = max(until.values())
-        for result in results:
-            first = until[result]
-            if first < _span(lifetimes, result).end and (first < last or result in added_to):
-                yield bytes_in(schedule, result, schedule.assignment.values[result]), first, last
+def _bytes_moved(graph: Graph, node: Node) -> float:
+    operation, schedule = graph.program.operations[node.place], graph.schedule
+    strategy = schedule.assignment.strategies[operation.index]
+    read = zip((*operation.operands, *operation.results), (*strategy.operands, *strategy.results), strict=True)
+    return sum(
+        bytes_in(schedule, value, layout)
+        for value, layout in read
+        if isinstance(value, int) and layout is not None and layout in schedule.problem.domain(value).parts
+    )
 
 
-def _until_taken_out(lifetimes: Lifetimes, schedule: Schedule, results: Sequence[int]) -> dict[int, int]:
-    """The last place where something reads each of these results from the merged product's: of one that only products
-    read, as it is, a kernel makes a copy for the first of them, from which all read. Those that products add themselves
-    to are taken out together, for the first of these, where they are rows of the merged one, or that is short: then it
-    fills waits, of which there are many."""
-    found, together = dict[int, int](), set[int]()
-    makers = [schedule.program.makers[result] for result in results]
-    rows = own_position(schedule, makers) == 0
-    added_to = {one.onto: addition for addition, one in lifetimes.adding.items()}
-    for result in results:
-        reading, stack = list[int](), [result]
-        while stack:
-            value = stack.pop()
-            for operation in lifetimes.readers.get(value, ()):
-                if operation.primitive.name in _VIEWS:
-                    stack += operation.results
-                    continue
-                apart = (operation.index, operation.operands.index(value)) in lifetimes.from_copies
-                place = lifetimes.place[operation.index]
-                library = place in lifetimes.in_libraries or added_to.get(result) == operation.index
-                reading.append(place if library and not apart else -1)
-        copied = min(reading, default=-1) >= 0
-        found[result] = min(reading) if copied else _span(lifetimes, result).end
-        size = bytes_in(schedule, result, schedule.assignment.values[result])
-        soon = rows or 2 * size / BYTES_MOVED < _SHORT
-        together |= {result} if copied and soon and result in added_to else set()
-    return found | dict.fromkeys(together, min((found[result] for result in together), default=0))
+def kernels_joined(graph: Graph) -> list[list[int]]:
+    """The groups of kernels that XLA makes one with several results.
+
+    They go through as many elements and do not need each other, but that one may read what another one makes element
+    by element: a value that a library reads too, and the sum of it.
+    """
+    readers: dict[Item, list[int]] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.kind == "kernel" and not node.library and all(item.form in _JOINED for item in node.makes):
+            for item in node.reads:
+                readers.setdefault(item, []).append(number)
+    groups = _Groups(graph)
+    for item in reversed(readers):
+        maker = graph.makers.get(item, -1)
+        node = graph.nodes[maker]
+        if maker >= 0 and node.kind == "kernel" and not node.library and item.form == "stored":
+            for number in readers[item]:
+                if graph.nodes[number].reads[item] and groups.add(maker, number, direct=True):
+                    break
+    for numbers in readers.values():
+        for place, number in enumerate(numbers):
+            if not any(groups.add(other, number) for other in numbers[:place][:_MOST_TRIED]):
+                continue
+    return groups.found()
 
 
-def beside_merged(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
-    """What merged products take besides operands and results, in bytes, and from where to where."""
-    yield from side_by_side(lifetimes, schedule)
-    yield from taken_out(lifetimes, schedule)
-    yield from cut_for_reductions(lifetimes, schedule)
+class _Groups:
+    """Kernels that become one, as they are joined."""
 
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._members: dict[int, list[int]] = {}
+        self._group: dict[int, int] = {}
 
-def cut_for_reductions(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
-    """The bytes of parts of merged products that are reduced over devices, where a kernel cuts these out: each is in
-    memory of its own then, beside the merged one, and what the product has read and worked in is gone."""
-    gone = {group[0]: sum(_sizes(schedule, group)) for group in _groups(schedule, lifetimes)}
-    left = {operation.index: (result, layout) for operation, result, layout in left_otherwise(schedule)}
-    sent = reducing(schedule)
-    for group in merged_anywhere(schedule):
-        parts = [bytes_in(schedule, *left[index]) for index in group if index in left and index in sent]
-        place = max(lifetimes.place[index] for index in group)
-        yield max(0.0, sum(parts) - gone.get(group[0], 0.0) - WORKSPACE_BYTES), place, place
-
-
-def side_by_side(lifetimes: Lifetimes, schedule: Schedule) -> Iterator[tuple[float, int, int]]:
-    """The bytes of the operands that are put side by side for merged products, and from where to where they are: the
-    same ones once (two weights that each timestep of a recurrent net multiplies by)."""
-    found = dict[object, tuple[float, int, int]]()
-    for group in _groups(schedule, lifetimes):
-        first, until = _run(lifetimes, group)
-        if until > first:
-            places = [
-                lifetimes.put_beside.get((o.index, position), first) for o, position in _positions(schedule, group)
-            ]
-            key, size = _put_beside(schedule, group), sum(_sizes(schedule, group))
-            _, before, after = found.get(key, (size, min(places), until))
-            found[key] = size, min(before, *places), max(after, until)
-    yield from found.values()
-
-
-@once
-def _groups(schedule: Schedule, lifetimes: Lifetimes) -> list[list[int]]:
-    return merged_in(schedule, lifetimes.order, lifetimes.held | lifetimes.carried)
-
-
-def _span(lifetimes: Lifetimes, result: int) -> Lifetime:
-    """When a product's result is in memory; where it is merged with others, a part of these is copied to a carry."""
-    return lifetimes.held.get(result) or lifetimes.carried[result]
-
-
-def _run(lifetimes: Lifetimes, group: Sequence[int]) -> tuple[int, int]:
-    """The first and the last place of products that run together; nothing else is made between them but on the way."""
-    places = sorted(lifetimes.place[index] for index in group)
-    between = (lifetimes.order[place] for place in range(places[0], places[-1] + 1))
-    apart = any(o.index not in group and not lifetimes.held.keys().isdisjoint(o.results) for o in between)
-    return places[0], places[0] if apart else places[-1]
-
-
-def _positions(schedule: Schedule, group: Sequence[int]) -> Iterator[tuple[Operation, int]]:
-    """The products of a group, each with the position of the operand that they do not share."""
-    operations = [schedule.program.operations[index] for index in group]
-    own = own_position(schedule, operations)
-    yield from ((operation, own) for operation in operations)
-
-
-def _put_beside(schedule: Schedule, group: Sequence[int]) -> tuple[Gather | int, ...]:
-    """What is put side by side for merged products: values in the layouts in which these read them, or what is made for
-    one of them, and the sums that they wait for."""
-    found, waiting = list[Gather | int](), waiting_for_sums(schedule)
-    for operation, position in _positions(schedule, group):
-        operand, layout = operation.operands[position], schedule.assignment.strategies[operation.index].operands
-        if isinstance(operand, int) and (own := layout[position]) is not None:
-            moved = own != schedule.assignment.values.get(operand, own)
-            found.append(gather_for(schedule, operation, operand, own) if moved else Gather(operand, own))
-            found += [waiting[operation.index]] if operation.index in waiting else []
-        else:
-            found.append(operation.index)
-    return tuple(found)
-
-
-def _others(schedule: Schedule, group: Sequence[int]) -> list[int]:
-    """What merged products read that they do not share; what one of them multiplies by itself they do."""
-    positions = list(_positions(schedule, group))
-    shared = [operation.operands[1 - position] for operation, position in positions[:1]]
-    found = [operation.operands[position] for operation, position in positions]
-    return [operand for operand in found if isinstance(operand, int) and operand not in shared]
-
-
-def _sizes(schedule: Schedule, group: Sequence[int]) -> Iterator[float]:
-    for operation, position in _positions(schedule, group):
-        operand, layout = (
-            operation.operands[position],
-            schedule.assignment.strategies[operation.index].operands[position],
-        )
-        if isinstance(operand, int) and layout is not None:
-            yield bytes_in(schedule, operand, layout)
-
-
-def merge_nodes(graph: Graph) -> None:
-    """Lets products that XLA merges be one node of the order, unless one of them then waits for itself."""
-    owner = {part: node for node, parts in graph.joined.items() for part in parts}
-    groups = [
-        [index for index in group if index in graph.needs and index not in owner]
-        for group in merged_anywhere(graph.schedule)
-    ]
-    waiting = [[group for group in groups if len(group) > 1]]
-    while waiting:
-        some = waiting.pop()
-        owner = {index: group[0] for group in some for index in group[1:]}
-        needs = graph.joining(owner)
-        if len(graph.in_order_of(needs)) == len(needs):
-            graph.needs = needs
-            graph.take_in(owner)
-            for group in some:
-                apart, merged = merged_microseconds(
-                    graph.schedule, [graph.program.operations[index] for index in group]
-                )
-                graph.takes[group[0]] += merged - apart
-            for index, other in owner.items():
-                graph.joined.setdefault(other, []).extend([index, *graph.joined.pop(index, ())])
-            parts = {part: node for node, parts in graph.joined.items() for part in parts}
-            made = dict[object, int]()
-            for group in some:
-                _put_side_by_side(graph, group, parts, made)
-                _cut_out(graph, group)
-        elif len(some) > 1:
-            waiting += [some[len(some) // 2 :], some[: len(some) // 2]]
-
-
-def _put_side_by_side(graph: Graph, group: Sequence[int], owner: Mapping[int, int], made: dict[object, int]) -> None:
-    """Adds the kernel to a graph that puts side by side what merged products do not share, which these need instead,
-    unless it was ``made`` for others."""
-    node, others = group[0], list(_positions(graph.schedule, group))
-    shared = [(operation, 1 - position) for operation, position in others]
-    needs, values = _needed_for(graph, owner, others)
-    kept = _needed_for(graph, owner, shared)
-    needs, values = needs & graph.needs[node], values & graph.values[node]
-    takes = 2 * sum(_sizes(graph.schedule, group)) / BYTES_MOVED
-    key = _put_beside(graph.schedule, group)
-    beside = made[key] = made[key] if key in made else graph.add(node - 0.5, needs, values, takes)
-    graph.needs[node] = graph.needs[node] - (needs - kept[0]) | {beside}
-    graph.values[node] = graph.values[node] - (values - kept[1])
-    graph.beside |= {(operation.index, position): beside for operation, position in others}
-    graph.side_by_side |= {(operation.index, position) for operation, position in others}
-
-
-def _cut_out(graph: Graph, group: Sequence[int]) -> None:
-    """Adds the kernels to a graph that cut out of merged products what is reduced, which waits for them: one for each
-    of these, or for all together that are as large, where XLA turns the whole first."""
-    starts = {index: graph.starts[graph.reduced[index]] for index in group if index in graph.reduced}
-    for start in starts.values():
-        graph.needs[start].discard(group[0])
-    turned, together = turned_results(graph.program), dict[float, int]()
-    for index, start in starts.items():
-        operation, strategy = graph.program.operations[index], graph.schedule.assignment.strategies[index]
-        [result] = operation.results
-        size = bytes_in(graph.schedule, result, layout_left(graph.schedule.problem, operation, strategy, 0))
-        node = together.get(size)
-        if node is None:
-            node = graph.add(index + 0.2, {group[0]}, {result}, 0.0)
-            together |= {size: node} if result in turned else {}
-        graph.takes[node] += 2 * size / BYTES_MOVED
-        graph.needs[start].add(node)
-        graph.values[start].discard(result)
-
-
-@once
-def turned_results(program: Program) -> frozenset[int]:
-    """Results of products that are transposed as a matrix: what the second operand keeps comes first then. XLA turns
-    those of merged products before it takes out parts; of two matrices it multiplies the second one by the first one
-    instead."""
-    readers, found = readers_in(program), set[int]()
-    for operation in program.operations:
-        if operation.primitive.name == PRODUCT:
-            (contracted, _), (batch, _) = operation.params["dimension_numbers"]
-            [result] = operation.results
-            rank = len(program.values[result].shape)
-            kept = len(operand_type(program, operation.operands[0]).shape) - len(contracted)
-            turned, reading = (*range(kept, rank), *range(kept)), readers.get(result, ())
-            matrices = len(contracted) == 1 and rank <= _MATRIX
-            alike = reading and all(reader.params.get("permutation") == turned for reader in reading)
-            if alike and not matrices and not batch:
-                found.add(result)
-    return frozenset(found)
-
-
-def _needed_for(
-    graph: Graph, owner: Mapping[int, int], some: Iterable[tuple[Operation, int]]
-) -> tuple[set[int], set[int]]:
-    """The nodes and the values that operands of operations need, also where one is read behind a sum."""
-    needs, values, waiting = set[int](), set[int](), waiting_for_sums(graph.schedule)
-    for operation, position in some:
-        operand, layout = operation.operands[position], graph.schedule.assignment.strategies[operation.index].operands
-        if isinstance(operand, int) and (own := layout[position]) is not None:
-            brought = (Gather(operand, own), Gather(operand, own, operation.index))
-            needs |= {graph.gathers[gather] for gather in brought if gather in graph.gathers}
-            values |= graph.sources(operand)
-        if operation.index in waiting and position == read_behind_sum(graph.program, operation):
-            values |= graph.sources(waiting[operation.index])
-    makers = {maker for value in values if (maker := graph.maker(value)) is not None}
-    needs |= {owner.get(maker, maker) for maker in makers} | {graph.reduced[m] for m in makers & graph.reduced.keys()}
-    return needs, values
-
-
-def wait_for_slices(graph: Graph, kernels: Kernels) -> None:
-    """Lets a product that is added to one of merged products wait for the kernel that takes this one out of them:
-    it is one with the first kernel as large that reads another one, such as a sum of many, where that can be."""
-    owner = {part: node for node, parts in graph.joined.items() for part in parts}
-    operations = graph.program.operations
-    added = {found.onto: index for index, found in kernels.adding.items() if index in graph.needs}
-    reading: dict[int, list[int]] = {}
-    for node in sorted(graph.reads.keys() & kernels.fused):
-        for value in graph.reads[node]:
-            reading.setdefault(value, []).append(node)
-    for group in merged_anywhere(graph.schedule):
-        results = [operations[index].results[0] for index in group]
-        nodes = sorted({node for result in results for node in reading.get(result, ())})
-        for index in (added[result] for result in results if result in added):
-            elements = graph.elements(operations[index])
-            alike = (owner.get(node, node) for node in nodes if graph.elements(operations[node]) == elements)
-            first = next(alike, None)
-            if first is not None and not needs_any(graph.needs, first, index):
-                graph.needs[index].add(first)
-
-
-def needs_any(needs: Mapping[int, set[int]], node: int, wanted: int) -> bool:
-    """Whether a node needs another one, directly or not."""
-    seen = {*needs[node]}
-    stack = [*seen]
-    while stack:
-        other = stack.pop()
-        if other == wanted:
+    def add(self, first: int, second: int, direct: bool = False) -> bool:
+        """Joins the groups of two kernels, if that can be; ``direct``: the second reads what the first makes."""
+        one, other = self._group.get(first, first), self._group.get(second, second)
+        if one == other:
             return True
-        found = needs[other] - seen
-        seen |= found
-        stack += found
-    return False
+        mine, theirs = self._members.get(one, [one]), self._members.get(other, [other])
+        if not self._fit(mine, theirs, direct):
+            return False
+        self._members[one] = [*mine, *theirs]
+        self._members.pop(other, None)
+        self._group |= dict.fromkeys(self._members[one], one)
+        return True
+
+    def found(self) -> list[list[int]]:
+        return [group for group in self._members.values() if len(group) > 1]
+
+    def _fit(self, mine: Sequence[int], theirs: Sequence[int], direct: bool) -> bool:
+        graph, nodes = self._graph, self._graph.nodes
+        if nodes[mine[0]].elements != nodes[theirs[0]].elements:
+            return False
+        if len({item for n in (*mine, *theirs) for item in nodes[n].reads}) > _MOST_READ:
+            return False
+        if direct:
+            needs = {need for n in theirs for need in nodes[n].needs}.difference(mine)
+            return not any(graph.leads(n, need) for n in mine for need in needs)
+        return not any(graph.leads(a, b) or graph.leads(b, a) for a in mine for b in theirs)
+
+
+def join(graph: Graph, groups: Sequence[Sequence[int]], owner: Sequence[int]) -> list[int]:
+    """The node that each node is part of, where the nodes of each group are the first one's; groups by which a node
+    would need itself are left out."""
+    found = list(owner)
+    for group in groups:
+        for number in group[1:]:
+            found[number] = group[0]
+    if is_ordered(graph, found):
+        return found
+    if len(groups) == 1:
+        return list(owner)
+    half = len(groups) // 2
+    return join(graph, groups[half:], join(graph, groups[:half], owner))
+
+
+def is_ordered(graph: Graph, owner: Sequence[int]) -> bool:
+    """Whether no node needs itself where each is part of its owner."""
+    return len(ordered(graph, owner)) == len({*owner})
+
+
+def ordered(graph: Graph, owner: Sequence[int]) -> list[int]:
+    """The owners, each behind what it needs."""
+    needs: dict[int, set[int]] = {own: set() for own in owner}
+    for number, node in enumerate(graph.nodes):
+        needs[owner[number]].update(owner[need] for need in node.needs)
+    readers: dict[int, list[int]] = {own: [] for own in needs}
+    for own, some in needs.items():
+        some.discard(own)
+        for need in some:
+            readers[need].append(own)
+    missing = {own: len(some) for own, some in needs.items()}
+    ready = [own for own in reversed(sorted(needs)) if not missing[own]]
+    found = []
+    while ready:
+        own = ready.pop()
+        found.append(own)
+        for reader in readers[own]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    return found

@@ -1,160 +1,132 @@
-"""The order in which a device runs the operations, as far as memory is concerned.
+"""The order in which XLA's last scheduler runs the nodes of a region, which hides collectives behind kernels.
 
-XLA does not always keep the order of the program. It schedules in several ways and keeps the one with the lowest peak.
-One of them works from the results backwards, and runs an operation late: shortly before the first one that reads it. A
-weight's gradient, which nothing but its update reads, so keeps an activation in memory that the order of the program
-would have freed. Results that one kernel computes from the same values, such as a parameter and its moments, come
-together: the gradient is gone before the next one is made.
+It places nodes from the end of the program. A node can be placed once all that need it are. It is *ready* a
+microsecond after the node that needs it, the start of a collective when the collective has run. The end of a collective
+is placed as soon as no other one is under way. Of what is ready, that comes first which leads to the longest chain of
+collectives, then what is as long as the wait for what is ready next, then what lets most others be placed, and at last
+what is written last. So gradients of weights, whose merged reductions come last, are placed one by one behind kernels
+of the backward pass, whatever that holds in memory.
 
->>> import jax
->>> from shardplan.tracing import trace_program
->>> def step(x, w):
-...     late = x.T @ x
-...     return (x @ w) @ w, late
->>> square = jax.ShapeDtypeStruct((8, 8), "float32")
->>> program = trace_program(step, (square, square), {})
->>> [operation.primitive.name for operation in program.operations]
-['transpose', 'dot_general', 'dot_general', 'dot_general']
->>> execution_order(program)
-[2, 3, 0, 1]
+>>> needs, takes = {0: set(), 1: {0}, 2: {0}, 3: {1, 2}}, dict.fromkeys(range(4), 5.0)
+>>> placed_backwards(Nodes(needs, takes, {n: n for n in needs}, {}))
+[3, 2, 1, 0]
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from shardplan.once import once
-from shardplan.program import Operation, Program
-
-_MOST_LEADING = 32
-"""What a kernel can wait for, about: chains that grow further (a residual stream) are cut."""
-
-
-def execution_order(program: Program, fused: Collection[int] = frozenset()) -> list[int]:
-    """The indices of all operations in the order in which they run; a loop's body stands before the loop.
-
-    ``fused`` are the operations that become part of the kernels which read them.
-    """
-    makers = program.makers
-    leading = _leading(program, makers, frozenset(fused))
-    order: list[int] = []
-    _append_region(program, 0, makers, leading, order)
-    return order
+_LATENCY = 1.0
+"""Microseconds between two nodes of which one needs the other, by XLA's latency model."""
 
 
-@once
-def order_of(program: Program) -> list[int]:
-    """The execution order of a program of which nothing is fused."""
-    return execution_order(program)
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """What is put in order, by number: what each node needs, the microseconds that it takes, its place in the program,
+    and per end of a collective its start."""
+
+    needs: Mapping[int, set[int]]
+    takes: Mapping[int, float]
+    place: Mapping[int, int]
+    starts: Mapping[int, int]
 
 
-def operands_first(
-    program: Program, index: int, done: set[int], before: Mapping[int, Sequence[int]] | None = None
-) -> Iterator[Operation]:
-    """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``.
-
-    ``before`` are operations that some wait for, by index, instead of those that they are computed from; an index
-    behind all operations stands for what it waits for. Where these wait for each other, one does not."""
-    operations, own, stack, opened = program.operations, operands_made(program), [index], set[int]()
-    while stack:
-        here = stack[-1]
-        if here in done or here in opened:
-            stack.pop()
-            if here not in done:
-                done.add(here)
-                if here < len(operations):
-                    yield operations[here]
-            continue
-        opened.add(here)
-        waiting = own[here] if before is None or here not in before else before[here]
-        stack += [other for other in reversed(waiting) if other not in done and other not in opened]
+def placed_backwards(nodes: Nodes) -> list[int]:
+    """All nodes, the last one first."""
+    return _Placing(nodes).run()
 
 
-@once
-def operands_made(program: Program) -> list[tuple[int, ...]]:
-    """Per operation, those of its region that it is computed from, by index, in the order of its operands."""
-    makers = program.makers
-    found = []
-    for operation, values in zip(program.operations, read_in_order(program), strict=True):
-        read = (makers.get(value) for value in values)
-        found.append(tuple([m.index for m in read if m is not None and m.region == operation.region]))
-    return found
+class _Placing:
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes, self._now = nodes, 0.0
+        self._readers: dict[int, set[int]] = {node: set() for node in nodes.needs}
+        for node, needs in nodes.needs.items():
+            for need in needs:
+                self._readers[need].add(node)
+        self._starts = {*nodes.starts.values()}
+        self._depth = self._depths()
+        self._ready_at: dict[int, float] = {}
+        self._ready: dict[int, None] = {}
+        self._waiting: list[tuple[float, int]] = []
+        self._ends: list[tuple[float, int, int]] = []
+        self._under_way = -1
 
-
-@once
-def read_in_order(program: Program) -> list[tuple[int, ...]]:
-    """Per operation, the values that it reads, in the order in which XLA's kernel has them: of numbers that one kernel
-    computes from others, those that are computed in it come last, as what it reads for these is put behind the rest.
-    The squares of all gradients, added up one by one, are so looked at from the last one on."""
-    counted: set[int] = set()  # single numbers that are computed from such
-    found = []
-    for operation in program.operations:
-        read = [operand for operand in operation.operands if isinstance(operand, int)]
-        values = [program.values[value] for value in (*read, *operation.results)]
-        if not operation.bodies and all(value.elements == 1 for value in values):
-            read.sort(key=counted.__contains__)
-            counted.update(operation.results)
-        found.append(tuple(read))
-    return found
-
-
-def _leading(program: Program, makers: Mapping[int, Operation], fused: frozenset[int]) -> dict[int, frozenset[int]]:
-    """Per value, the operations outside of its kernel that the kernel waits for."""
-    leading: dict[int, frozenset[int]] = {}
-    for operation in program.operations:
-        found = frozenset[int]()
-        read = [o for o in operation.operands if isinstance(o, int) and o in makers]
-        if operation.index in fused:
-            found = found.union(*(leading.get(o, frozenset()) for o in read))
-        if operation.index not in fused or len(found) > _MOST_LEADING:
-            found = frozenset({operation.index})
-        leading |= dict.fromkeys(operation.results, found)
-    return leading
-
-
-def _together(outputs: Iterable[object], leading: dict[int, frozenset[int]]) -> list[int]:
-    """Outputs, those that wait for the same operations one after another."""
-    groups: dict[frozenset[int], list[int]] = {}
-    for output in outputs:
-        if isinstance(output, int):
-            groups.setdefault(leading.get(output, frozenset()), []).append(output)
-    return [output for group in groups.values() for output in group]
-
-
-def _append_region(
-    program: Program,
-    region: int,
-    makers: Mapping[int, Operation],
-    leading: dict[int, frozenset[int]],
-    order: list[int],
-) -> None:
-    """Appends a region's operations, each after those that make its operands, and none before it is needed."""
-    here, read = program.regions[region], read_in_order(program)
-    done: set[int] = set()
-    others = [o for index in here.operations for o in program.operations[index].results]
-    for wanted in (*_together(here.outputs, leading), *others):
-        stack = [wanted]
-        while stack:
-            maker = makers.get(stack[-1])
-            if maker is None or maker.region != region or maker.index in done:
+    def _depths(self) -> dict[int, float]:
+        """Per node, how long the collectives take, one after another, that lead to it."""
+        depth: dict[int, float] = {}
+        for first in self._nodes.needs:
+            stack = [first]
+            while stack:
+                node = stack[-1]
+                missing = [need for need in self._nodes.needs[node] if need not in depth]
+                if node not in depth and missing:
+                    stack += missing
+                    continue
                 stack.pop()
-                continue
-            missing = [value for value in read[maker.index] if _is_missing(value, makers, region, done)]
-            if missing:
-                stack.append(missing[0])
-                continue
-            stack.pop()
-            done.add(maker.index)
-            for body in maker.bodies:
-                _append_region(program, body, makers, leading, order)
-            order.append(maker.index)
-    for index in here.operations:
-        if index not in done:  # it has an effect and no result
-            for body in program.operations[index].bodies:
-                _append_region(program, body, makers, leading, order)
-            order.append(index)
+                sends = self._nodes.takes[node] if node in self._nodes.starts else 0.0
+                depth[node] = sends + max((depth[need] for need in self._nodes.needs[node]), default=0.0)
+        return depth
 
+    def run(self) -> list[int]:
+        for node, readers in self._readers.items():
+            if not readers:
+                self._wait(node, 0.0)
+        placed = list[int]()
+        while len(placed) < len(self._readers):
+            placed.append(self._next())
+            self._place(placed[-1])
+        return placed
 
-def _is_missing(value: int, makers: Mapping[int, Operation], region: int, done: set[int]) -> bool:
-    maker = makers.get(value)
-    return maker is not None and maker.region == region and maker.index not in done
+    def _wait(self, node: int, at: float) -> None:
+        self._ready_at[node] = at
+        if node in self._nodes.starts:
+            heapq.heappush(self._ends, (-self._depth[node], -self._nodes.place[node], node))
+        else:
+            heapq.heappush(self._waiting, (at, node))
+
+    def _next(self) -> int:
+        if self._ends and self._under_way < 0:
+            return heapq.heappop(self._ends)[-1]
+        until = self._now
+        if not self._ready and self._waiting:
+            until = max(until, self._waiting[0][0])
+        while self._waiting and self._waiting[0][0] <= until:
+            self._ready[heapq.heappop(self._waiting)[-1]] = None
+        start = self._nodes.starts.get(self._under_way, -1)
+        if start in self._ready and self._ends:
+            node = start
+        else:
+            wait = self._waiting[0][0] - self._now if self._waiting else 0.0
+            node = min(self._ready, key=lambda one: self._key(one, wait))
+        del self._ready[node]
+        return node
+
+    def _key(self, node: int, wait: float) -> tuple[float, float, int, int]:
+        last = node in self._starts and not self._depth[node]
+        frees = sum(len(self._readers[need]) == 1 for need in self._nodes.needs[node])
+        return (
+            1.0 if last else -self._depth[node],
+            abs(self._cost(node) - wait) if wait else 0.0,
+            -frees,
+            -self._nodes.place[node],
+        )
+
+    def _cost(self, node: int) -> float:
+        """How long a node takes before others go on: starts and ends of collectives as long as anything small."""
+        return _LATENCY if node in self._starts or node in self._nodes.starts else self._nodes.takes[node]
+
+    def _place(self, node: int) -> None:
+        began = max(self._now, self._ready_at[node])
+        self._now = began + self._cost(node)
+        if node in self._nodes.starts:
+            self._under_way = node
+        elif node == self._nodes.starts.get(self._under_way, -1):
+            self._under_way = -1
+        after = self._nodes.takes[node] if node in self._nodes.starts else _LATENCY
+        for need in sorted(self._nodes.needs[node]):
+            self._readers[need].discard(node)
+            self._ready_at[need] = max(self._ready_at.get(need, 0.0), began + after)
+            if not self._readers[need]:
+                self._wait(need, max(self._now, self._ready_at[need]))

@@ -42,7 +42,6 @@ def record(step: str, mesh: str, tight: bool) -> Record:
         mesh=mesh,
         limit=limit,
         peak=report.memory.peak,
-        running=chosen.recipe.running,
         live=[int(live.get(operation.index, 0) // 1024) for operation in chosen.program.operations],
         **in_words(chosen.schedule),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,15 @@ class Record:
     """A plan and what XLA:GPU made of it.
 
     ``step`` and ``mesh`` are names of `tests.fidelity.steps`; ``limit`` is the memory limit in bytes, None without one.
-    ``peak`` is the compiled peak in bytes. ``values``, ``copies`` and ``operations`` give the number of a text in
-    ``words`` for each variable of its kind, in the order of the program. ``live`` has the most bytes that are held
-    while each operation runs, in units of 1,024, 0 where the compiled program has no such operation.
+    ``peak`` is the compiled peak in bytes. ``values`` and ``copies`` give the number of a text in ``words`` for each
+    value of the program, ``operations`` for each operation: -1 where it has none. ``live`` has the most bytes that are
+    held while each operation runs, in units of 1,024, 0 where the compiled program has no such operation.
     """
 
     step: str
     mesh: str
     limit: float | None
     peak: int
-    running: bool
     words: list[str]
     values: list[int]
     copies: list[int]
@@ -72,33 +71,39 @@ def problem_of(step: str, mesh: str) -> Problem:
 
 def schedule_of(record: Record, problem: Problem) -> Schedule:
     """The schedule of a record. Raises StaleRecordError where the program or its layouts are others by now."""
-    return Schedule(problem, problem.decode(_choices(record, problem)), record.running)
+    return Schedule(problem, problem.decode(_choices(record, problem)))
 
 
 def in_words(schedule: Schedule) -> dict[str, Any]:
     """The fields of a record that state the choices of a schedule."""
     words: dict[str, int] = {}
-    variables, assignment = schedule.problem.variables, schedule.assignment
+    assignment = schedule.assignment
 
-    def number(text: str) -> int:
-        return words.setdefault(text, len(words))
+    def number(of: Any, text: Callable[[Any], str]) -> int:
+        return -1 if of is None else words.setdefault(text(of), len(words))
 
-    values = [number(_layout_text(assignment.values[value])) for value in variables.values]
-    copies = [number(_layout_text(assignment.copies[value])) for value in variables.copies]
-    operations = [number(_strategy_text(assignment.strategies[index])) for index in variables.operations]
-    return {"words": [*words], "values": values, "copies": copies, "operations": operations}
+    program = schedule.program
+    return {
+        "values": [number(assignment.values.get(value.index), _layout_text) for value in program.values],
+        "copies": [number(assignment.copies.get(value.index), _layout_text) for value in program.values],
+        "operations": [number(assignment.strategies.get(o.index), _strategy_text) for o in program.operations],
+        "words": [*words],
+    }
 
 
 def _choices(record: Record, problem: Problem) -> NDArray[np.int64]:
     variables, found = problem.variables, np.zeros(len(problem.network), np.int64)
+    program = problem.program
+    if (len(record.values), len(record.operations)) != (len(program.values), len(program.operations)):
+        raise StaleRecordError(f"the record of `{record.step}` on {record.mesh} is that of another program")
     try:
-        for kind, wanted in ((variables.values, record.values), (variables.copies, record.copies)):
-            for (value, variable), word in zip(kind.items(), wanted, strict=True):
+        for kind, words in ((variables.values, record.values), (variables.copies, record.copies)):
+            for value, variable in kind.items():
                 layouts = {_layout_text(layout): number for number, layout in enumerate(problem.domain(value).layouts)}
-                found[variable] = layouts[record.words[word]]
-        for (index, variable), word in zip(variables.operations.items(), record.operations, strict=True):
+                found[variable] = layouts[record.words[words[value]]]
+        for index, variable in variables.operations.items():
             strategies = [_strategy_text(one) for one in problem.choices[index].strategies]
-            found[variable] = strategies.index(record.words[word])
+            found[variable] = strategies.index(record.words[record.operations[index]])
     except (KeyError, ValueError) as error:
         raise StaleRecordError(f"the record of `{record.step}` on {record.mesh}: {error}") from error
     return found
@@ -119,7 +124,7 @@ def read(part: str) -> Iterator[Record]:
     path = FOLDER / f"{part}.jsonl.gz"
     if path.exists():
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            yield from (Record(**json.loads(line)) for line in file)
+            yield from (Record(**{k: v for k, v in json.loads(line).items() if k != "running"}) for line in file)
 
 
 def write(part: str, records: Iterable[Record]) -> None:
@@ -127,5 +132,7 @@ def write(part: str, records: Iterable[Record]) -> None:
     FOLDER.mkdir(exist_ok=True)
     ordered = sorted(records, key=lambda one: (one.step, one.mesh, one.limit or 0.0))
     lines = (json.dumps(asdict(one), separators=(",", ":")) + "\n" for one in ordered)
-    with open(FOLDER / f"{part}.jsonl.gz", "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
-        packed.write("".join(lines).encode())
+    packed = gzip.compress("".join(lines).encode(), 9, mtime=0)
+    begun = FOLDER / f"{part}.part"
+    begun.write_bytes(packed)
+    begun.replace(FOLDER / f"{part}.jsonl.gz")

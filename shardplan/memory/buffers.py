@@ -1,0 +1,290 @@
+"""The buffers of a timeline, each with its bytes as a function of choices.
+
+| memory | a function of |
+|---|---|
+| a value as it is stored | the value's layout |
+| the copy that several readers share, and that of one reader, in another layout | both layouts |
+| a result until it is reduced | the operation's strategy and the layout |
+| a library's copy of an operand, partial sums, rows of neighbours, windows of poolings | the operation's strategy |
+| results of the step that take no donated argument's memory, from its start on | the layout |
+
+A copy that the schedule does not make has the range of the kernels that would read it, so that a search sees what it
+would hold if it chose so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan import _jax
+from shardplan.control import layouts_read
+from shardplan.layout import Layout
+from shardplan.memory.convolutions import is_cut_out, neighbour_bytes
+from shardplan.memory.graph import Item
+from shardplan.memory.lifetimes import Buffer
+from shardplan.memory.operations import CONVOLUTION, computes_operand, is_multiplied, readers_in
+from shardplan.memory.products import partial_sums
+from shardplan.memory.timeline import Span, Timeline
+from shardplan.once import once
+from shardplan.problem import Problem
+from shardplan.program import Operation, Program
+from shardplan.sizes import layout_left
+
+Array = NDArray[np.float64]
+
+_WINDOW_BYTES = 4
+"""Bytes of an index, or of a float32: a pooling's gradient stores an index per dimension and the element of a window."""
+
+
+def buffers_of(timeline: Timeline, donated: frozenset[int]) -> list[Buffer]:
+    """All buffers; ``donated`` are the positions of inputs whose memory the results take that replace them."""
+    found = _Buffers(timeline, donated)
+    kinds = found.values, found.results, found.copies, found.moved, found.entering, found.libraries
+    every = (kind() for kind in kinds)
+    return [buffer for some in every for buffer in some if buffer.start <= buffer.end]
+
+
+class _Buffers:
+    def __init__(self, timeline: Timeline, donated: frozenset[int]) -> None:
+        self._timeline, self._donated = timeline, donated
+        self._schedule, self._problem, self._program = timeline.schedule, timeline.problem, timeline.program
+        self._variables, self._spans = timeline.problem.variables, timeline.spans
+        self._computed = timeline.computed()
+        self._left = {item for item in timeline.spans if item.form in ("copy", "slice")}
+        """The copies that no buffer is for yet."""
+
+    def values(self) -> Iterator[Buffer]:
+        """Values as they are stored; not carries, which are the memory of a loop's results, nor slices of stacks that
+        kernels read from these."""
+        links, program = self._problem.links.values(), self._program
+        carried = {link.target for some in links for link in some.inside if not link.stacked}
+        stacked = {link.target for some in links for link in some.enter if link.stacked}
+        leaving = {o for o in program.outputs if isinstance(o, int)} & program.makers.keys()
+        without = (stacked - self._timeline.kernels.stored) | (carried - program.makers.keys())
+        without |= repeated_constants(program)
+        for item, span in self._spans.items():
+            value, variable = item.value, self._variables.values.get(item.value)
+            leaves = value in leaving and span.end == self._timeline.end  # see `results`
+            if item.form == "stored" and variable is not None and value not in without and not leaves:
+                yield Buffer(value, span.start, span.end, (variable,), _sizes(self._problem, value))
+
+    def results(self) -> Iterator[Buffer]:
+        """Results in the caller's memory, which is there from the start, but for those that replace donated inputs."""
+        program, end = self._program, self._timeline.end
+        for number, output in enumerate(program.outputs):
+            if not isinstance(output, int) or program.ties.get(number) in self._donated:
+                continue
+            value = program.replaced.get(number, output)
+            if value in self._variables.values:
+                yield Buffer(output, 0, end, (self._variables.values[value],), _sizes(self._problem, value))
+            else:  # made from nothing
+                parts = self._problem.space.domain(program.values[output].shape).parts
+                size = program.values[output].total_bytes / parts[self._schedule.layout_of_output(number)]
+                yield Buffer(output, 0, end, (), np.array(size))
+
+    def copies(self) -> Iterator[Buffer]:
+        """The copies that several readers share."""
+        for value, variable in self._variables.copies.items():
+            span = self._spans.get(Item(value, "copy", self._schedule.copy(value)))
+            if span is None:
+                read = [self._computed[reader.index] for reader in readers_in(self._program).get(value, ())]
+                span = Span(min(first for first, _ in read), max(last for _, last in read)) if read else None
+            if span is not None:
+                ends = self._variables.values[value], variable
+                yield Buffer(value, span.start, span.end, ends, _copied(self._problem, value))
+
+    def moved(self) -> Iterator[Buffer]:
+        """Operands in another layout for one operation, and results in the layout in which an operation leaves them."""
+        problem, assignment = self._problem, self._schedule.assignment
+        for index, choices in problem.choices.items():
+            operation, own = self._program.operations[index], own_variable(problem, self._program.operations[index])
+            generates = bool(operation.results) and operation.results[0] in problem.generated
+            if own is None or generates or {*operation.results} <= self._timeline.kernels.same.keys():
+                continue
+            strategy = assignment.strategies[index]
+            for position, operand in enumerate(operation.operands):
+                if not isinstance(operand, int) or operand not in self._variables.values:
+                    continue
+                amounts = _resharded(problem, operation, position)
+                span = (
+                    self._span_of_copy(operand, strategy.operands[position], operation) if amounts is not None else None
+                )
+                if amounts is not None and span is not None:
+                    yield Buffer(operand, span.start, span.end, (problem.source_of(operation, operand), own), amounts)
+            for position, result in enumerate(operation.results if not choices.follows_result else ()):
+                amounts = _unreduced(problem, operation, position)
+                if amounts is not None:
+                    item = Item(result, "left", layout_left(problem, operation, strategy, position))
+                    span = self._spans.get(item) or Span(*self._computed[index])
+                    yield Buffer(result, span.start, span.end, (own, self._variables.values[result]), amounts)
+
+    def _span_of_copy(self, value: int, layout: Layout | None, reader: Operation) -> Span | None:
+        """When the copy of a value for one reader is live; None where the buffer of another reader stands for it."""
+        span = Span(*self._computed[reader.index])
+        if layout is None or layout in (self._schedule.assignment.values[value], self._schedule.copy(value)):
+            return span
+        own = [Item(value, form, layout, reader.index) for form in ("copy", "slice")]
+        for item in (*own, Item(value, "copy", layout)):
+            if item in self._spans:
+                if item not in self._left:
+                    return None
+                self._left.discard(item)
+                return self._spans[item]
+        return span
+
+    def entering(self) -> Iterator[Buffer]:
+        """What enters loops in other layouts."""
+        for index, links in self._problem.links.items():
+            for link in links.enter:
+                if isinstance(link.source, int) and link.source in self._variables.values:
+                    rank = len(self._program.values[link.target].shape)
+                    wanted = layouts_read(link, self._problem.domain(link.target).layouts, rank)
+                    amounts = _differing(self._problem, link.source, wanted, sliced=False)
+                    layout = self._schedule.link_layout(link)
+                    span = self._span_of_copy(link.source, layout, self._program.operations[index])
+                    if amounts.any() and span is not None:
+                        ends = self._variables.read(link.source), self._variables.values[link.target]
+                        yield Buffer(link.source, span.start, span.end, ends, amounts)
+
+    def libraries(self) -> Iterator[Buffer]:
+        """What libraries read copies of, and what they need while they run."""
+        for position, _, node in self._timeline.nodes():
+            if node.kind == "kernel" and node.library:
+                for index in {node.place, *node.inside}:
+                    yield from self._during(self._program.operations[index], position)
+        for item, span in self._spans.items():
+            if item.form == "operand":
+                makers = [node for node in self._timeline.placed[span.made].nodes if item in node.makes]
+                operation = self._program.operations[makers[0].place]
+                position = operation.operands.index(item.reader)
+                yield from self._as_operand(operation, position, item.times, span)
+            elif item.form == "windows":
+                operation = self._program.makers[item.value]
+                source = self._program.values[operation.operands[0]]  # type: ignore[index]
+                times = (len(source.shape) + 1) * _WINDOW_BYTES / _jax.item_bytes(source.dtype)
+                yield from self._as_operand(operation, 0, times, span)
+
+    def _as_operand(self, operation: Operation, position: int, times: float, span: Span) -> Iterator[Buffer]:
+        """So many times the bytes of an operand in the layout that an operation reads."""
+        operand, own = operation.operands[position], own_variable(self._problem, operation)
+        if isinstance(operand, int) and own is not None:
+            strategies = self._problem.choices[operation.index].strategies
+            amounts = times * _sizes_in(
+                self._problem, operand, [strategy.operands[position] for strategy in strategies]
+            )
+            yield Buffer(operand, span.start, span.end, (own,), amounts)
+
+    def _during(self, operation: Operation, place: int) -> Iterator[Buffer]:
+        """What an operation needs while it runs, in addition to operands and results."""
+        own, index = own_variable(self._problem, operation), operation.index
+        if own is None or index not in self._problem.choices:
+            return
+        strategies, amounts = self._problem.choices[index].strategies, list[Any]()
+        if any(strategy.halos for strategy in strategies):
+            amounts.append([neighbour_bytes(self._problem, operation, strategy) for strategy in strategies])
+        if is_multiplied(self._program, operation):
+            amounts.append([partial_sums(self._problem, operation, strategy) for strategy in strategies])
+        if operation.primitive.name == CONVOLUTION and is_cut_out(self._program, operation):
+            made = [strategy.results[0] for strategy in strategies]
+            amounts.append(_sizes_in(self._problem, operation.results[0], made))
+        yield from (Buffer(None, place, place, (own,), np.array(some)) for some in amounts if np.any(some))
+
+
+def own_variable(problem: Problem, operation: Operation) -> int | None:
+    """The variable of an operation, which may be its result's."""
+    own = problem.variables.operations.get(operation.index)
+    return problem.variables.values.get(operation.results[0]) if own is None and operation.results else own
+
+
+@once
+def _sizes(problem: Problem, value: int) -> Array:
+    """float [layouts]: bytes on one device."""
+    return problem.program.values[value].total_bytes / problem.domain(value).degrees
+
+
+def _sizes_in(problem: Problem, value: int, layouts: Sequence[Layout | None]) -> Array:
+    """float [layouts]: bytes on one device in each of these layouts, 0 for none."""
+    position, sizes = problem.domain(value).position, _sizes(problem, value)
+    return np.array([0.0 if layout is None else sizes[position[layout]] for layout in layouts])
+
+
+def _copied(problem: Problem, value: int) -> Array:
+    """float [layouts of the value, of the copy]: bytes of the copy, where it differs."""
+    sizes = _sizes(problem, value)
+    return np.where(np.eye(len(sizes), dtype=bool), 0.0, sizes[None, :])
+
+
+def _differing(problem: Problem, value: int, wanted: Sequence[Layout | None], sliced: bool) -> Array:
+    """float [layouts, wanted]: bytes of each wanted layout where it is not there; with ``sliced``, nor a part of what
+    is there, which kernels read as it is."""
+    domain, sizes = problem.domain(value), _sizes(problem, value)
+    places = np.array([-1 if layout is None else domain.position.get(layout, -1) for layout in wanted])
+    there = np.arange(len(domain.layouts))
+    free = (there[:, None] == places[None, :]) | (places[None, :] < 0)
+    if sliced:
+        free |= _parts(domain.layouts)[:, places]
+    return np.where(free, 0.0, sizes[places][None, :])
+
+
+def _resharded(problem: Problem, operation: Operation, position: int) -> Array | None:
+    """float [layouts of an operand, strategies]: bytes of the copy that an operation reads; None where there is none.
+    Operations with the same choices and equal operands have one table."""
+    choices, operand = problem.choices[operation.index], operation.operands[position]
+    assert isinstance(operand, int)
+    computed = computes_operand(problem, operation, position)
+    size, domain = problem.program.values[operand].total_bytes, problem.domain(operand)
+    key = "resharded", id(choices), position, size, domain, computed
+    if key not in problem.known:
+        wanted = [strategy.operands[position] for strategy in choices.strategies]
+        found = _differing(problem, operand, wanted, sliced=computed)
+        problem.known[key] = found if found.any() else None
+    known: Array | None = problem.known[key]
+    return known
+
+
+def _unreduced(problem: Problem, operation: Operation, position: int) -> Array | None:
+    """float [strategies, layouts of a result]: bytes of what an operation leaves, where it is stored otherwise; None
+    where it never is."""
+    choices, result = problem.choices[operation.index], operation.results[position]
+    size, domain = problem.program.values[result].total_bytes, problem.domain(result)
+    key = "unreduced", id(choices), position, size, domain
+    if key not in problem.known:
+        left = [layout_left(problem, operation, strategy, position) for strategy in choices.strategies]
+        places = np.array([domain.position[layout] for layout in left])
+        free = (places[:, None] == np.arange(len(domain.layouts))[None, :]) | _parts(domain.layouts)[places, :]
+        found = np.where(free, 0.0, _sizes(problem, result)[places][:, None])
+        problem.known[key] = found if found.any() else None
+    known: Array | None = problem.known[key]
+    return known
+
+
+@once
+def repeated_constants(program: Program) -> frozenset[int]:
+    """Closed-over arrays that are equal to another one: XLA keeps one constant."""
+    seen, found = set[object](), set[int]()
+    for value, held in program.captured.items():
+        own = program.values[value]
+        here = not isinstance(held, jax.core.Tracer | _jax.Ref) and getattr(held, "is_fully_addressable", True)
+        if here and not jax.dtypes.issubdtype(own.dtype, jax.dtypes.extended):
+            key = own.shape, str(own.dtype), hash(np.asarray(held).tobytes())
+            found |= {value} if key in seen else set()
+            seen.add(key)
+    return frozenset(found)
+
+
+@lru_cache(maxsize=1024)
+def _parts(layouts: tuple[Layout, ...]) -> NDArray[np.bool_]:
+    """bool [layouts, layouts]: whether each device has all of the second in what it has of the first."""
+    return np.array([[_is_part(mine, theirs) for theirs in layouts] for mine in layouts], bool)
+
+
+def _is_part(layout: Layout, other: Layout) -> bool:
+    """Whether a layout splits each dimension over what another one does, and more axes behind."""
+    same = len(layout) == len(other)
+    return same and all(theirs[: len(mine)] == mine for mine, theirs in zip(layout, other, strict=True))

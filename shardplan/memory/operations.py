@@ -1,0 +1,312 @@
+"""What XLA:GPU makes of operations: library calls, kernels of their own, or parts of the kernels that read them.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> square = jax.ShapeDtypeStruct((64, 64), "float32")
+>>> problem = shardplan.plan(lambda x, w: jnp.sum(jnp.tanh(x @ w)), 1, square, square).schedule.problem
+>>> [o.primitive.name for o in problem.program.operations if is_fusible(problem, o)]
+['tanh']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from math import gcd, prod
+
+from shardplan import _jax
+from shardplan.once import once
+from shardplan.problem import Problem
+from shardplan.program import Constant, Operation, Program
+from shardplan.strategy import operand_type
+
+CONVOLUTION, PRODUCT, POOLING_GRADIENT = "conv_general_dilated", "dot_general", "select_and_scatter_add"
+REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin"}
+)
+CUMULATIVE = frozenset({"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+SCATTERS = frozenset({"scatter-add", "scatter_add", "scatter", "scatter-sub", "scatter-mul", "scatter-min"})
+SCATTERS |= {"scatter-max"}
+UPDATES = SCATTERS | {"dynamic_update_slice"}
+"""Primitives that write into their first operand."""
+
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "stop_gradient", "copy_p"})
+PLACING = frozenset({"sharding_constraint", "device_put", "layout_constraint", "reshard"})
+
+_ADDING, _ADDITIONS = frozenset({"scatter-add", "scatter_add"}), frozenset({"add", "add_any"})
+
+_MOVES = frozenset(
+    {"broadcast_in_dim", "transpose", "slice", "rev", "pad", "select_n", "iota", "gather", "dynamic_slice", "split"}
+    | {"concatenate", "copy", "random_bits", "dynamic_update_slice"}
+    | VIEWS
+)
+"""Data movement that kernels do for what they read; random bits are computed from keys and counters."""
+
+_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
+
+_SUMMED_ELEMENTS = 1e7
+"""A product of a vector and a matrix is a kernel that multiplies and adds up where the matrix has fewer elements on
+each device: XLA's rule for products that are not worth a library call, as compiled programs show it."""
+
+_WIDE = 4
+"""Bytes of numbers to whose products a bias is added at once: of 16-bit numbers XLA adds it behind a conversion."""
+
+_MOST_STEPS = 12
+"""Operations between a reduction and what meets its result that are looked at."""
+
+_WARP = 32
+"""Threads that reduce together. Fewer elements are reduced by one thread, wherever the result is read."""
+
+
+@once
+def readers_in(program: Program) -> dict[int, list[Operation]]:
+    """Per value, the operations that read it, in the order of the program."""
+    return readers_of(program.operations)
+
+
+def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
+    """Per value, those of some operations that read it."""
+    readers: dict[int, list[Operation]] = {}
+    for operation in operations:
+        for operand in operation.operands:
+            if isinstance(operand, int):
+                readers.setdefault(operand, []).append(operation)
+    return readers
+
+
+def is_scatter(program: Program, operation: Operation) -> bool:
+    """Whether an operation writes to many places that data say. One place is an update of a slice, which fuses."""
+    return operation.primitive.name in SCATTERS and _places(program, operation) != 1
+
+
+def is_view(program: Program, operation: Operation) -> bool:
+    """Whether a result is its operand, maybe in another shape: also where the only element of a dimension is taken."""
+    name = operation.primitive.name
+    if name in VIEWS:
+        return True
+    if name != "gather" and name not in REDUCTIONS:
+        return False
+    own, made = operand_type(program, operation.operands[0]), program.values[operation.results[0]]
+    same = own.dtype == made.dtype and prod(own.shape) == prod(made.shape)
+    return same and (name != "gather" or _places(program, operation) == 1)
+
+
+def _places(program: Program, operation: Operation) -> int:
+    """The number of places that the indices of a gather or a scatter say."""
+    return prod(operand_type(program, operation.operands[1]).shape[:-1])
+
+
+def is_multiplied(program: Program, operation: Operation) -> bool:
+    """Whether a product is a library call."""
+    return operation.index in multiplied(program)
+
+
+@once
+def multiplied(program: Program) -> frozenset[int]:
+    """The products that are library calls, by index."""
+    products = (o for o in program.operations if o.primitive.name == PRODUCT)
+    return frozenset(o.index for o in products if not is_outer(program, o) and not is_sum(program, o))
+
+
+def is_outer(program: Program, operation: Operation) -> bool:
+    """Whether a product adds nothing up: it is a multiplication of elements."""
+    if operation.primitive.name != PRODUCT:
+        return False
+    (contracted, _), _ = operation.params["dimension_numbers"]
+    shape = operand_type(program, operation.operands[0]).shape
+    return prod(shape[dim] for dim in contracted) == 1
+
+
+@once
+def sums(program: Program) -> frozenset[int]:
+    """The products of vectors and small matrices, by index, which are kernels that multiply and add up."""
+    return frozenset(o.index for o in program.operations if o.primitive.name == PRODUCT and _adds_up(program, o))
+
+
+def is_sum(program: Program, operation: Operation) -> bool:
+    """Whether a product is one of `sums`."""
+    return operation.index in sums(program)
+
+
+def _adds_up(program: Program, operation: Operation) -> bool:
+    free, contracted, batches = [], 1, 1
+    for operand, contraction, batch in zip(operation.operands, *operation.params["dimension_numbers"], strict=True):
+        shape = operand_type(program, operand).shape
+        free.append(prod(size for dim, size in enumerate(shape) if dim not in (*contraction, *batch)))
+        contracted, batches = prod(shape[dim] for dim in contraction), prod(shape[dim] for dim in batch)
+    split = program.devices / gcd(program.devices, batches)  # what the batch leaves to split the rows over
+    return max(free) == 1 or (min(free) == 1 and contracted * sum(free) < _SUMMED_ELEMENTS * split)
+
+
+@once
+def reduced_by_threads(program: Program) -> frozenset[int]:
+    """The reductions, by index, of which one thread computes each result: they fuse like operations by element."""
+    return frozenset(o.index for o in program.operations if o.primitive.name in REDUCTIONS and _is_short(program, o))
+
+
+def _is_short(program: Program, operation: Operation) -> bool:
+    """Whether threads do not share the work: a row shorter than a warp that does not divide one, or few columns."""
+    shape, dims = operand_type(program, operation.operands[0]).shape, operation.params["axes"]
+    size = prod(shape[dim] for dim in dims)
+    if _is_row(shape, dims):
+        return size < _WARP and bool(_WARP % max(size, 1))
+    return size < _WARP
+
+
+def _is_row(shape: Sequence[int], dims: Collection[int]) -> bool:
+    """Whether the innermost dimension is reduced."""
+    inner = [dim for dim, size in enumerate(shape) if size > 1]
+    return not inner or inner[-1] in dims
+
+
+def moves_between_memories(program: Program, operation: Operation) -> bool:
+    """Whether an operation copies a tensor from the memory of the host to that of the devices, or back."""
+    if operation.primitive.name != "device_put" or not isinstance(operation.operands[0], int):
+        return False
+    kinds = {program.values[value].memory_kind for value in (operation.operands[0], operation.results[0])}
+    return len(kinds) > 1
+
+
+def is_fusible(problem: Problem, operation: Operation) -> bool:
+    """Whether the kernels that read an operation's result can compute it."""
+    return operation.index in fusible_operations(problem)
+
+
+@once
+def fusible_operations(problem: Problem) -> frozenset[int]:
+    """The operations, by index, that kernels which read their results can compute."""
+    return frozenset(o.index for o in problem.program.operations if _is_fusible(problem, o))
+
+
+@once
+def merged_scatters(problem: Problem) -> dict[int, int]:
+    """Scatters into zeros that nothing but an addition reads, with the addition, both by index.
+
+    XLA scatters into what is added instead, in a kernel of its own for the addition; of two such scatters that are
+    added, the second is the one."""
+    program = problem.program
+    readers, found = readers_in(program), dict[int, int]()
+    leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+    zeros = {o.results[0] for o in program.operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o)}
+    for operation in program.operations:
+        if operation.primitive.name not in _ADDING or operation.operands[0] not in zeros:
+            continue
+        reading = readers.get(operation.results[0], [])
+        if len(reading) != 1 or operation.results[0] in leaving or reading[0].region != operation.region:
+            continue
+        adds = reading[0].primitive.name in _ADDITIONS and reading[0].index not in found.values()
+        if adds and is_scatter(program, operation):
+            found[operation.index] = reading[0].index
+    return found
+
+
+def _is_zero(operation: Operation) -> bool:
+    [operand] = operation.operands[:1]
+    return isinstance(operand, Constant) and operand.value == 0
+
+
+def _is_fusible(problem: Problem, operation: Operation) -> bool:
+    name, program = operation.primitive.name, problem.program
+    merged = merged_scatters(problem)
+    if operation.index in merged or operation.index in merged.values():
+        return operation.index in merged
+    if operation.bodies or not operation.results or moves_between_memories(program, operation):
+        return False
+    if operation.primitive is _jax.optimization_barrier or is_scatter(program, operation):
+        return False
+    if name == PRODUCT:
+        return is_outer(program, operation)
+    if name in REDUCTIONS:
+        return operation.index in reduced_by_threads(program) or is_view(program, operation)
+    choices = problem.choices.get(operation.index)
+    pointwise = choices is not None and choices.pointwise
+    return pointwise or name in _MOVES | CUMULATIVE | SCATTERS | PLACING
+
+
+def computes_operand(problem: Problem, operation: Operation, position: int) -> bool:
+    """Whether the kernel of an operation can compute an operand instead of reading it from memory.
+
+    A scatter computes its indices and updates, and writes into its first operand.
+    """
+    if operation.primitive is _jax.optimization_barrier or operation.bodies:
+        return False
+    name = operation.primitive.name
+    if operation.index in merged_scatters(problem).values():
+        return True
+    if is_scatter(problem.program, operation):
+        return position > 0
+    reduces = name in REDUCTIONS | _WINDOWS or name == POOLING_GRADIENT or is_sum(problem.program, operation)
+    return reduces or is_fusible(problem, operation)
+
+
+@once
+def biased(problem: Problem) -> dict[int, int]:
+    """Products and convolutions, with the addition of a bias that is part of their kernel, both by index.
+
+    A bias has one number per column of a matrix, or per feature of an image, and nothing else reads what it is added
+    to."""
+    program, found = problem.program, dict[int, int]()
+    readers = readers_in(program)
+    leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
+    for operation in program.operations:
+        convolved = operation.primitive.name == CONVOLUTION
+        if not convolved and not is_multiplied(program, operation):
+            continue
+        [result] = operation.results
+        if _jax.item_bytes(program.values[result].dtype) < _WIDE:
+            continue
+        reading = readers.get(result, [])
+        if len(reading) != 1 or result in leaving or reading[0].primitive.name not in _ADDITIONS:
+            continue
+        [reader] = reading
+        column = (
+            operation.params["dimension_numbers"].out_spec[1] if convolved else len(program.values[result].shape) - 1
+        )
+        other = next((o for o in reader.operands if o != result), None)
+        if isinstance(other, int) and reader.region == operation.region and _spreads_along(program, other, column):
+            found[operation.index] = reader.index
+    return found
+
+
+def _spreads_along(program: Program, value: int, dimension: int) -> bool:
+    """Whether a value has one number per place along a dimension, repeated along the others."""
+    maker, shape = program.makers.get(value), program.values[value].shape
+    dims = tuple(range(len(shape)))
+    if maker is not None and maker.primitive.name == "broadcast_in_dim" and isinstance(maker.operands[0], int):
+        shape, dims = program.values[maker.operands[0]].shape, tuple(maker.params["broadcast_dimensions"])
+    return [dim for dim, size in zip(dims, shape, strict=True) if size > 1] == [dimension]
+
+
+@once
+def computed_in_rows(problem: Problem) -> frozenset[int]:
+    """The values that a row's reduction reads, and then what meets its result again: of a softmax, the exponentials.
+
+    XLA:GPU makes one kernel of it that goes through whole rows, and stores none of these."""
+    program, pointwise, found = problem.program, pointwise_operations(problem), set[int]()
+    readers = readers_in(program)
+    for operation in program.operations:
+        name, read = operation.primitive.name, operation.operands[:1]
+        if name not in REDUCTIONS or not isinstance(value := read[0], int):
+            continue
+        if not _is_row(program.values[value].shape, operation.params["axes"]):
+            continue
+        above, chain = value, [value]
+        while (maker := program.makers.get(above)) is not None and maker.primitive.name == "convert_element_type":
+            above = maker.operands[0]  # type: ignore[assignment]
+            chain.append(above)
+        stack, steps = [*operation.results], 0
+        while stack and steps < _MOST_STEPS:
+            steps += 1
+            for reader in readers.get(stack.pop(), ()):
+                spreads = reader.index in pointwise or reader.primitive.name in _MOVES
+                if spreads and reader.region == operation.region:
+                    if any(one in reader.operands for one in chain):
+                        found.update(chain)
+                        stack.clear()
+                        break
+                    stack += reader.results
+    return frozenset(found)
+
+
+@once
+def pointwise_operations(problem: Problem) -> frozenset[int]:
+    """The operations, by index, that compute each element from the elements at its place."""
+    return frozenset(index for index, choices in problem.choices.items() if choices.pointwise)
