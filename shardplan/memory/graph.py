@@ -130,6 +130,10 @@ class Graph:
     def _is_repeated(self, operation: Operation) -> bool:
         return bool(operation.results) and self.kernels.same.keys() >= {*operation.results}
 
+    def outputs(self) -> list[int]:
+        """The values that leave the region, in order."""
+        return [output for output in self.program.regions[self.region].outputs if isinstance(output, int)]
+
     # ---- nodes
 
     def size(self, item: Item) -> float:
@@ -384,7 +388,7 @@ class Graph:
             self.makers[made] = len(self.nodes) - 1
             before = made
 
-    def leads(self, first: int, last: int, most: int = 200) -> bool:
+    def leads(self, first: int, last: int, most: int = 600) -> bool:
         """Whether a node needs another one, by way of others; True where that takes longer than so many to tell."""
         stack, seen = [last], {last}
         while stack:

@@ -48,7 +48,8 @@ class _Placing:
         self._starts = {*nodes.starts.values()}
         self._depth = self._depths()
         self._ready_at: dict[int, float] = {}
-        self._ready: dict[int, None] = {}
+        self._ready: dict[float, dict[int, None]] = {}
+        """What is ready, by the first part of its key."""
         self._waiting: list[tuple[float, int]] = []
         self._ends: list[tuple[float, int, int]] = []
         self._under_way = -1
@@ -93,25 +94,29 @@ class _Placing:
         if not self._ready and self._waiting:
             until = max(until, self._waiting[0][0])
         while self._waiting and self._waiting[0][0] <= until:
-            self._ready[heapq.heappop(self._waiting)[-1]] = None
+            node = heapq.heappop(self._waiting)[-1]
+            self._ready.setdefault(self._first_key(node), {})[node] = None
         start = self._nodes.starts.get(self._under_way, -1)
-        if start in self._ready and self._ends:
-            node = start
-        else:
-            wait = self._waiting[0][0] - self._now if self._waiting else 0.0
-            node = min(self._ready, key=lambda one: self._key(one, wait))
-        del self._ready[node]
+        if self._ends and start in self._ready.get(self._first_key(start), ()):
+            return self._taken(start)
+        wait = self._waiting[0][0] - self._now if self._waiting else 0.0
+        return self._taken(min(self._ready[min(self._ready)], key=lambda one: self._key(one, wait)))
+
+    def _taken(self, node: int) -> int:
+        key = self._first_key(node)
+        del self._ready[key][node]
+        if not self._ready[key]:
+            del self._ready[key]
         return node
 
-    def _key(self, node: int, wait: float) -> tuple[float, float, int, int]:
-        last = node in self._starts and not self._depth[node]
+    def _first_key(self, node: int) -> float:
+        """Less for what leads to longer collectives; most for the start of one to which nothing leads."""
+        depth = self._depth.get(node, 0.0)
+        return 1.0 if node in self._starts and not depth else -depth
+
+    def _key(self, node: int, wait: float) -> tuple[float, int, int]:
         frees = sum(len(self._readers[need]) == 1 for need in self._nodes.needs[node])
-        return (
-            1.0 if last else -self._depth[node],
-            abs(self._cost(node) - wait) if wait else 0.0,
-            -frees,
-            -self._nodes.place[node],
-        )
+        return abs(self._cost(node) - wait) if wait else 0.0, -frees, -self._nodes.place[node]
 
     def _cost(self, node: int) -> float:
         """How long a node takes before others go on: starts and ends of collectives as long as anything small."""

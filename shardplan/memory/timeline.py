@@ -6,7 +6,7 @@ loop. An item is live from the node that makes it, or from its first reader on w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardplan.memory.graph import Graph, Item, Node
@@ -82,7 +82,7 @@ class Timeline:
             needs.setdefault(owner[number], set()).update(owner[need] for need in node.needs)
         for own, some in needs.items():
             some.discard(own)
-        place = {own: max(node.place for node in nodes) for own, nodes in members.items()}
+        place = written_order(graph, owner)
         takes = {own: sum(node.takes for node in nodes) for own, nodes in members.items()}
         starts = {own: owner[graph.nodes[own].other] for own in members if graph.nodes[own].kind == "end"}
         for own in reversed(placed_backwards(Nodes(needs, takes, place, starts))):
@@ -168,6 +168,47 @@ class Timeline:
         """Whether what runs at a position reads an item at the place of each element that it makes, and only there."""
         read = [node.reads[item] for node in self.placed[position].nodes if item in node.reads]
         return bool(read) and all(read)
+
+
+def written_order(graph: Graph, owner: Sequence[int]) -> dict[int, int]:
+    """Per node that others are part of, its position in the order in which XLA writes a computation: operands first,
+    from the results on, which the scheduler keeps where nothing else decides.
+
+    Merged collectives have their operands in the order in which each of them would be written alone.
+    """
+    before = [
+        [*dict.fromkeys([*(graph.makers[item] for item in node.reads if item in graph.makers), *sorted(node.needs)])]
+        for node in graph.nodes
+    ]
+    outputs = (graph.makers.get(Item(o, "stored")) for o in graph.outputs())
+    roots = [number for number in outputs if number is not None]
+    alone = operands_first(before, [*roots, *range(len(before))])
+    members: dict[int, list[int]] = {}
+    for number in sorted(range(len(before)), key=lambda number: (alone[number], number)):
+        members.setdefault(owner[number], []).append(number)
+    joined: list[list[int]] = [[] for _ in before]
+    for own, numbers in members.items():
+        joined[own] = [owner[need] for number in numbers for need in before[number] if owner[need] != own]
+    order = operands_first(joined, [*(owner[root] for root in roots), *members])
+    return {own: order[own] for own in members}
+
+
+def operands_first(before: Sequence[Sequence[int]], roots: Iterable[int]) -> dict[int, int]:
+    """The position of each node behind all that it needs, in depth-first order from some roots."""
+    order: dict[int, int] = {}
+    for root in roots:
+        stack = [(root, iter(before[root]))]
+        opened = {root}
+        while stack:
+            node, needs = stack[-1]
+            need = next((one for one in needs if one not in order and one not in opened), None)
+            if need is None:
+                stack.pop()
+                order.setdefault(node, len(order))
+            else:
+                opened.add(need)
+                stack.append((need, iter(before[need])))
+    return order
 
 
 def write_in_place(timeline: Timeline) -> None:
