@@ -20,12 +20,12 @@ from benchmarks.documents import Document, progress
 from benchmarks.measuring import MESHES, least_peak
 from benchmarks.processes import in_own_process, peak_memory_bytes, timed
 from shardplan.auto import trace_call
-from shardplan.finding import Search
 from shardplan.models import NAMES, Training, load
+from shardplan.optimize.solve_once import Search
+from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
 from shardplan.planning import RESERVED_MEMORY, build_problem
 from shardplan.schedule import Schedule
-from shardplan.searching import search_within
 from shardplan.tables import megabytes
 
 INTRODUCTION = (

@@ -119,13 +119,13 @@ class Relaxation:
 
     def offer(self, choices: Index) -> None:
         """Takes an assignment (by place) into account, where it keeps the limit."""
-        if self.profile is not None:
+        cost = self.price_free_cost(choices)
+        if self.profile is not None and cost < math.inf:
             peak = float(self.profile.used(choices).max())
             if peak < self.peak:
                 self.peak, self.leanest = peak, choices
             if peak > self.profile.limit:
                 return
-        cost = self.price_free_cost(choices)
         if cost < self.cost:
             self.cost, self.choices = cost, choices
 

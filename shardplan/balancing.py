@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shardplan.finding import Found, Search
+from shardplan.optimize.solve_once import Found, Search
+from shardplan.optimize.within_memory import search_within
 from shardplan.overlap import StepTime, step_time
 from shardplan.problem import Problem
-from shardplan.searching import search_within
 
 LEAST_SHARE = 1e-6
 """So little of its time does a hidden collective cost that of equal steps the one which sends less is best."""

@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from shardplan import _jax
 from shardplan.balancing import LEAST_SHARE, search_balanced
 from shardplan.errors import InfeasibleError, PlanMismatchError
-from shardplan.finding import Search
 from shardplan.hard import hard_layouts, named_orders, undivided
 from shardplan.hardware import load
 from shardplan.host_memory import host_bytes
 from shardplan.layout import LayoutSpace, MeshAxes, to_spec
 from shardplan.mesh import mesh_axes
+from shardplan.optimize.solve_once import Search
 from shardplan.options import Options, as_positions
 from shardplan.overlap import timing_of
 from shardplan.padding import padded_sizes
@@ -116,6 +116,7 @@ def plan_problem(
         "status": solution.status,
         "cached": False,
         "traffic": bool(found.schedule.problem.traffic),
+        "stages": [dict(row) for row in found.stages],
         "search_processor_seconds": solution.processor_seconds,
         "seconds": {"build": spent_seconds + built - started, "search": solved - built},
     }

@@ -30,11 +30,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shardplan.errors import InfeasibleError
-from shardplan.finding import Found, Search
+from shardplan.optimize.solve_once import Found, Search
+from shardplan.optimize.within_memory import search_within
 from shardplan.overlap import memory_traffic, sent_seconds, time_prices
 from shardplan.problem import Problem
 from shardplan.schedule import Schedule
-from shardplan.searching import search_within
 
 
 @dataclass(frozen=True, slots=True)

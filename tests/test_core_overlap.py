@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import shardplan
 from shardplan.balancing import search_balanced
-from shardplan.finding import Search
 from shardplan.hardware import HardwareProfile, Link, load
+from shardplan.optimize.solve_once import Search
 from shardplan.options import Options
 from shardplan.overlap import step_time, timing_of
 from shardplan.planning import build_problem

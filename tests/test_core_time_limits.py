@@ -13,8 +13,10 @@ import pytest
 
 import shardplan
 from shardplan import InfeasibleError, repeating
-from shardplan.finding import Counts, Found, OutOfTime, Search
+from shardplan.optimize.solve_once import Found, OutOfTime, Search
+from shardplan.optimize.state import Clock, Task
 from shardplan.problem import Problem
+from shardplan.search import Solution
 from tests.core_limited import MESH, training
 
 
@@ -75,21 +77,23 @@ def test_search_ends_soon_after_its_time(share: float, processor_clock: None, mo
     assert seconds[0] < 1.0 + 1.5
 
 
-@pytest.mark.parametrize("found", [1, 2, 3])
+@pytest.mark.parametrize("found", [1, 2])
 def test_plan_found_in_time_is_taken(found: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time is over once some schedules are within the limit, the best of these is the plan, with its gap."""
     train_step, state, batch = training()
     limit = 0.8 * shardplan.plan(train_step, MESH, state, batch, donate_argnums=0).peak_bytes
+    fitting, count = list[Found](), Task.count
 
-    def check(counts: Counts, seconds: float = 0.0) -> float:
-        fitting = [own.schedule for own in counts.counted() if own.peak_bytes <= limit]
+    def watched(task: Task, solution: Solution) -> Found:
+        own = count(task, solution)
+        fitting.extend([own] * (own.peak_bytes <= limit))
         if len(fitting) >= found:
-            counts.late = True
-            raise OutOfTime
-        return time.perf_counter()
+            task.clock.deadline = -math.inf
+        return own
 
-    monkeypatch.setattr(Counts, "check", check)
+    monkeypatch.setattr(Task, "count", watched)
     plan = shardplan.plan(train_step, MESH, state, batch, donate_argnums=0, memory_limit=limit)
+    assert len(fitting) <= found
     assert plan.peak_bytes <= limit
     assert 0 < plan.lower_bound <= plan.objective and 0 <= plan.gap < 1
 
@@ -97,13 +101,11 @@ def test_plan_found_in_time_is_taken(found: int, monkeypatch: pytest.MonkeyPatch
 def test_time_is_over_before_anything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says that it was, with the least peak that was found."""
 
-    def check(counts: Counts, seconds: float = 0.0) -> float:
-        counts.late = counts.deadline < math.inf
-        if counts.late:
-            raise OutOfTime
-        return time.perf_counter()
+    def seconds_left(clock: Clock) -> float:
+        clock.late = True
+        raise OutOfTime
 
-    monkeypatch.setattr(Counts, "check", check)
+    monkeypatch.setattr(Clock, "seconds_left", seconds_left)
     train_step, state, batch = training()
     with pytest.raises(
         InfeasibleError, match=r"(?s)in the 60 seconds of its search \(`time_limit`\).*more time\."
