@@ -39,7 +39,7 @@ from shardplan.sizes import layout_left
 Array = NDArray[np.float64]
 
 _WINDOW_BYTES = 4
-"""Bytes of an index, or of a float32: a pooling's gradient stores an index per dimension and the element of a window."""
+"""Bytes of an index, or of a float32: a pooling's gradient stores some of each window."""
 
 
 def buffers_of(timeline: Timeline, donated: frozenset[int]) -> list[Buffer]:

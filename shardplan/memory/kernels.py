@@ -114,6 +114,7 @@ def _sent(schedule: Schedule) -> Iterator[int]:
             if any(step.fraction > 0 for step in schedule.result_steps(operation, position)):
                 yield result
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):
-            if isinstance(operand, int) and layout is not None and operand in schedule.assignment.values:
-                if any(step.fraction > 0 for step in schedule.route(operand, layout).steps):
-                    yield operand
+            if not isinstance(operand, int) or layout is None or operand not in schedule.assignment.values:
+                continue
+            if any(step.fraction > 0 for step in schedule.route(operand, layout).steps):
+                yield operand

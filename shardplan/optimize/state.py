@@ -60,7 +60,6 @@ class Task:
     search: Search
     clock: Clock
     limit: float  # bytes per device
-    running: bool = False  # see `shardplan.schedule.Schedule`
     budget: float = np.inf  # the work that stages may take, in estimated seconds
     begun: Choices = field(default_factory=lambda: np.zeros(0, np.int64))
     """A schedule without a limit that does not depend on what the limit is."""
@@ -82,7 +81,7 @@ class Task:
     def count(self, solution: Solution) -> Found:
         """A solution, with what it holds in its own order."""
         begun = time.perf_counter()
-        schedule = Schedule(self.problem, self.problem.decode(solution.choices), self.running)
+        schedule = Schedule(self.problem, self.problem.decode(solution.choices))
         lifetimes = lifetimes_of(schedule, self.search.donated)
         peak = float(self.profile(lifetimes, solution.choices).max())
         self.clock.longest = max(self.clock.longest, time.perf_counter() - begun)

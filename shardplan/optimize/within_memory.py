@@ -16,13 +16,11 @@ from functools import partial
 import numpy as np
 
 from shardplan.errors import InfeasibleError
-from shardplan.memory.products import turned_carries
 from shardplan.optimize.lowest_peak import AFTER, lowest_peak, refusal
 from shardplan.optimize.proposals import Proposal, descent, mixture, searched
 from shardplan.optimize.solve_once import CLEARLY, ENOUGH, Choices, Found, OutOfTime, Search, find
 from shardplan.optimize.state import TRIES, WORK_PER_OPERATION, Clock, State, Task, budget_of
 from shardplan.problem import Problem
-from shardplan.running import sums_of_products
 from shardplan.search import Solution
 from shardplan.search.solution import relative_gap
 from shardplan.straightening import straightened
@@ -43,9 +41,6 @@ def search_within(problem: Problem, search: Search) -> Found:
             "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
         )
     free = task.count(solution)  # however late it is
-    if free.peak_bytes > task.limit and _may_run(problem):
-        task = replace(task, running=True)
-        free = task.count(solution)
     if free.peak_bytes <= task.limit:
         return free
     task = replace(task, budget=budget_of(problem, solution), begun=solution.choices if begun is None else begun)
@@ -64,18 +59,12 @@ def _without_limit(task: Task) -> tuple[Choices | None, Solution]:
         choices = straightened(problem, choices)  # as it would be found: in another order of axes it may hold less
         begun.append(choices)
         solution = Solution(choices, np.inf, -np.inf, "feasible", search.method)
-        ways = (task, replace(task, running=True)) if _may_run(problem) else (task,)
-        return any(way.count(solution).peak_bytes <= CLEARLY * search.limit_bytes for way in ways)
+        return task.count(solution).peak_bytes <= CLEARLY * search.limit_bytes
 
     counting = WORK_PER_OPERATION * len(problem.program.operations)
     seconds = max(search.seconds - max(counting - AFTER, 0.0), search.seconds / 2)
     found = find(problem, problem.network, search, seconds, serves=serves if search.limit_bytes < np.inf else None)
     return (begun[0] if begun else None), found
-
-
-def _may_run(problem: Problem) -> bool:
-    """Whether sums of products that are kept running may hold less."""
-    return bool(sums_of_products(problem).running or turned_carries(problem.program))
 
 
 def run_stages(task: Task, state: State) -> tuple[State, tuple[Mapping[str, float | str], ...]]:
