@@ -36,7 +36,7 @@ NEAR_LIMIT = 0.85
 MOST_ROUNDS = 3
 """Searches after the first. Each is cut off from what was compiled before; a fourth hardly ever finds more."""
 
-RESERVE = 0.1
+RESERVE = 0.16
 """Where there is no compiler, the share of the limit that is kept free: 95 % of predicted peaks on programs that
 nothing was fitted to are nearer to the compiled ones (`python -m benchmarks.memory_ablation`)."""
 

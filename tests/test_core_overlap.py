@@ -74,9 +74,9 @@ def test_what_a_kernel_computes_on_the_way_moves_no_bytes() -> None:
     moved = timing_of(build_problem(program, MESH, Options(objective="time"))).memory_bytes
     by_name = {o.primitive.name: moved[o.index] for o in program.operations}
     assert by_name == {"dot_general": 3 * 64 * 64 * 4, "tanh": 2 * 64 * 64 * 4}
-    program = trace_program(lambda x: jnp.sum(jnp.tanh(x) * 2), (floats(64, 64),))
+    program = trace_program(lambda x: jnp.sum(jnp.tanh(x) * 2, 1), (floats(4096, 64),))
     moved = timing_of(build_problem(program, MESH, Options(objective="time"))).memory_bytes
-    assert [moved[o.index] for o in program.operations] == [0, 0, 64 * 64 * 4 + 4]
+    assert [moved[o.index] for o in program.operations] == [0, 0, 4096 * 65 * 4]
 
 
 @pytest.mark.parametrize("bytes_per_second", [1e11, 4e11])

@@ -137,17 +137,3 @@ def test_what_is_summed_after_its_conversion_is_not_sent_as_it_was_before() -> N
     assert sums and all(sent_dtype(schedule, value) is None for value in sums)
     problem = schedule.problem
     assert all(problem.sent_bytes[value] * problem.domain(value).width == 64 * 64 * 4 for value in sums)
-
-
-@compiles_for_gpus
-def test_what_was_widened_is_in_memory_narrow_where_it_is_gathered() -> None:
-    """Weights of float32, updated by products in bfloat16 (as by Muon): these are gathered, not the wide ones."""
-
-    def step(weights: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
-        narrow = [jnp.tanh(gradient @ gradient) for gradient in gradients]
-        return [w - jnp.sin(u.astype(jnp.float32)) for w, u in zip(weights, narrow, strict=True)]
-
-    mesh, pins = gpu_mesh("h100", (8,), ("x",)), {"0/*": P(), "1/*": P("x")}
-    shapes = [[jax.ShapeDtypeStruct((8, 1024, 1024), dtype)] * 4 for dtype in ("float32", "bfloat16")]
-    plan = shardplan.plan(step, mesh, *shapes, pins=pins, donate_argnums=0, memory_limit=float("inf"))
-    assert measure(plan.lower(mesh)).memory.peak == pytest.approx(plan.peak_bytes, rel=0.01)

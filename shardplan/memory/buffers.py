@@ -5,7 +5,7 @@
 | a value as it is stored | the value's layout |
 | the copy that several readers share, and that of one reader, in another layout | both layouts |
 | a result until it is reduced | the operation's strategy and the layout |
-| a library's copy of an operand, partial sums, rows of neighbours, windows of poolings | the operation's strategy |
+| a library's copy of an operand, and what it works in: partial sums, masked rows, rows of neighbours, windows | the operation's strategy |
 | results of the step that take no donated argument's memory, from its start on | the layout |
 
 A copy that the schedule does not make has the range of the kernels that would read it, so that a search sees what it
@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from shardplan import _jax
 from shardplan.control import layouts_read
+from shardplan.groups import RAGGED
 from shardplan.layout import Layout
 from shardplan.memory.convolutions import is_cut_out, neighbour_bytes
 from shardplan.memory.graph import Item
 from shardplan.memory.lifetimes import Buffer
 from shardplan.memory.operations import CONVOLUTION, computes_operand, is_multiplied, readers_in
-from shardplan.memory.products import partial_sums
+from shardplan.memory.products import masked_rows, partial_sums
 from shardplan.memory.timeline import Span, Timeline
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -188,6 +189,8 @@ class _Buffers:
         strategies, amounts = self._problem.choices[index].strategies, list[Any]()
         if any(strategy.halos for strategy in strategies):
             amounts.append([neighbour_bytes(self._problem, operation, strategy) for strategy in strategies])
+        if operation.primitive.name == RAGGED:
+            amounts.append([masked_rows(self._problem, operation, strategy) for strategy in strategies])
         if is_multiplied(self._program, operation):
             amounts.append([partial_sums(self._problem, operation, strategy) for strategy in strategies])
         if operation.primitive.name == CONVOLUTION and is_cut_out(self._program, operation):

@@ -146,7 +146,7 @@ class Graph:
         if node.kind != "kernel":
             return node.takes
         operation, index = self.program.operations[node.place], node.place
-        if node.library and index in self.problem.choices and node.inside:
+        if node.library and index in self.problem.choices and node.inside and operation.results:
             degree = self.schedule.assignment.strategies[index].degree
             wide = _jax.item_bytes(self.program.values[operation.results[0]].dtype) >= 4
             return _CALL + self.problem.choices[index].flops / degree / (_FLOPS if wide else _FLOPS_NARROW)

@@ -19,11 +19,15 @@ from math import prod
 from typing import Any, NamedTuple
 
 from shardplan import _jax
+from shardplan.groups import axes_of_groups, sums_rows
 from shardplan.memory.operations import multiplied
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
 from shardplan.strategy import Strategy, operand_type
+
+_SIZES = 2
+"""The position of the groups' sizes among the operands of a product of rows in groups."""
 
 _SHOWN = frozenset({"reshape", "convert_element_type", "transpose", "squeeze", "expand_dims"})
 
@@ -67,6 +71,18 @@ def partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> fl
     while 2 * parts <= _MOST_PARTS and 2 * parts * tiles <= _BLOCKS and length >= _LEAST_CONTRACTED:
         parts *= 2
     return 4.0 * parts * prod(sides) if parts > 1 and length / parts > 2 * tiles - 1 else 0.0
+
+
+def masked_rows(problem: Problem, product: Operation, strategy: Strategy) -> float:
+    """Bytes on one device of the copies of rows that a product of rows in groups makes for all of its groups, with zeros
+    in the rows of the others: of its first operand, and of both where it adds rows up."""
+    groups, found = operand_type(problem.program, product.operands[_SIZES]).shape[-1], 0.0
+    for position in (0, 1) if sums_rows(product) else (0,):
+        own, layout = operand_type(problem.program, product.operands[position]), strategy.operands[position]
+        axes = {axis for axes in layout or () for axis in axes} | {*axes_of_groups(product, strategy)}
+        size = prod(own.shape) * _jax.item_bytes(own.dtype)
+        found += groups * size / problem.space.mesh.degree(tuple(sorted(axes)))
+    return found
 
 
 @once

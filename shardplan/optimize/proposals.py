@@ -7,7 +7,7 @@ short, and where what is found exceeds the limit at others, those are added (cut
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,8 @@ class Held:
     """What is found within a limit in one order: choices, and their peak there, infinite where hard
     layouts exclude them.
 
-    ``bound``: what no peak is below there. ``infeasible``: nothing keeps within the limit there.
+    ``bound``: what no peak is below there. ``infeasible``: nothing keeps within the limit there. ``lower``: what no
+    choices cost less that keep within the limit there.
     """
 
     state: State
@@ -34,6 +35,7 @@ class Held:
     peak_bytes: float
     bound: float
     infeasible: bool
+    lower: float
 
 
 def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choices, work: float) -> Held:
@@ -62,14 +64,18 @@ def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choice
             prices = {moments[moment]: price for moment, price in solution.prices.items()}
         above = {*highest(profile, limit)} - places
         if infeasible or not above or state.work >= until:
-            return Held(state, solution.choices, float(profile.max()) if valid else np.inf, bound, infeasible)
+            peak = float(profile.max()) if valid else np.inf
+            return Held(state, solution.choices, peak, bound, infeasible, lower)
         places |= above
 
 
 def searched(task: Task, base: Found, state: State, limit: float) -> Proposal:
     """The cheapest choices that a search finds within a limit."""
     held = hold(task, state, base.lifetimes, limit, base.solution.choices, task.budget / (2 * TRIES))
-    return held.state, None if held.infeasible else held.choices
+    state = held.state
+    if limit == task.limit and np.isfinite(held.lower):
+        state = replace(state, lowers={**state.lowers, base.solution.choices.tobytes(): held.lower})
+    return state, None if held.infeasible else held.choices
 
 
 def mixture(task: Task, base: Found, state: State, limit: float) -> Proposal:

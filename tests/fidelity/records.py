@@ -124,7 +124,7 @@ def read(part: str) -> Iterator[Record]:
     path = FOLDER / f"{part}.jsonl.gz"
     if path.exists():
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            yield from (Record(**{k: v for k, v in json.loads(line).items() if k != "running"}) for line in file)
+            yield from (Record(**json.loads(line)) for line in file)
 
 
 def write(part: str, records: Iterable[Record]) -> None:
