@@ -23,19 +23,14 @@ Proposal = tuple[State, Choices | None]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is found within a limit in one order: choices, and their peak there, infinite where hard
-    layouts exclude them.
-
-    ``bound``: what no peak is below there. ``infeasible``: nothing keeps within the limit there. ``lower``: what no
-    choices cost less that keep within the limit there.
-    """
+    """What is found within a limit in one order; the peak is infinite where hard layouts exclude the choices."""
 
     state: State
     choices: Choices
     peak_bytes: float
-    bound: float
-    infeasible: bool
-    lower: float
+    bound: float  # what no peak is below there
+    infeasible: bool  # whether nothing keeps within the limit there
+    lower: float  # what no choices cost less that keep within it there
 
 
 def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choices, work: float) -> Held:
@@ -53,7 +48,7 @@ def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choice
         priced = {moment: prices.get(place, 0.0) for moment, place in enumerate(moments)}
         known = all_extended(network, known)
         network.hint = Hint(extended(network, start), priced, lower, known, served=state.best is not None)
-        seconds, left = task.clock.seconds_left(), max(until - state.work, work / TRIES)
+        seconds, left = task.clock.seconds_left(), max(until - state.work, work / 2)
         solution = find(problem, network, task.search, seconds, left, fits)
         known = [choices[: len(problem.network)] for choices in solution.known]
         state = state.spend(solution.work).learn([solution.choices, *known])
@@ -71,7 +66,7 @@ def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choice
 
 def searched(task: Task, base: Found, state: State, limit: float) -> Proposal:
     """The cheapest choices that a search finds within a limit."""
-    held = hold(task, state, base.lifetimes, limit, base.solution.choices, task.budget / (2 * TRIES))
+    held = hold(task, state, base.lifetimes, limit, base.solution.choices, task.budget / (TRIES + 1))
     state = held.state
     if limit == task.limit and np.isfinite(held.lower):
         state = replace(state, lowers={**state.lowers, base.solution.choices.tobytes(): held.lower})

@@ -27,7 +27,7 @@ it, planning takes less than three times as long as without a limit."""
 LEAST_WORK = 0.05
 """Estimated seconds of a search of the smallest program: with less, prices are not found."""
 
-TRIES = 3
+TRIES = 4
 """So often is what exceeds the limit in its own order asked for less: orders differ by a percent, at random."""
 
 PLACES_AT_ONCE = 8
@@ -155,4 +155,4 @@ def highest(profile: NDArray[np.float64], limit: float) -> Iterator[int]:
 def budget_of(problem: Problem, solution: Solution) -> float:
     """The work that stages may take, in estimated seconds, where a search without a limit has found a solution."""
     work = BUDGET_PER_OPERATION * len(problem.program.operations) + BUDGET_TIMES_SEARCH * solution.work
-    return 2 * TRIES * LEAST_WORK + work
+    return (TRIES + 1) * LEAST_WORK + work

@@ -82,8 +82,13 @@ def run_stages(task: Task, state: State) -> tuple[State, tuple[Mapping[str, floa
 
 
 def _in_orders(task: Task, state: State) -> Iterator[State]:
-    """Searches in the order of the schedule without a limit, then in that of what was found last."""
-    return _fitting(task, state, lambda now, limit: searched(task, [*now.counted.values()][-1], now, limit))
+    """Searches in the order of what was found last, or where nothing fits there, of the schedule without a limit."""
+
+    def propose(state: State, limit: float) -> Proposal:
+        after, choices = searched(task, [*state.counted.values()][-1], state, limit)
+        return (after, choices) if choices is not None else searched(task, after.free, after, limit)
+
+    return _fitting(task, state, propose)
 
 
 def _descended(task: Task, state: State) -> Iterator[State]:
@@ -92,16 +97,13 @@ def _descended(task: Task, state: State) -> Iterator[State]:
 
 
 def _improved(propose: _Improve, task: Task, state: State) -> Iterator[State]:
-    """What is proposed of the best schedule, or the leanest where none fits, and then of what comes out, while that is
-    better and work is left."""
+    """What is proposed of the best schedule, and of what comes out, while that is better and work is left."""
     base = None
-    while base is not (now := state.best or state.leanest) and _worth(task, state):
-        base = now
+    while (best := state.best) is not None and best is not base and _worth(task, state):
+        base = best
         for after in _fitting(task, state, partial(propose, task, base)):
             state = after
             yield state
-        if state.best is None:
-            return
 
 
 def _worth(task: Task, state: State) -> bool:
