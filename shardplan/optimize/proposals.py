@@ -44,6 +44,7 @@ def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choice
         return bool(task.profile(order, choices).max() <= limit)
 
     while True:
+        task.clock.seconds_left()
         network, moments = order.network(limit, places, beyond), sorted(places)
         priced = {moment: prices.get(place, 0.0) for moment, place in enumerate(moments)}
         known = all_extended(network, known)

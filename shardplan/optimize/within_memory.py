@@ -16,10 +16,10 @@ from functools import partial
 import numpy as np
 
 from shardplan.errors import InfeasibleError
-from shardplan.optimize.lowest_peak import AFTER, lowest_peak, refusal
+from shardplan.optimize.lowest_peak import lowest_peak, refusal
 from shardplan.optimize.proposals import Proposal, descent, mixture, searched
 from shardplan.optimize.solve_once import CLEARLY, ENOUGH, Choices, Found, OutOfTime, Search, find
-from shardplan.optimize.state import TRIES, WORK_PER_OPERATION, Clock, State, Task, budget_of
+from shardplan.optimize.state import BUDGET_PER_OPERATION, TRIES, Clock, State, Task, budget_of
 from shardplan.problem import Problem
 from shardplan.search import Solution
 from shardplan.search.solution import relative_gap
@@ -37,9 +37,8 @@ def search_within(problem: Problem, search: Search) -> Found:
     task = Task(problem, search, Clock(time.perf_counter() + search.seconds), search.limit_bytes)
     begun, solution = _without_limit(task)
     if solution.status == "infeasible":
-        raise InfeasibleError(
-            "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
-        )
+        said = "the hard layouts of pins and constraints exclude each other: no layout of the step has them all"
+        raise InfeasibleError(said)
     free = task.count(solution)  # however late it is
     if free.peak_bytes <= task.limit:
         return free
@@ -62,8 +61,8 @@ def _without_limit(task: Task) -> tuple[Choices | None, Solution]:
         solution = Solution(choices, np.inf, -np.inf, "feasible", search.method)
         return task.count(solution).peak_bytes <= CLEARLY * search.limit_bytes
 
-    counting = WORK_PER_OPERATION * len(problem.program.operations)
-    seconds = max(search.seconds - max(counting - AFTER, 0.0), search.seconds / 2)
+    counting = BUDGET_PER_OPERATION * len(problem.program.operations)  # what is found
+    seconds = max(search.seconds - counting, search.seconds / 2)
     found = find(problem, problem.network, search, seconds, serves=serves if search.limit_bytes < np.inf else None)
     return (begun[0] if begun else None), found
 
