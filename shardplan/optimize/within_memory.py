@@ -62,7 +62,7 @@ def _without_limit(task: Task) -> tuple[Choices | None, Solution]:
         return task.count(solution).peak_bytes <= CLEARLY * search.limit_bytes
 
     counting = BUDGET_PER_OPERATION * len(problem.program.operations)  # what is found
-    seconds = max(search.seconds - counting, search.seconds / 2)
+    seconds = search.seconds - counting * (counting < search.seconds / 2)
     found = find(problem, problem.network, search, seconds, serves=serves if search.limit_bytes < np.inf else None)
     return (begun[0] if begun else None), found
 
