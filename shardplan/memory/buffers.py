@@ -5,7 +5,7 @@
 | a value as it is stored | the value's layout |
 | the copy that several readers share, and that of one reader, in another layout | both layouts |
 | a result until it is reduced | the operation's strategy and the layout |
-| a library's copy of an operand, and what it works in: partial sums, masked rows, rows of neighbours, windows | the operation's strategy |
+| a copy for a library, and its partial sums, masked rows, rows of neighbours, windows | the operation's strategy |
 | results of the step that take no donated argument's memory, from its start on | the layout |
 
 A copy that the schedule does not make has the range of the kernels that would read it, so that a search sees what it

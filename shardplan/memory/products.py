@@ -74,8 +74,8 @@ def partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> fl
 
 
 def masked_rows(problem: Problem, product: Operation, strategy: Strategy) -> float:
-    """Bytes on one device of the copies of rows that a product of rows in groups makes for all of its groups, with zeros
-    in the rows of the others: of its first operand, and of both where it adds rows up."""
+    """Bytes on one device of the copies that a product of rows in groups makes for all of its groups, with zeros in the
+    rows of the others: of its first operand, and of both where it adds rows up."""
     groups, found = operand_type(problem.program, product.operands[_SIZES]).shape[-1], 0.0
     for position in (0, 1) if sums_rows(product) else (0,):
         own, layout = operand_type(problem.program, product.operands[position]), strategy.operands[position]

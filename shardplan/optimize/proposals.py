@@ -7,7 +7,7 @@ short, and where what is found exceeds the limit at others, those are added (cut
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,7 +30,6 @@ class Held:
     peak_bytes: float
     bound: float  # what no peak is below there
     infeasible: bool  # whether nothing keeps within the limit there
-    lower: float  # what no choices cost less that keep within it there
 
 
 def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choices, work: float) -> Held:
@@ -61,17 +60,14 @@ def hold(task: Task, state: State, order: Lifetimes, limit: float, start: Choice
         above = {*highest(profile, limit)} - places
         if infeasible or not above or state.work >= until:
             peak = float(profile.max()) if valid else np.inf
-            return Held(state, solution.choices, peak, bound, infeasible, lower)
+            return Held(state, solution.choices, peak, bound, infeasible)
         places |= above
 
 
 def searched(task: Task, base: Found, state: State, limit: float) -> Proposal:
     """The cheapest choices that a search finds within a limit."""
     held = hold(task, state, base.lifetimes, limit, base.solution.choices, task.budget / (TRIES + 1))
-    state = held.state
-    if limit == task.limit and np.isfinite(held.lower):
-        state = replace(state, lowers={**state.lowers, base.solution.choices.tobytes(): held.lower})
-    return state, None if held.infeasible else held.choices
+    return held.state, None if held.infeasible else held.choices
 
 
 def mixture(task: Task, base: Found, state: State, limit: float) -> Proposal:

@@ -103,9 +103,6 @@ class State:
     """What the search for the lowest peak has found: it does not depend on the limit."""
     bound: float = 0.0
     """What no peak is below in the order of that search."""
-    lowers: Mapping[bytes, float] = field(default_factory=dict)
-    """Per schedule in whose order was searched, by its choices, what nothing costs less that keeps within the limit in
-    that order."""
 
     @property
     def best(self) -> Found | None:

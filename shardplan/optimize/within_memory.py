@@ -46,8 +46,7 @@ def search_within(problem: Problem, search: Search) -> Found:
     state, rows = run_stages(task, State(free, task.limit).take(free))
     if (best := state.best) is None:
         raise refusal(task, state)
-    within = state.lowers.get(best.solution.choices.tobytes(), -np.inf)  # of what keeps within it in the same order
-    lower = min(max(free.solution.lower_bound, within), best.solution.cost)
+    lower = min(free.solution.lower_bound, best.solution.cost)
     return replace(best, solution=replace(best.solution, lower_bound=lower), stages=rows)
 
 
