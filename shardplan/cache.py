@@ -156,4 +156,4 @@ def _files() -> list[Path]:
     """What a plan depends on in the library's folders; `rules` and `search` may be links, which globs do not follow."""
     root = Path(str(resources.files("shardplan")))
     found = {path for folder in (root, root / "rules", root / "search") for path in folder.rglob("*.py")}
-    return sorted(found | set(root.glob("hardware_profiles/*.toml")))
+    return sorted(found | set(root.rglob("*.toml")))

@@ -18,21 +18,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from shardplan.memory.cycles import BYTES_PER_LAUNCH, CYCLES_PER_BYTE, OVERLAP, cycles_of
+from shardplan.memory.cycles import cycles_of
+from shardplan.memory.gpu import H100
 from shardplan.memory.operations import CUMULATIVE, PRODUCT, REDUCTIONS, computed_in_rows, is_view
 from shardplan.problem import Problem
 from shardplan.program import Operation
 from shardplan.strategy import operand_type
 
-_CACHES = ((270e3, 20.0), (50e6, 2.5))
-"""Bytes that fit into an H100's first and second cache, and how much quicker than memory these are."""
-
-_MOST_READ, _MOST_CODE = 96, 10_000
-"""The operands of a kernel, and the operations that it has, that XLA allows at most."""
-
-_BUSY_BLOCKS, _LONG_ROW, _LONG_COLUMN = 53.0, 16384, 4096
-"""Blocks of threads with which an H100 reads as quickly as it can, by XLA's model; rows and columns that are longer
-than the others are reduced in parts first."""
+_LAUNCH_BYTES = H100.fusion.launch_microseconds * H100.reading.bytes_per_microsecond
+"""Bytes that are read in the time in which a kernel starts."""
 
 _PUT_TOGETHER = 400
 """Cycles, by XLA's count, of an element of what is put together from parts, as the indices of batched gathers are."""
@@ -48,7 +42,7 @@ _OWN = -1
 
 def quicker(size: float) -> float:
     """How much quicker it is to read so many bytes once more."""
-    return next((quicker for fits, quicker in _CACHES if size < fits), 1.0)
+    return next((quicker for fits, quicker in H100.reading.caches if size < fits), 1.0)
 
 
 def stored_values(fusion: Fusion, operations: Iterable[Operation], fusible: Collection[int]) -> frozenset[int]:
@@ -165,14 +159,18 @@ class Fusion:
         inner = [dim for dim, size in enumerate(shape) if size > 1]
         length = read / max(made, 1.0)
         if not inner or inner[-1] in dims:
-            threads = min(-(-length // 512) * 32, 1024) if length <= _LONG_ROW else 1024 / length
-            blocks = made / max(256 // max(threads, 1), 1) if length <= _LONG_ROW else made * length / _LONG_ROW
+            threads = min(-(-length // 512) * 32, 1024) if length <= H100.reading.long_row else 1024 / length
+            blocks = (
+                made / max(256 // max(threads, 1), 1)
+                if length <= H100.reading.long_row
+                else made * length / H100.reading.long_row
+            )
         else:
-            blocks = made / 32 * max(1.0, length / _LONG_COLUMN)
-        return max(1.0, _BUSY_BLOCKS / max(blocks, 1.0))
+            blocks = made / 32 * max(1.0, length / H100.reading.long_column)
+        return max(1.0, H100.reading.busy_blocks / max(blocks, 1.0))
 
     def _time(self, kernel: _Kernel) -> None:
-        kernel.moved = kernel.writes + kernel.constants / _CACHES[0][1]
+        kernel.moved = kernel.writes + kernel.constants / H100.reading.caches[0][1]
         kernel.moved += sum(self._reading(v, sum(p.values())) for v, p in kernel.reads.items())
         kernel.time = kernel.slower * _time_of(kernel.cycles, kernel.moved)
 
@@ -188,8 +186,8 @@ class Fusion:
             if own.reduces and kernel.reduces:
                 return False
             copies = len(kernel.reads[value])
-            many = len(kernel.reads.keys() | own.reads.keys()) > _MOST_READ
-            if many or copies * own.operations + kernel.operations > _MOST_CODE:
+            many = len(kernel.reads.keys() | own.reads.keys()) > H100.fusion.most_read
+            if many or copies * own.operations + kernel.operations > H100.fusion.most_operations:
                 return False
         return True
 
@@ -198,7 +196,7 @@ class Fusion:
         for reader in saved:
             saved[reader] = self._saving(value, reader)
         renamed = value in self._renamed
-        self._offer(value, inf if renamed else BYTES_PER_LAUNCH + self._kernels[value].time + sum(saved.values()))
+        self._offer(value, inf if renamed else _LAUNCH_BYTES + self._kernels[value].time + sum(saved.values()))
 
     def _offer(self, value: int, gain: float) -> None:
         self._gains[value] = gain
@@ -210,7 +208,7 @@ class Fusion:
         own, kernel = self._kernels[value], self._kernels[reader]
         places = kernel.reads[value]
         times = sum(places.values())
-        moved = kernel.moved - self._reading(value, times) + times * own.constants / _CACHES[0][1]
+        moved = kernel.moved - self._reading(value, times) + times * own.constants / H100.reading.caches[0][1]
         for source, shares in own.reads.items():
             known = kernel.reads.get(source)
             before = sum(known.values()) if known else 0.0
@@ -267,5 +265,5 @@ class Fusion:
 
 
 def _time_of(cycles: float, moved: float) -> float:
-    computing = cycles / CYCLES_PER_BYTE
-    return computing + moved - OVERLAP * min(computing, moved)
+    computing = cycles / H100.fusion.cycles_per_byte
+    return computing + moved - H100.fusion.overlap * min(computing, moved)

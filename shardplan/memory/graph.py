@@ -15,6 +15,7 @@ from shardplan import _jax
 from shardplan.control import Link
 from shardplan.layout import Layout
 from shardplan.memory.convolutions import ConvolutionCopy, convolution_copies
+from shardplan.memory.gpu import H100
 from shardplan.memory.kernels import Kernels
 from shardplan.memory.operations import (
     POOLING_GRADIENT,
@@ -31,15 +32,6 @@ from shardplan.program import Operation
 from shardplan.schedule import Route, Schedule
 from shardplan.sizes import bytes_in, layout_left
 from shardplan.steps import Step
-
-_LATENCY, _BYTES_PER_MICROSECOND = 30.0, 2.5e5
-"""What a collective takes: so many microseconds, and the time of its bytes among the H100s of a host (NVLink)."""
-
-_BYTES_MOVED = 3.35e6
-"""Bytes that an H100 reads or writes per microsecond."""
-
-_CALL, _FLOPS, _FLOPS_NARROW = 6.0, 3e8, 6e8
-"""Microseconds of a library call at least, and what it computes per microsecond, in 32 and in 16 bits."""
 
 
 class Item(NamedTuple):
@@ -149,8 +141,10 @@ class Graph:
         if node.library and index in self.problem.choices and node.inside and operation.results:
             degree = self.schedule.assignment.strategies[index].degree
             wide = _jax.item_bytes(self.program.values[operation.results[0]].dtype) >= 4
-            return _CALL + self.problem.choices[index].flops / degree / (_FLOPS if wide else _FLOPS_NARROW)
-        return sum(map(self.size, (*node.reads, *node.makes))) / _BYTES_MOVED
+            calls, flops = H100.products, self.problem.choices[index].flops / degree
+            speed = calls.flops_per_microsecond if wide else calls.flops_per_microsecond_narrow
+            return calls.call_microseconds + flops / speed
+        return sum(map(self.size, (*node.reads, *node.makes))) / H100.reading.bytes_per_microsecond
 
     def add(self, node: Node) -> int:
         node.takes = self._time(node)
@@ -378,7 +372,7 @@ class Graph:
             made = target if last else Item(target.value, f"step {number}", step.layout, target.reader)
             dtype = self.program.values[target.value].dtype
             size = bytes_in(self.schedule, target.value, layout)
-            takes = _LATENCY + size / _BYTES_PER_MICROSECOND
+            takes = H100.collectives.latency_microseconds + size / H100.collectives.bytes_per_microsecond
             begin = Node(place, "start", {before: True}, [made], takes=takes, bytes=size)
             begin.sends = (step.kind, step.axes, str(dtype), reducer)
             start = self.add(begin)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardplan.memory.gpu import H100
 from shardplan.memory.graph import Graph, Item, Node
 from shardplan.memory.kernels import kernels_of
 from shardplan.memory.operations import PRODUCT, is_multiplied
@@ -16,13 +17,7 @@ from shardplan.schedule import Schedule
 from shardplan.sizes import bytes_in
 from shardplan.strategy import operand_type
 
-COMBINED_BYTES = 30 * 2**20
-"""Collectives are merged up to this size on one device: the defaults of XLA:GPU's combiners."""
-
 _COMBINED = frozenset({"all-reduce", "reduce-scatter", "all-gather"})
-
-_MERGED_BYTES = 64 * 2**20
-"""Of two products that are merged, one moves at most so many bytes: XLA's `dot_merger` threshold."""
 
 _JOINED = frozenset({"stored", "left"})
 
@@ -61,7 +56,7 @@ def merge_collectives(graph: Graph) -> list[int]:
         if node.kind != "start" or node.sends[0] not in _COMBINED:
             continue
         group = last.get(node.sends, -1)
-        if group < 0 or filled[group] + node.bytes > COMBINED_BYTES or reaches(group, needs[number]):
+        if group < 0 or filled[group] + node.bytes > H100.collectives.combined_bytes or reaches(group, needs[number]):
             group = last[node.sends] = len(groups)
             groups.append([])
             filled[group] = behind[group] = 0
@@ -103,7 +98,7 @@ def products_merged(graph: Graph) -> list[list[int]]:
             key = operand, position, contracted[position], batch[position], strategy.operands[position], kind
             free = tuple(strategy.operands[1 - position] or ())
             for group in found.setdefault((*key, free), []):
-                small = min(size, sum(_bytes_moved(graph, graph.nodes[n]) for n in group)) <= _MERGED_BYTES
+                small = min(size, sum(_bytes_moved(graph, graph.nodes[n]) for n in group)) <= H100.fusion.merged_bytes
                 if small and not any(graph.leads(n, number) for n in group) and not taken.intersection(group):
                     group.append(number)
                     break

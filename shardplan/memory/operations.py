@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import gcd, prod
 
 from shardplan import _jax
+from shardplan.memory.gpu import H100
 from shardplan.once import once
 from shardplan.problem import Problem
 from shardplan.program import Constant, Operation, Program
@@ -42,18 +43,11 @@ _MOVES = frozenset(
 
 _WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 
-_SUMMED_ELEMENTS = 1e7
-"""A product of a vector and a matrix is a kernel that multiplies and adds up where the matrix has fewer elements on
-each device: XLA's rule for products that are not worth a library call, as compiled programs show it."""
-
 _WIDE = 4
 """Bytes of numbers to whose products a bias is added at once: of 16-bit numbers XLA adds it behind a conversion."""
 
 _MOST_STEPS = 12
 """Operations between a reduction and what meets its result that are looked at."""
-
-_WARP = 32
-"""Threads that reduce together. Fewer elements are reduced by one thread, wherever the result is read."""
 
 
 @once
@@ -133,7 +127,7 @@ def _adds_up(program: Program, operation: Operation) -> bool:
         free.append(prod(size for dim, size in enumerate(shape) if dim not in (*contraction, *batch)))
         contracted, batches = prod(shape[dim] for dim in contraction), prod(shape[dim] for dim in batch)
     split = program.devices / gcd(program.devices, batches)  # what the batch leaves to split the rows over
-    return max(free) == 1 or (min(free) == 1 and contracted * sum(free) < _SUMMED_ELEMENTS * split)
+    return max(free) == 1 or (min(free) == 1 and contracted * sum(free) < H100.products.summed_elements * split)
 
 
 @once
@@ -147,8 +141,8 @@ def _is_short(program: Program, operation: Operation) -> bool:
     shape, dims = operand_type(program, operation.operands[0]).shape, operation.params["axes"]
     size = prod(shape[dim] for dim in dims)
     if _is_row(shape, dims):
-        return size < _WARP and bool(_WARP % max(size, 1))
-    return size < _WARP
+        return size < H100.reading.warp and bool(H100.reading.warp % max(size, 1))
+    return size < H100.reading.warp
 
 
 def _is_row(shape: Sequence[int], dims: Collection[int]) -> bool:

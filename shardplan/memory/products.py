@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from shardplan import _jax
 from shardplan.groups import axes_of_groups, sums_rows
+from shardplan.memory.gpu import H100
 from shardplan.memory.operations import multiplied
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -30,9 +31,6 @@ _SIZES = 2
 """The position of the groups' sizes among the operands of a product of rows in groups."""
 
 _SHOWN = frozenset({"reshape", "convert_element_type", "transpose", "squeeze", "expand_dims"})
-
-_MULTIPLE = 8
-"""Dimensions of products of 16-bit numbers are padded to multiples of this, for tensor cores."""
 
 
 class ProductOperand(NamedTuple):
@@ -47,14 +45,12 @@ class ProductOperand(NamedTuple):
     copied: bool
 
 
-_TILE, _BLOCKS, _MOST_PARTS, _LEAST_CONTRACTED = 64, 576, 8, 1024
-"""XLA:GPU cuts a long contraction into parts where the tiles of the result are too few for an H100: into powers of two
-up to so many, while that makes no more blocks. Read off compiled programs (JAX 0.10.2)."""
-
-
 def partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> float:
     """Bytes on one device of the partial sums of a product whose contraction is cut into parts, in float32; 0 where it
-    is not."""
+    is not.
+
+    XLA:GPU cuts a long contraction into a power of two of parts where the tiles of the result are too few for the GPU.
+    """
     both, (batch, _) = product.params["dimension_numbers"]
     mesh, program = problem.space.mesh, problem.program
     if batch:
@@ -66,9 +62,10 @@ def partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> fl
         local = [size / mesh.degree(axes) for size, axes in zip(shape, split, strict=True)]
         length = prod(local[d] for d in dims)
         sides.append(prod(size for d, size in enumerate(local) if d not in dims))
-    tiles = prod(-(-side // _TILE) for side in sides)
-    parts = 1
-    while 2 * parts <= _MOST_PARTS and 2 * parts * tiles <= _BLOCKS and length >= _LEAST_CONTRACTED:
+    cut, parts = H100.products, 1
+    tiles = prod(-(-side // cut.tile) for side in sides)
+    most = min(cut.most_parts, cut.blocks / max(tiles, 1))
+    while 2 * parts <= most and length >= cut.least_contracted:
         parts *= 2
     return 4.0 * parts * prod(sides) if parts > 1 and length / parts > 2 * tiles - 1 else 0.0
 
@@ -111,7 +108,8 @@ def _product_operand(program: Program, product: Operation, position: int) -> Pro
     own = _jax.item_bytes(value.dtype)
     widest = max(_jax.item_bytes(operand_type(program, o).dtype) for o in product.operands)
     sides = [prod(value.shape[d] for d in side) for side in (free, contracted)]
-    padding = prod(-(-size // _MULTIPLE) * _MULTIPLE / size for size in sides if widest == 2 and size > 1)
+    multiple = H100.products.multiple
+    padding = prod(-(-size // multiple) * multiple / size for size in sides if widest == 2 and size > 1)
     groups = [(batch, free, contracted), (batch, contracted, free), (free, batch, contracted)]
     groups.append((contracted, batch, free))
     orders = [tuple(d for group in some for d in group if value.shape[d] > 1) for some in groups]
