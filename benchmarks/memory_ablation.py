@@ -24,8 +24,8 @@ from tests.fidelity.steps import step_of
 
 INTRODUCTION = (
     "Counted again with one effect of the memory model off: by how many points the mean and the largest error of peaks "
-    "grow on the recorded steps that figures were fitted to and on those held out; `needed` is what nothing else counts "
-    "without."
+    "grow on the recorded steps that figures were fitted to and on those held out. Without what is `needed`, nothing "
+    "is counted."
 )
 HEADER = ("effect", "fit: mean", "at most", "held out: mean", "95 %", "at most")
 PARTS = ("fit", "decide")

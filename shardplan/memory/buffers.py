@@ -78,16 +78,40 @@ class _Buffers:
     def results(self) -> Iterator[Buffer]:
         """Results in the caller's memory, which is there from the start, but for those that replace donated inputs."""
         program, end = self._program, self._timeline.end
+        taken = self._taken()
         for number, output in enumerate(program.outputs):
             if not isinstance(output, int) or program.ties.get(number) in self._donated:
                 continue
             value = program.replaced.get(number, output)
-            if value in self._variables.values:
+            if value in self._variables.values and number in taken:
+                ends = self._variables.values[taken[number]], self._variables.values[value]
+                yield Buffer(output, 0, end, ends, _of_other_shape(self._problem, taken[number], value))
+            elif value in self._variables.values:
                 yield Buffer(output, 0, end, (self._variables.values[value],), _sizes(self._problem, value))
             else:  # made from nothing
                 parts = self._problem.space.domain(program.values[output].shape).parts
                 size = program.values[output].total_bytes / parts[self._schedule.layout_of_output(number)]
                 yield Buffer(output, 0, end, (), np.array(size))
+
+    def _taken(self) -> dict[int, int]:
+        """Per result, by number, the donated input whose memory it is though it does not replace it in the next step.
+
+        XLA gives a result the first donated input of its shape and kind of number. What is not computed in place of
+        that is made elsewhere, and copied.
+        """
+        program, variables = self._program, self._variables.values
+        free = [program.inputs[position] for position in sorted(self._donated - {*program.ties.values()})]
+        found: dict[int, int] = {}
+        for number, output in enumerate(program.outputs):
+            if isinstance(output, int) and number not in program.ties and output not in program.inputs:
+                own = program.values[output]
+                alike = [v for v in free if v in variables and program.values[v].shape == own.shape]
+                value = next((v for v in alike if program.values[v].dtype == own.dtype), None)
+                if value is not None:
+                    free.remove(value)
+                    if self._timeline.is_written_over(value, output):
+                        found[number] = value
+        return found
 
     def copies(self) -> Iterator[Buffer]:
         """The copies that several readers share."""
@@ -221,6 +245,17 @@ def _copied(problem: Problem, value: int) -> Array:
     """float [layouts of the value, of the copy]: bytes of the copy, where it differs."""
     sizes = _sizes(problem, value)
     return np.where(np.eye(len(sizes), dtype=bool), 0.0, sizes[None, :])
+
+
+def _of_other_shape(problem: Problem, value: int, other: int) -> Array:
+    """float [layouts of a value, of another one]: bytes of the other, where their parts on a device differ in shape."""
+    mesh = problem.space.mesh
+    mine, theirs = (
+        np.array([[mesh.degree(axes) for axes in layout] for layout in problem.domain(one).layouts])
+        for one in (value, other)
+    )
+    same = (mine[:, None] == theirs[None, :]).all(-1)
+    return np.where(same, 0.0, _sizes(problem, other)[None, :])
 
 
 def _differing(problem: Problem, value: int, wanted: Sequence[Layout | None], sliced: bool) -> Array:

@@ -158,6 +158,23 @@ class Timeline:
                 if item in self.spans:
                     self.spans[item].end = self.end
 
+    def is_written_over(self, value: int, result: int) -> bool:
+        """Whether a value that is there before becomes a result by kernels that read it element by element, and loops
+        that go on in its memory."""
+        seen, waiting = set[Item](), [self.alias.get(result) or Item(result, "stored")]
+        while waiting:
+            item = waiting.pop()
+            if item.value == value:
+                return True
+            made = self.spans[item].made if item in self.spans and item not in seen else -1
+            seen.add(item)
+            for node in self.placed[made].nodes if made >= 0 else ():
+                if item in node.makes and node.kind == "loop":
+                    waiting += self._becoming_carries(node)
+                elif item in node.makes and self.is_made_by_kernel(item):
+                    waiting += [read for read, by_element in node.reads.items() if by_element]
+        return False
+
     def is_made_by_kernel(self, item: Item) -> bool:
         """Whether a kernel makes an item, neither a library nor a collective; False for what was there before."""
         made = self.spans[item].made

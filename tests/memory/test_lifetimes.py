@@ -37,6 +37,28 @@ def test_donated_arguments_are_the_memory_of_results():
     assert profile(plan).max() == pytest.approx(profile(plan, donated=4).max() + 4 * BLOCK)
 
 
+ROW = np.ones((1, 512), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("step", "blocks"),
+    [
+        (lambda x: jnp.tanh(x) * 2, 1),
+        (lambda x: jax.lax.dynamic_update_slice(x, ROW, (7, 0)), 1),
+        (
+            lambda x: jax.lax.fori_loop(0, 4, lambda i, x: jax.lax.dynamic_update_slice(x, ROW, (i, 0)), x),
+            1,
+        ),
+        (lambda x: x + x.T, 2),
+        (lambda x: x @ x, 2),
+    ],
+)
+def test_a_donated_array_is_the_memory_of_what_is_computed_in_its_place(step, blocks):
+    """Also where it is no state, which has the same name before and after the step."""
+    plan = planned(step, shape(512, 512), mesh=jax.sharding.AbstractMesh((1,), ("x",)))
+    assert profile(plan, donated=1).max() == pytest.approx(blocks * BLOCK, rel=0.01)
+
+
 def test_carries_and_stacks_of_loops():
     """A carry is one buffer, and slices are computed into their stack."""
 
