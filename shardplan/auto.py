@@ -19,6 +19,7 @@ from shardplan import _jax, arguments, program, results, runner
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
+from shardplan.devices import profile_of
 from shardplan.errors import (
     ArgumentError,
     CallError,
@@ -93,7 +94,7 @@ def auto(  # type: ignore[misc]
             a mesh; in all other calls types without layouts.
         memory_limit: bytes that one device may hold, as a number or as ``"11GB"``.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
-        hardware: a profile or its name; ``"h100"`` where none is given.
+        hardware: a profile or its name; that of the mesh's devices where none is given, ``"h100"`` for meshes without.
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
             split keep that layout too: it is part of their types.
         like: a planned step, or a plan, whose state some arguments are, matched by path or by tree: they keep the
@@ -360,6 +361,7 @@ def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tup
     resolved = replace(
         options,
         pins=with_explicit(pins or None, call.by_path(), mesh),
+        hardware=profile_of(mesh) if options.hardware is None else options.hardware,
         results=typed_results(call, mesh) if typed and isinstance(mesh, (Mesh, AbstractMesh)) else None,
         static_argnums=call.static_positions,
         static_argnames=call.static_names or None,

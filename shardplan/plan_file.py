@@ -107,10 +107,18 @@ class Verified(TypedDict):
     rounds: tuple[VerifiedRow, ...]
 
 
+class RepeatedWork(TypedDict):
+    share: float
+    flops: float
+    seconds: float
+    split: float
+
+
 class Statistics(TypedDict):
     """What plans print of their statistics; there is more."""
 
     seconds: Mapping[str, float]
+    repeated: NotRequired[RepeatedWork]
     pins: NotRequired[PinsPrice]
     meshes: NotRequired[tuple[MeshRow, ...]]
     refined: NotRequired[tuple[RefinedRow, ...]]
