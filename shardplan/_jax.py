@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, dispatch, effects, source_info_util, traceback_util
+from jax._src import config, dispatch, distributed, effects, source_info_util, traceback_util
 from jax._src import core as jax_core
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.interpreters import mlir, pxla
@@ -588,6 +588,11 @@ def without_typed_layout(array: Any) -> Any:
 
 
 @functools.cache
+def key_value_store() -> Any:
+    """The key-value store of the processes that ``jax.distributed`` joins; None where there is one process."""
+    return distributed.global_state.client
+
+
 def is_inexact(dtype: Any) -> bool:
     """Whether a dtype is a real or a complex floating-point type, the narrow ones included."""
     return bool(jax.dtypes.issubdtype(dtype, np.inexact))

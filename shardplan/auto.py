@@ -7,7 +7,9 @@ import os
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import jax
@@ -17,6 +19,7 @@ from shardplan import _jax, arguments, program, results, runner
 from shardplan.arguments import Call, Calls, name_of
 from shardplan.choosing import make_plan
 from shardplan.collecting import uncollected
+from shardplan.devices import profile_of
 from shardplan.errors import (
     ArgumentError,
     CallError,
@@ -35,6 +38,7 @@ from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.plan_report import mesh_text
 from shardplan.planning import rebuild
+from shardplan.processes import group_of, one_plan, planning_alone
 from shardplan.program import Program
 from shardplan.progress import LOG, log_planning, shown
 from shardplan.refine import refined
@@ -90,7 +94,7 @@ def auto(  # type: ignore[misc]
             a mesh; in all other calls types without layouts.
         memory_limit: bytes that one device may hold, as a number or as ``"11GB"``.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
-        hardware: a profile or its name; ``"h100"`` where none is given.
+        hardware: a profile or its name; that of the mesh's devices where none is given, ``"h100"`` for meshes without.
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
             split keep that layout too: it is part of their types.
         like: a planned step, or a plan, whose state some arguments are, matched by path or by tree: they keep the
@@ -112,7 +116,8 @@ def auto(  # type: ignore[misc]
             each gave stands in ``plan.statistics["refined"]``. Needs the extra ``audit``.
         islands: False leaves every reduction to XLA, also where it sends more than planned reductions would.
         verify: whether a plan whose predicted peak comes near the memory limit is compiled, and planned again where the
-            compiled peak exceeds the limit (`shardplan.feedback`). None: where the mesh has GPUs that are there.
+            compiled peak exceeds the limit (`shardplan.feedback`). None: where the mesh has GPUs that are there, all
+            of one process.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.
@@ -123,7 +128,7 @@ def auto(  # type: ignore[misc]
     """
     chosen = {name: value for name, value in locals().items() if name not in ("fn", "mesh")}
     if fn is None:
-        return functools.partial(auto, mesh=mesh, **chosen)
+        return partial(auto, mesh=mesh, **chosen)
     return AutoFunction(fn, mesh, Options(**chosen))
 
 
@@ -131,7 +136,9 @@ def auto(  # type: ignore[misc]
 def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) -> Plan:
     """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s; see ``auto`` for the options."""
     chosen = options_from(options)
-    return AutoFunction(fn, as_mesh(mesh), replace(chosen, verify=bool(chosen.verify))).plan(*args)
+    function = AutoFunction(fn, as_mesh(mesh), replace(chosen, verify=bool(chosen.verify)))
+    with nullcontext() if isinstance(mesh, Mesh) else planning_alone():
+        return function.plan(*args)
 
 
 class AutoFunction:
@@ -223,7 +230,7 @@ class AutoFunction:
         """The plan of a call, with the state of the function's first plan where that is, if memory allows it."""
         options = self.options
         if options.verify is None:
-            options = replace(options, verify=_runs_on_gpus(self.mesh))
+            options = replace(options, verify=_runs_on_gpus(self.mesh) and group_of(self.mesh) is None)
         if options.like is not None:
             like = layouts_like(_plan_of(options.like), call, self.mesh)
             options = replace(options, pins=as_pins(like, options.pins))
@@ -335,13 +342,16 @@ def _plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Pl
 
 def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
     started = time.perf_counter()
-    traced, resolved = _resolved(call, mesh, options, typed)
-    spent = time.perf_counter() - started
 
-    def make(chosen: Options) -> Plan:
-        return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
+    def decide(traced: Program, resolved: Options) -> Plan:
+        spent = time.perf_counter() - started
 
-    return refined(make, resolved) if resolved.refine > 1 else make(resolved)
+        def make(chosen: Options) -> Plan:
+            return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
+
+        return refined(make, resolved) if resolved.refine > 1 else make(resolved)
+
+    return one_plan(mesh, partial(_resolved, call, mesh, options, typed), decide)
 
 
 def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tuple[Program, Options]:
@@ -351,6 +361,7 @@ def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tup
     resolved = replace(
         options,
         pins=with_explicit(pins or None, call.by_path(), mesh),
+        hardware=profile_of(mesh) if options.hardware is None else options.hardware,
         results=typed_results(call, mesh) if typed and isinstance(mesh, (Mesh, AbstractMesh)) else None,
         static_argnums=call.static_positions,
         static_argnames=call.static_names or None,

@@ -123,11 +123,11 @@ def key_of(program: Program, meshes: Sequence[MeshAxes], options: Options, targe
     hardware = None if options.hardware is None else asdict(load(options.hardware))
     shapes = [(mesh.names, mesh.sizes) for mesh in meshes]
     versions = (library_version(), _code(), jax.__version__)
-    parts = (program.fingerprint(), shapes, entries, hardware, versions, _described(), target)
+    parts = (program.fingerprint(), shapes, entries, hardware, versions, described(), target)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _described() -> list[str]:
+def described() -> list[str]:
     """What the user has described, lambdas by what they compute."""
     found = []
     for key, description in everything_described().items():
@@ -146,13 +146,13 @@ def _code_text(code: types.CodeType) -> str:
 def _code() -> str:
     """Sizes and times of the library's files: in a working copy, versions alone tell too little."""
     digest = hashlib.sha256()
-    for path in _files():
+    for path in code_files():
         status = path.stat()
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns};".encode())
     return digest.hexdigest()
 
 
-def _files() -> list[Path]:
+def code_files() -> list[Path]:
     """What a plan depends on in the library's folders; `rules` and `search` may be links, which globs do not follow."""
     root = Path(str(resources.files("shardplan")))
     found = {path for folder in (root, root / "rules", root / "search") for path in folder.rglob("*.py")}

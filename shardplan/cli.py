@@ -154,7 +154,9 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
         mesh.add_argument("--plan", metavar="FILE", help="a saved plan of this step, instead of planning")
     parser.add_argument("--memory-limit", metavar="SIZE", help="per device, as 80GB (default: the hardware's)")
     parser.add_argument("--objective", choices=("bytes", "time"), default="bytes", help="(default: %(default)s)")
-    parser.add_argument("--hardware", help=f"a profile, {', '.join(profiles())}, or a file (default: h100)")
+    parser.add_argument(
+        "--hardware", help=f"a profile, {', '.join(profiles())}, or a file (default: that of the devices)"
+    )
     parser.add_argument("--pin", action="append", default=[], metavar="PATH=SPEC", help="as 'w/*=-,data'; repeatable")
     parser.add_argument("--donate", metavar="POSITIONS", help="arguments to donate, as 0,1 (default: none)")
     parser.add_argument("--reduce-dtype", metavar="DTYPE", help="a narrower type in which partial sums may travel")

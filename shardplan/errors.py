@@ -33,6 +33,10 @@ class PlanMismatchError(ShardplanError, ValueError):
     """A plan is used for another program, mesh or version than the one that it was made for."""
 
 
+class ProcessesError(ShardplanError):
+    """Processes that share the devices of a mesh do not plan, or run, the same."""
+
+
 class InfeasibleError(ShardplanError):
     """No layout of the program keeps within the memory limit; `least_peak_bytes` is the least peak that was found."""
 

@@ -122,7 +122,7 @@ def profiles() -> tuple[str, ...]:
     """The names of the profiles that come with the library.
 
     >>> profiles()
-    ('a100', 'b200', 'h100', 'h200', 'k80')
+    ('a100', 'b200', 'cpu', 'h100', 'h200', 'k80')
     """
     files = resources.files("shardplan").joinpath("hardware_profiles").iterdir()
     return tuple(sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")))

@@ -107,10 +107,18 @@ class Verified(TypedDict):
     rounds: tuple[VerifiedRow, ...]
 
 
+class RepeatedWork(TypedDict):
+    share: float
+    flops: float
+    seconds: float
+    split: float
+
+
 class Statistics(TypedDict):
     """What plans print of their statistics; there is more."""
 
     seconds: Mapping[str, float]
+    repeated: NotRequired[RepeatedWork]
     pins: NotRequired[PinsPrice]
     meshes: NotRequired[tuple[MeshRow, ...]]
     refined: NotRequired[tuple[RefinedRow, ...]]
@@ -160,9 +168,9 @@ def document_of(plan: Plan) -> dict[str, Any]:
     return {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
 
 
-def plan_of_document(document: Mapping[str, Any]) -> Plan:
+def plan_of_document(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None = None) -> Plan:
     """The plan of such content, as plain data; raises PlanMismatchError where it cannot be trusted."""
-    return _understood(lambda: _checked(json.loads(json.dumps(document)), "the pickled plan"), None, "the pickled plan")
+    return _understood(lambda: _checked(json.loads(json.dumps(document)), "the pickled plan"), mesh, "the pickled plan")
 
 
 def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec
 
+from shardplan.repeated_report import repeated_text
 from shardplan.tables import html_table, size_cell, size_text, text_table
 
 if TYPE_CHECKING:
@@ -291,7 +292,7 @@ def donating_text(plan: Plan) -> str:
 def plan_text(plan: Plan) -> str:
     """What ``print(plan)`` shows."""
     lines = [
-        f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices",
+        f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices{repeated_text(plan)}",
         f"  {evidence(plan)}",
         *(
             f"  {text}"
@@ -325,7 +326,7 @@ def plan_html(plan: Plan) -> str:
         for group in groups[:_ROWS]
         if group.shape
     )
-    title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>"
+    title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>{html.escape(repeated_text(plan))}"
     return (
         f"<div>{title}<br>{html.escape(evidence(plan))}<br>"
         f"{html.escape(time_text(plan))}<br>{html.escape(pins_text(plan))}<br>{html.escape(memory_text(plan))}"

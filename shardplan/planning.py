@@ -29,7 +29,7 @@ from shardplan.problem import Problem
 from shardplan.program import Operation, Program
 from shardplan.progress import doing
 from shardplan.regions.region import region_of
-from shardplan.repeating import search_sharing
+from shardplan.repeating import repeated_work, search_sharing
 from shardplan.schedule import Schedule
 from shardplan.tables import size_text
 
@@ -117,6 +117,7 @@ def plan_problem(
         "cached": False,
         "traffic": bool(found.schedule.problem.traffic),
         "stages": [dict(row) for row in found.stages],
+        "repeated": repeated_work(schedule),
         "search_processor_seconds": solution.processor_seconds,
         "seconds": {"build": spent_seconds + built - started, "search": solved - built},
     }

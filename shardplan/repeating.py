@@ -100,3 +100,22 @@ def _step(schedule: Schedule, traffic: Mapping[int, int], shared: Mapping[int, i
             alone = times * work(choices.flops, traffic[index], choices.dtype, 1)
             repeated += alone * (1 / strategy.degree - 1 / devices)
     return _Step(repeated, left)
+
+
+def repeated_work(schedule: Schedule) -> dict[str, float]:
+    """What devices repeat of a step's work: its ``share`` of the time that a device works, its ``flops``, its
+    ``seconds`` by the hardware profile, and ``split``, the most devices that share an operation.
+
+    Memory traffic counts where the plan is priced with it.
+    """
+    problem, devices = schedule.problem, schedule.space.mesh.device_count
+    work, seconds, flops, repeated, split = cache(time_prices(problem).work), 0.0, 0.0, 0.0, 1.0
+    for index, strategy in schedule.assignment.strategies.items():
+        operation, choices = problem.program.operations[index], problem.choices.get(index)
+        if choices is not None and operation.results and operation.results[0] not in problem.generated:
+            times, more = problem.times(operation), 1 / strategy.degree - 1 / devices
+            alone = times * work(choices.flops, problem.traffic.get(index, 0), choices.dtype, 1)
+            seconds += alone / strategy.degree
+            repeated, flops = repeated + alone * more, flops + times * choices.flops * more
+            split = max(split, float(strategy.degree))
+    return {"share": repeated / seconds if seconds else 0.0, "flops": flops, "seconds": repeated, "split": split}

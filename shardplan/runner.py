@@ -17,6 +17,7 @@ from shardplan.placement import place_captured, put, referred
 from shardplan.plan import Plan
 from shardplan.plan_report import bytes_on_device
 from shardplan.planning import RESERVED_MEMORY
+from shardplan.processes import check_plan
 from shardplan.progress import LOG
 from shardplan.tables import size_text
 
@@ -69,6 +70,7 @@ class Runner:
             )
         ordered = [effect for effect in self.plan.program.effects if _jax.is_ordered_for_one_device(effect)]
         if not ordered or self.plan.device_count == 1:
+            check_plan(self.plan, self.mesh)
             self._warn_of_memory()
             self._shardings = self.plan.leaf_shardings(self.mesh)
             self._captured_refs = [*self.plan.program.captured_refs.values()]

@@ -152,6 +152,11 @@ def _from_own(leaf: Any, wanted: Any) -> Any:
 
 
 def _no_part(plan: Plan, shapes: Any, what: str = "this") -> ArgumentError:
+    """The error of what is no part of a call: what differs from the argument that it is most like, by path, or, where
+    it is like none, what the arguments are."""
+    differing = _differing(plan, shapes)
+    if differing:
+        return ArgumentError(f"{what} is no argument of the planned step: {differing}")
     given = [type_text(one.shape, one.dtype) for one in jax.tree.leaves(shapes)]
     rows = []
     for name, part in _parts(plan).items():
@@ -164,3 +169,28 @@ def _no_part(plan: Plan, shapes: Any, what: str = "this") -> ArgumentError:
         f"{what} is no argument of the planned step: it has {', '.join(given[:_LISTED]) or 'no arrays'}"
         f"{' and more' if len(given) > _LISTED else ''}. The arguments are\n  " + "\n  ".join(rows)
     )
+
+
+def _differing(plan: Plan, shapes: Any) -> str:
+    """What differs by path from the argument that has the most of the same paths; nothing where none has a third."""
+    found = _types_by_path(shapes)
+    parts = {name: _types_by_path(part) for name, part in _parts(plan).items() if name != "all"}
+    name, wanted = max(parts.items(), key=lambda part: len(found.keys() & part[1].keys()), default=("", {}))
+    common = found.keys() & wanted.keys() - {""}
+    if 3 * len(common) < max(len(found), len(wanted)) or not common:
+        return ""
+    rows = [
+        f"`{path}` is {found.get(path, 'not there')}, and {wanted.get(path, 'not there')} in argument `{name}`"
+        for path in dict.fromkeys((*wanted, *found))
+        if found.get(path) != wanted.get(path)
+    ]
+    more = f"\n  and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
+    return "\n  " + "\n  ".join(rows[:_LISTED]) + more if rows else ""
+
+
+def _types_by_path(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): type_text(leaf.shape, leaf.dtype)
+        for path, leaf in leaves
+    }

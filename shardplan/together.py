@@ -35,6 +35,7 @@ from shardplan.plan import Plan
 from shardplan.plan_report import objective_text
 from shardplan.planning import build_problem
 from shardplan.problem import Problem
+from shardplan.processes import plain_of_first
 from shardplan.search import Network, solve
 from shardplan.tables import size_cell, text_table
 
@@ -122,16 +123,22 @@ def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **op
         problem = build_problem(program, with_auto_axes(mesh), resolved)
         parts.append(_Part(name, function, args, times, problem, resolved, _add(network, problem.network, times)))
     shared = list(_tied(network, parts))
-    solution = solve(network, time_limit=common.time_limit)
-    if not np.isfinite(solution.cost):
-        raise InfeasibleError("the hard layouts of pins and constraints exclude each other: no layout has them all")
-    pins = _layouts(parts, shared, solution.choices)
+    choices, bound = plain_of_first(mesh, lambda: _solved(network, common.time_limit), common.time_limit)
+    pins = _layouts(parts, shared, np.array(choices))
     try:
         plans = {part.name: _planned(part, pins[part.name]) for part in parts}
     except InfeasibleError:
         plans = _around_the_largest(parts, shared)
     counts = {part.name: part.times for part in parts}
-    return PlansTogether(plans, counts, float(min(solution.lower_bound, solution.cost)))
+    return PlansTogether(plans, counts, bound)
+
+
+def _solved(network: Network, time_limit: float) -> tuple[list[int], float]:
+    """The choices of the one network, and what none cost less than."""
+    solution = solve(network, time_limit=time_limit)
+    if not np.isfinite(solution.cost):
+        raise InfeasibleError("the hard layouts of pins and constraints exclude each other: no layout has them all")
+    return list(map(int, solution.choices)), float(min(solution.lower_bound, solution.cost))
 
 
 def _taken(name: str, entry: Any) -> tuple[Callable[..., Any], tuple[Any, ...], float, dict[str, Any]]:

@@ -123,7 +123,7 @@ def test_other_versions_are_planned_anew(folder: Path, monkeypatch: pytest.Monke
 def test_versions_are_those_of_all_files_that_plan() -> None:
     make()
     loaded = {Path(m.__file__) for name, m in sys.modules.items() if name.startswith("shardplan.") and m.__file__}
-    assert {path for path in loaded if "models" not in path.parts} <= set(cache._files())
+    assert {path for path in loaded if "models" not in path.parts} <= set(cache.code_files())
 
 
 @pytest.mark.slow

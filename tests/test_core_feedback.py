@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import shardplan
@@ -121,15 +120,14 @@ def test_live_ranges_add_up_to_the_compiled_peak():
 @compiles_for_gpus
 @pytest.mark.slow
 def test_a_peak_that_is_predicted_too_low_is_not_handed_out():
-    """The gradient of a difference compiles to more than is predicted: within the limit, or refused."""
-    step = jax.grad(lambda u: jnp.tanh(u[1:] - u[:-1]).sum())
-    mesh, shape = gpu_mesh("h100", (8,), ("x",)), jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+    """A sort's generated positions, and its results that nothing reads, are not predicted."""
+    step = jnp.argsort
+    mesh, shape = gpu_mesh("h100", (8,), ("x",)), jax.ShapeDtypeStruct((2**20,), jnp.float32)
     options = {"pins": {"0": jax.P("x")}}
     free = shardplan.plan(step, mesh, shape, **options)
     compiled = measure(free.lower(mesh), {"x": 8}).memory.peak
     assert compiled > 1.05 * free.peak_bytes
-    limit = float(np.sqrt(compiled * free.peak_bytes))
     with pytest.raises(shardplan.InfeasibleError, match="compiled peak"):
-        shardplan.plan(step, mesh, shape, memory_limit=limit, verify=True, **options)
+        shardplan.plan(step, mesh, shape, memory_limit=1.05 * free.peak_bytes, verify=True, **options)
     plan = shardplan.plan(step, mesh, shape, memory_limit=1.01 * compiled, verify=True, **options)
     assert plan.peak_bytes <= 1.01 * compiled

@@ -83,6 +83,19 @@ def test_an_init_of_another_state(plan: Any) -> None:
         plan.init(lambda: jnp.zeros(3))
 
 
+def test_a_checkpoint_of_another_program(plan: Any) -> None:
+    """What differs from the state is said by path: other shapes, what is not there, what is too much."""
+    other = make_state(KEY)
+    other["params"] = {"a": jnp.zeros((64, 128)), "c": jnp.zeros(3)}
+    for read in (plan.place, plan.moving_bytes):
+        with pytest.raises(shardplan.ArgumentError) as raised:
+            read(other)
+        said = str(raised.value)
+        assert "`params/a` is float32[64, 128], and float32[64, 256] in argument `0`" in said
+        assert "`params/b` is not there, and float32[256, 64] in argument `0`" in said
+        assert "`params/c` is float32[3], and not there in argument `0`" in said and "opt" not in said
+
+
 def test_a_plan_without_devices() -> None:
     """The first devices here are taken where there are enough."""
     of_shapes = AxisType.Auto, AxisType.Auto
