@@ -29,6 +29,7 @@ INTRODUCTION = (
 )
 HEADER = ("effect", "fit: mean", "at most", "held out: mean", "95 %", "at most")
 PARTS = ("fit", "decide")
+_ALL = 10**9
 
 
 def _gives(made: Callable[[], Any]) -> Callable[..., Any]:
@@ -56,7 +57,6 @@ EFFECTS = (
     Effect("what is stored, by estimated times", {"fusion.stored_values": _gives(frozenset)}),
     Effect("rows in one kernel", {"operations.computed_in_rows": _gives(frozenset)}),
     Effect("scatters into other gradients", {"operations.merged_scatters": _gives(dict)}),
-    Effect("biases added by products", {"operations.biased": _gives(dict)}),
     Effect("common subexpressions", {"kernels.computed_once": _gives(list)}),
     Effect("transposed and padded operands of products", {"products.product_operands": _gives(dict)}),
     Effect("partial sums of products", {"products.partial_sums": _gives(float)}),
@@ -117,10 +117,10 @@ def _points(found: Mapping[str, np.ndarray]) -> list[float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="PREFIX", help="steps whose names begin so, as flax/")
-    parser.add_argument("--operations", type=int, default=10**9, metavar="N", help="steps of at most N operations")
+    parser.add_argument("--operations", type=int, default=_ALL, metavar="N", help="steps of at most N operations")
     options = parser.parse_args(arguments)
-    every = not options.only
-    document = Document("memory_ablation", "Memory ablation", INTRODUCTION, "memory_ablation", writes=every)
+    command = "memory_ablation" if options.operations == _ALL else f"memory_ablation --operations {options.operations}"
+    document = Document("memory_ablation", "Memory ablation", INTRODUCTION, command, writes=not options.only)
     table = document.table(HEADER)
     counted = rows(options.operations, options.only)
     base = errors(counted)

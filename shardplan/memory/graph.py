@@ -97,7 +97,7 @@ class Graph:
         self._copies: dict[int, list[Item]] = {}
         self._products = product_operands(self.program)
         self._convolutions = convolution_copies(self.program)
-        self._libraries, self._scatters = kernels.libraries, merged_scatters(self.problem)
+        self._scatters = merged_scatters(self.problem)
         self._fusible = fusible_operations(self.problem)
         self._pointwise = pointwise_operations(self.problem)
         self._build()
@@ -166,7 +166,7 @@ class Graph:
         if operation.primitive.name == POOLING_GRADIENT:
             self._add_windows(node, operation)
         self._read_all(node, operation)
-        node.library |= any(one in self._libraries or one in self._scatters for one in node.inside)
+        node.library |= any(one in self._scatters for one in node.inside)
         sent = list[tuple[int, Item, tuple[Step, ...]]]()
         strategy = self.schedule.assignment.strategies.get(index)
         for position, result in enumerate(operation.results):

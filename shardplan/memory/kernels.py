@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shardplan.memory.convolutions import unreversed
 from shardplan.memory.fusion import Fusion, stored_values
-from shardplan.memory.operations import CONVOLUTION, biased, computes_operand, fusible_operations
+from shardplan.memory.operations import CONVOLUTION, computes_operand, fusible_operations
 from shardplan.memory.products import product_operands
 from shardplan.once import once
 from shardplan.problem import Problem
@@ -24,12 +24,10 @@ from shardplan.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """``stored`` are the values that are in memory; ``fused`` the operations, by index, that other kernels compute, of
-    which ``libraries`` are library calls with a bias behind."""
+    """``stored`` are the values that are in memory; ``fused`` the operations, by index, that other kernels compute."""
 
     stored: frozenset[int]
     fused: frozenset[int]
-    libraries: frozenset[int]
     same: Mapping[int, int]
     """Values that XLA computes once with an equal one before, with that."""
 
@@ -74,10 +72,8 @@ def _kernels(
     read = [v for v in range(len(values)) if v not in problem.generated]
     sizes = {v: values[v].total_bytes / parts.get(v, 1.0) for v in read}
     elements = {v: values[v].elements / parts.get(v, 1.0) for v in read}
-    own = {p: a for p, a in biased(problem).items() if needed.isdisjoint(program.operations[p].results)}
     made = [o for o in program.operations if not o.bodies and problem.generated.isdisjoint(o.results)]
-    made = [o for o in made if o.index not in own and (not o.results or not same.keys() >= {*o.results})]
-    fusible = fusible - {*own.values()}
+    made = [o for o in made if not o.results or not same.keys() >= {*o.results}]
     open_values = [r for o in made if o.index in fusible for r in o.results if r not in needed]
     stored = stored_values(Fusion(problem, sizes, elements, same), made, open_values)
     kept = {r for o in made if o.index not in fusible for r in o.results}
@@ -85,7 +81,7 @@ def _kernels(
     outside = {*program.inputs, *program.captured, *(v for region in program.regions for v in region.inputs)}
     in_memory = frozenset(stored | (needed - problem.generated) | kept | outside)
     fused = frozenset(o.index for o in made if o.index in fusible and in_memory.isdisjoint(o.results))
-    return Kernels(in_memory, fused | own.keys(), frozenset(own), same)
+    return Kernels(in_memory, fused, same)
 
 
 @once

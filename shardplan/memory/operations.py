@@ -43,9 +43,6 @@ _MOVES = frozenset(
 
 _WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 
-_WIDE = 4
-"""Bytes of numbers to whose products a bias is added at once: of 16-bit numbers XLA adds it behind a conversion."""
-
 _MOST_STEPS = 12
 """Operations between a reduction and what meets its result that are looked at."""
 
@@ -229,44 +226,6 @@ def computes_operand(problem: Problem, operation: Operation, position: int) -> b
         return position > 0
     reduces = name in REDUCTIONS | _WINDOWS or name == POOLING_GRADIENT or is_sum(problem.program, operation)
     return reduces or is_fusible(problem, operation)
-
-
-@once
-def biased(problem: Problem) -> dict[int, int]:
-    """Products and convolutions, with the addition of a bias that is part of their kernel, both by index.
-
-    A bias has one number per column of a matrix, or per feature of an image, and nothing else reads what it is added
-    to."""
-    program, found = problem.program, dict[int, int]()
-    readers = readers_in(program)
-    leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
-    for operation in program.operations:
-        convolved = operation.primitive.name == CONVOLUTION
-        if not convolved and not is_multiplied(program, operation):
-            continue
-        [result] = operation.results
-        if _jax.item_bytes(program.values[result].dtype) < _WIDE:
-            continue
-        reading = readers.get(result, [])
-        if len(reading) != 1 or result in leaving or reading[0].primitive.name not in _ADDITIONS:
-            continue
-        [reader] = reading
-        column = (
-            operation.params["dimension_numbers"].out_spec[1] if convolved else len(program.values[result].shape) - 1
-        )
-        other = next((o for o in reader.operands if o != result), None)
-        if isinstance(other, int) and reader.region == operation.region and _spreads_along(program, other, column):
-            found[operation.index] = reader.index
-    return found
-
-
-def _spreads_along(program: Program, value: int, dimension: int) -> bool:
-    """Whether a value has one number per place along a dimension, repeated along the others."""
-    maker, shape = program.makers.get(value), program.values[value].shape
-    dims = tuple(range(len(shape)))
-    if maker is not None and maker.primitive.name == "broadcast_in_dim" and isinstance(maker.operands[0], int):
-        shape, dims = program.values[maker.operands[0]].shape, tuple(maker.params["broadcast_dimensions"])
-    return [dim for dim, size in zip(dims, shape, strict=True) if size > 1] == [dimension]
 
 
 @once

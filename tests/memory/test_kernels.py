@@ -6,7 +6,7 @@ import pytest
 
 from shardplan.memory.convolutions import convolution_copies
 from shardplan.memory.kernels import kernels_of
-from shardplan.memory.operations import biased, computed_in_rows, merged_scatters
+from shardplan.memory.operations import computed_in_rows, merged_scatters
 from shardplan.memory.products import partial_sums, product_operands
 from tests.memory.programs import MESH, graph_of, planned, shape, stored
 
@@ -59,15 +59,6 @@ def test_a_scatter_into_zeros_adds_to_what_it_is_added_to():
     names = [plan.program.operations[index].primitive.name for index in (scatter, addition)]
     assert names == ["scatter-add", "add_any"]
     assert scatter in kernels_of(plan.schedule).fused
-
-
-@pytest.mark.parametrize(("dtype", "together"), [("float32", 1), ("bfloat16", 0)])
-def test_a_bias_is_added_by_its_product(dtype, together):
-    """Of float32; in 16 bits it is added behind a conversion."""
-    shapes = (*[shape(256, 256, dtype=dtype)] * 2, shape(256, dtype=dtype))
-    plan = planned(lambda x, w, b: jax.nn.relu(x @ w + b) @ w, *shapes)
-    assert len(biased(plan.schedule.problem)) == together
-    assert ("add" in stored(plan)) == bool(together)
 
 
 def test_equal_values_are_computed_once():
