@@ -29,7 +29,7 @@ from shardplan.layout import Layout
 from shardplan.memory.convolutions import is_cut_out, neighbour_bytes
 from shardplan.memory.graph import Item
 from shardplan.memory.lifetimes import Buffer
-from shardplan.memory.operations import CONVOLUTION, computes_operand, is_multiplied, readers_in
+from shardplan.memory.operations import CONVOLUTION, computes_operand, fusible_operations, is_multiplied, readers_in
 from shardplan.memory.products import masked_rows, partial_sums
 from shardplan.memory.timeline import Span, Timeline
 from shardplan.once import once
@@ -56,7 +56,7 @@ class _Buffers:
         self._timeline, self._donated = timeline, donated
         self._schedule, self._problem, self._program = timeline.schedule, timeline.problem, timeline.program
         self._variables, self._spans = timeline.problem.variables, timeline.spans
-        self._computed = timeline.computed()
+        self._computed, self._fusible = timeline.computed(), fusible_operations(timeline.problem)
         self._left = {item for item in timeline.spans if item.form in ("copy", "slice")}
         """The copies that no buffer is for yet."""
 
@@ -148,6 +148,10 @@ class _Buffers:
                     item = Item(result, "left", layout_left(problem, operation, strategy, position))
                     span = self._spans.get(item) or Span(*self._computed[index])
                     yield Buffer(result, span.start, span.end, (own, self._variables.values[result]), amounts)
+            if choices.follows_result and index not in self._fusible:
+                amounts = _unreduced(problem, operation, 0)
+                if amounts is not None and np.diag(amounts).any():
+                    yield Buffer(operation.results[0], *self._computed[index], (own,), np.diag(amounts))
 
     def _span_of_copy(self, value: int, layout: Layout | None, reader: Operation) -> Span | None:
         """When the copy of a value for one reader is live; None where the buffer of another reader stands for it."""
@@ -213,6 +217,9 @@ class _Buffers:
         strategies, amounts = self._problem.choices[index].strategies, list[Any]()
         if any(strategy.halos for strategy in strategies):
             amounts.append([neighbour_bytes(self._problem, operation, strategy) for strategy in strategies])
+        if operation.primitive.name == "sort":  # in a copy of the keys
+            keys = [strategy.operands[0] for strategy in strategies]
+            amounts.append(_sizes_in(self._problem, operation.operands[0], keys))  # type: ignore[arg-type]
         if operation.primitive.name == RAGGED:
             amounts.append([masked_rows(self._problem, operation, strategy) for strategy in strategies])
         if is_multiplied(self._program, operation):
@@ -288,14 +295,17 @@ def _resharded(problem: Problem, operation: Operation, position: int) -> Array |
 
 def _unreduced(problem: Problem, operation: Operation, position: int) -> Array | None:
     """float [strategies, layouts of a result]: bytes of what an operation leaves, where it is stored otherwise; None
-    where it never is."""
+    where it never is. Of what a kernel leaves, a part is all that it computes."""
     choices, result = problem.choices[operation.index], operation.results[position]
     size, domain = problem.program.values[result].total_bytes, problem.domain(result)
-    key = "unreduced", id(choices), position, size, domain
+    computed = operation.index in fusible_operations(problem)
+    key = "unreduced", id(choices), position, size, domain, computed
     if key not in problem.known:
         left = [layout_left(problem, operation, strategy, position) for strategy in choices.strategies]
         places = np.array([domain.position[layout] for layout in left])
-        free = (places[:, None] == np.arange(len(domain.layouts))[None, :]) | _parts(domain.layouts)[places, :]
+        free = places[:, None] == np.arange(len(domain.layouts))[None, :]
+        if computed:
+            free |= _parts(domain.layouts)[places, :]
         found = np.where(free, 0.0, _sizes(problem, result)[places][:, None])
         problem.known[key] = found if found.any() else None
     known: Array | None = problem.known[key]
