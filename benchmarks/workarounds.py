@@ -26,6 +26,7 @@ INTRODUCTION = (
     "Compiled peaks and sent bytes without a rewrite, as a multiple of those with it, on the recorded steps whose "
     "program changes. What is nowhere above 1.02 is not worth its code."
 )
+_ALL = 10**9
 HEADER = ("rewrite", "steps that change", "peak: mean", "at most", "on", "bytes: at most")
 
 
@@ -86,7 +87,7 @@ def compiled(step: str, mesh: str) -> Compiled:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="PREFIX", help="steps whose names begin so, as flax/")
-    parser.add_argument("--operations", type=int, default=10**9, metavar="N", help="steps of at most N operations")
+    parser.add_argument("--operations", type=int, default=_ALL, metavar="N", help="steps of at most N operations")
     options = parser.parse_args(arguments)
     every = not options.only
     chosen = [one for part in ("fit", "decide") for one in read(part) if one.step.startswith(options.only)]
@@ -95,15 +96,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with progress() as shown:
         for record in shown.track(chosen, description="steps"):
             rows.append(in_own_process(compiled, record.step, record.mesh))
-    document = Document("workarounds", "Rewrites of the applied program", INTRODUCTION, "workarounds", writes=every)
+    command = "workarounds" if options.operations == _ALL else f"workarounds --operations {options.operations}"
+    document = Document("workarounds", "Rewrites of the applied program", INTRODUCTION, command, writes=every)
     table = document.table(HEADER)
     for name in REWRITES:
         changed = [row for row in rows if name in row.peaks]
-        peaks = [row.peaks[name] / row.peaks[""] for row in changed]
-        sent = [row.sent[name] / max(row.sent[""], 1.0) for row in changed]
-        most = max(range(len(peaks)), key=peaks.__getitem__, default=0)
-        cells = (f"{sum(peaks) / len(peaks):.3f}", f"{peaks[most]:.3f}", changed[most].step, f"{max(sent):.3f}")
-        table.add((name, str(len(changed)), *(cells if changed else ("", "", "", ""))))
+        cells = ["", "", "", ""]
+        if changed:
+            peaks = [row.peaks[name] / row.peaks[""] for row in changed]
+            sent = [row.sent[name] / max(row.sent[""], 1.0) for row in changed]
+            most = max(range(len(peaks)), key=peaks.__getitem__)
+            cells = [f"{sum(peaks) / len(peaks):.3f}", f"{peaks[most]:.3f}", changed[most].step, f"{max(sent):.3f}"]
+        table.add((name, str(len(changed)), *cells))
     document.print()
 
 
