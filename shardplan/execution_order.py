@@ -42,12 +42,6 @@ def execution_order(program: Program, fused: Collection[int] = frozenset()) -> l
     return order
 
 
-@once
-def order_of(program: Program) -> list[int]:
-    """The execution order of a program of which nothing is fused."""
-    return execution_order(program)
-
-
 def operands_first(
     program: Program, index: int, done: set[int], before: Mapping[int, Sequence[int]] | None = None
 ) -> Iterator[Operation]:
