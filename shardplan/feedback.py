@@ -63,13 +63,16 @@ def verified(plan: Plan, options: Options, replan: Replan) -> Plan:
             plan if plan.peak_bytes <= (1 - RESERVE) * limit else replan(_limited(options, (1 - RESERVE) * limit), {})
         )
     rounds = _Rounds(judge, options, replan, limit)
+    tried: Plan | None = plan
     for _ in range(1 + MOST_ROUNDS):
-        if rounds.keeps_within(plan):
-            return rounds.judged(plan)
-        again = rounds.plan_again(plan)
-        if again is None:
+        if tried is None:
             break
-        plan = again
+        if rounds.keeps_within(tried):
+            return rounds.judged(tried)
+        tried = rounds.plan_again(tried)
+    leanest = rounds.leanest()
+    if leanest is not None and rounds.keeps_within(leanest):
+        return rounds.judged(leanest)
     least = min(row["compiled_peak_bytes"] for row in rounds.rows)
     raise InfeasibleError(
         f"no plan was found whose compiled peak keeps within {size_text(limit)} per device: of "
@@ -146,13 +149,25 @@ class _Rounds:
         for index, size in self._excess_of(plan).items():
             self._excess[index] = max(size, self._excess.get(index, 0.0))
         try:
-            return self._with(self._limit)
-        except InfeasibleError as error:  # what is cut off may be more than need be: the leanest is worth compiling
-            least = error.least_peak_bytes
-        try:
-            return self._with(least) if self._limit < least < np.inf else None
+            return self._with(self._limit, self._excess)
         except InfeasibleError:
             return None
+
+    def leanest(self) -> Plan | None:
+        """The plan with the least predicted peak, with nothing cut off: what was cut off may be more than need be.
+
+        None where there is none, or no time is left."""
+        limit = 1.0
+        if self._left <= 0:
+            return None
+        for _ in range(3):  # what is below the arguments is refused with their sum, and that with the least peak
+            try:
+                return self._with(limit, {})
+            except InfeasibleError as error:
+                limit = error.least_peak_bytes
+            if not limit < np.inf:
+                break
+        return None
 
     def judged(self, plan: Plan) -> Plan:
         """The plan with its compiled peak, by which compiler, and what was compiled before it."""
@@ -163,8 +178,8 @@ class _Rounds:
         peak = self.rows[-1]["compiled_peak_bytes"]
         return replace(plan, peak_bytes=peak, statistics=statistics, executable=executable)
 
-    def _with(self, limit: float) -> Plan:
-        found = self._replan(replace(_limited(self._options, limit), time_limit=self._left), self._excess)
+    def _with(self, limit: float, excess: Mapping[int, float]) -> Plan:
+        found = self._replan(replace(_limited(self._options, limit), time_limit=self._left), excess)
         return replace(found, recipe=replace(found.recipe, options=self._options))
 
     def _excess_of(self, plan: Plan) -> dict[int, float]:

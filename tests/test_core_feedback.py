@@ -74,8 +74,15 @@ def test_where_nothing_compiles_within_the_limit_the_plan_is_refused(monkeypatch
     asked = _judged(monkeypatch, [2.0] * 9)
     with pytest.raises(shardplan.InfeasibleError, match="whose compiled peak keeps within") as caught:
         _planned(1.02 * free_peak, verify=True)
-    assert 1 <= len(asked) <= 1 + feedback.MOST_ROUNDS
+    assert 1 <= len(asked) <= 2 + feedback.MOST_ROUNDS
     assert caught.value.least_peak_bytes == min(int(2.0 * plan.peak_bytes) for plan in asked)
+
+
+def test_before_a_refusal_the_least_predicted_peak_is_compiled(monkeypatch, free_peak):
+    """What was cut off may be more than need be: here nothing is left, yet the leanest plan compiles within."""
+    asked = _judged(monkeypatch, [2.0, 1.0])
+    plan = _planned(1.02 * free_peak, verify=True)
+    assert len(asked) == 2 and plan.peak_bytes < asked[0].peak_bytes
 
 
 def test_without_a_compiler_a_reserve_is_kept_free(monkeypatch, free_peak):
