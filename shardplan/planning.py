@@ -229,7 +229,7 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
         operation = sent.operation
         found.append(
             PlannedCollective(
-                kind=sent.step.kind,
+                kind=sent.step.kind.value,
                 axes=tuple(mesh.names[axis] for axis in sorted(sent.step.axes)),
                 bytes=sent.bytes,
                 times=sent.times,

@@ -19,6 +19,7 @@ from shardplan import _jax
 from shardplan.anew import awaited, wait_behind
 from shardplan.beginnings import in_parts
 from shardplan.carries import fill_late
+from shardplan.collectives import CollectiveKind, Step, ends_of
 from shardplan.control import Link, Links, scope_of_trips
 from shardplan.early import reduced_before_added
 from shardplan.groups import on_blocks, splits_rows_or_groups
@@ -32,10 +33,9 @@ from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.regions._jax import by_hand
 from shardplan.reversing import bring
-from shardplan.schedule import REDUCTIONS, Schedule
+from shardplan.schedule import Schedule
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
-from shardplan.steps import Step, ends_of
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
 from shardplan.widened import sent_dtype, sent_in, unrounded
@@ -217,7 +217,7 @@ class Replay:
             for step in ends_of(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._in_own_memory(index, self._constrain(_jax.moved(held, None), step.layout))
-                if extreme and step.kind in REDUCTIONS:
+                if extreme and step.kind.reduces:
                     held = self._constrain(from_integers(held, self._program.values[index].dtype), step.layout)
             planned = self._schedule.assignment.values[index]
             if filling:
@@ -227,7 +227,7 @@ class Replay:
 
     def _scatters(self, operation: Operation) -> bool:
         """Whether the partial results of an operation with one result are scattered."""
-        return any(step.kind == "reduce-scatter" for step in self._schedule.result_steps(operation, 0))
+        return any(step.kind == CollectiveKind.REDUCE_SCATTER for step in self._schedule.result_steps(operation, 0))
 
     def _read_operands(self, operation: Operation, strategy: Strategy) -> Sequence[Any]:
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):
@@ -253,7 +253,7 @@ class Replay:
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
     ) -> tuple[tuple[Any, ...], list[int]]:
         """Runs an operation block by block, with explicit reductions; gives its results and how many steps it did."""
-        steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
+        steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind.reduces]
         island = Island(self._mesh, self._schedule.space.mesh, tuple(sorted(strategy.pending[0])), steps, travelling)
         own, dtype = strategy.results[0], self._program.values[operation.results[0]].dtype
         blocks = self._on_blocks(operation, strategy, travelling)
@@ -351,7 +351,7 @@ class Replay:
         stacked = list(self._on_all_blocks(run, operation, strategy, parts) if apart else run(*parts))
         done = []
         for number, (index, layout) in enumerate(zip(operation.results, strategy.results, strict=True)):
-            steps = [step for step in self._schedule.result_steps(operation, number) if step.kind in REDUCTIONS]
+            steps = [step for step in self._schedule.result_steps(operation, number) if step.kind.reduces]
             done.append(len(steps))
             if steps:
                 stacked[number] = self._reduced(index, self._constrain(stacked[number], layout), layout, steps)
@@ -372,7 +372,7 @@ class Replay:
         route = self._schedule.route(value, layout)
         held, steps = self._read(value, route.source), list(route.steps)
         if self._schedule.is_partial(value, route.source) and steps:
-            reducing = [step for step in steps if step.kind in REDUCTIONS]
+            reducing = [step for step in steps if step.kind.reduces]
             reduced = self._reduced(value, held, route.source, reducing)
             held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]

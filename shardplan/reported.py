@@ -12,7 +12,7 @@ from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.planning import plan_problem, plan_program
 from shardplan.program import Program
-from shardplan.schedule import REDUCTIONS, Schedule, Sent
+from shardplan.schedule import Schedule, Sent
 from shardplan.sum_dtypes import deferred_dtype
 
 COMPARED = ("bfloat16", "float32")
@@ -24,7 +24,7 @@ def reduction_bytes(schedule: Schedule) -> dict[str, float]:
 
     The plan stays the same; planned anew for that type, it can send less.
     """
-    sent = [found for found in schedule.collectives() if found.step.kind in REDUCTIONS]
+    sent = [found for found in schedule.collectives() if found.step.kind.reduces]
     found = {"as planned": float(sum(one.bytes * one.times for one in sent))}
     return found | {name: float(sum(_bytes_in(schedule, one, name) for one in sent)) for name in COMPARED}
 

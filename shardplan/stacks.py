@@ -63,6 +63,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh
 
 from shardplan import _jax
+from shardplan.collectives import CollectiveKind
 from shardplan.control import Link
 from shardplan.layout import Layout, to_spec
 from shardplan.memory.merging import merged_anywhere
@@ -129,7 +130,7 @@ def _last_gathered(schedule: Schedule, value: int, layout: Layout) -> tuple[tupl
     """Where a gather brings a value to a layout at last: the mesh axes that it goes over, and the dimension that these
     split, counted without those of size 1."""
     route = schedule.route(value, layout)
-    if not route.steps or route.steps[-1].kind != "all-gather":
+    if not route.steps or route.steps[-1].kind != CollectiveKind.ALL_GATHER:
         return None
     before = route.steps[-2].layout if len(route.steps) > 1 else route.source
     shape = schedule.program.values[value].shape

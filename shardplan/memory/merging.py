@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardplan.collectives import CollectiveKind
 from shardplan.memory.gpu import H100
 from shardplan.memory.graph import Graph, Item, Node
 from shardplan.memory.kernels import kernels_of
@@ -17,7 +18,7 @@ from shardplan.schedule import Schedule
 from shardplan.sizes import bytes_in
 from shardplan.strategy import operand_type
 
-_COMBINED = frozenset({"all-reduce", "reduce-scatter", "all-gather"})
+_COMBINED = frozenset({CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER})
 
 _JOINED = frozenset({"stored", "left"})
 
