@@ -28,7 +28,7 @@ from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.measuring import Curve, collective, matrix_product, measure_curve, memory_traffic
 from shardplan.mesh import can_run, memory_for_arrays, with_auto_axes
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.tables import text_table
 
 _KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
@@ -80,7 +80,7 @@ class Calibration:
 
 def calibrate(
     mesh: Mesh,
-    plan: Plan | None = None,
+    plan: PlanData | None = None,
     path: str | os.PathLike[str] | None = None,
     *,
     largest_bytes: int = _LARGEST_BYTES,
@@ -148,7 +148,7 @@ def _name(kind: str, axes: tuple[str, ...]) -> str:
     return f"{kind} over {', '.join(axes)}"
 
 
-def _check(mesh: Mesh, plan: Plan | None) -> None:
+def _check(mesh: Mesh, plan: PlanData | None) -> None:
     if not isinstance(mesh, Mesh) or not all(can_run(device) for device in mesh.devices.flat):
         raise ArgumentError(f"calibrate measures devices that are there: a jax.sharding.Mesh of them, got `{mesh}`")
     if plan is not None and dict(mesh.shape) != plan.mesh_axes:
@@ -164,14 +164,14 @@ def _check_path(path: str | os.PathLike[str]) -> None:
         raise ArgumentError(f"cannot write the profile to `{path}`: there is no folder `{place.parent}`")
 
 
-def _dtypes(plan: Plan | None) -> tuple[str, ...]:
+def _dtypes(plan: PlanData | None) -> tuple[str, ...]:
     if plan is None:
         return ("float32", "bfloat16")
     products = [o for o in plan.program.operations if o.primitive.name == "dot_general"]
     return tuple(dict.fromkeys(str(plan.program.values[o.results[0]].dtype) for o in products)) or ("float32",)
 
 
-def _collectives(mesh: Mesh, plan: Plan | None) -> list[tuple[CollectiveKind, tuple[str, ...]]]:
+def _collectives(mesh: Mesh, plan: PlanData | None) -> list[tuple[CollectiveKind, tuple[str, ...]]]:
     """Kinds and axes to measure: those that tell an axis's rate and latency, and those of the plan."""
     found = [(kind, (axis,)) for axis in mesh.axis_names if mesh.shape[axis] > 1 for kind in _KINDS]
     planned = [(CollectiveKind(c.kind), c.axes) for c in plan.collectives] if plan else []

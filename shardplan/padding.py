@@ -21,7 +21,8 @@ from shardplan import rules
 from shardplan.layout import LayoutSpace, MeshAxes
 from shardplan.partitioner import has_windows, usable_uneven_splits
 from shardplan.program import Operation, Program
-from shardplan.strategy import operand_type, split_sizes
+from shardplan.strategies import split_sizes
+from shardplan.strategy import operand_type
 
 # Smaller dimensions (colours, coordinates) share no work worth the further layouts.
 _LEAST_SIZE = 6

@@ -16,7 +16,8 @@ from shardplan.overlap import regions_left_out, time_prices, work_seconds
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
 from shardplan.search.placement import PLACEMENTS, WorkGraph, place
-from shardplan.simulate import Simulation, Task, simulate_tasks
+from shardplan.simulate import Simulation, simulate_tasks
+from shardplan.task import Task
 
 PREFIX = "placement:"
 PLACEMENT_METHODS = tuple(f"{PREFIX}{name}" for name in PLACEMENTS)

@@ -30,7 +30,8 @@ from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.spreading import spread_values
 from shardplan.steps import called_steps, halo_steps
-from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, waiting
+from shardplan.strategies import StrategyMaker
+from shardplan.strategy import Choices, Strategy, barrier_strategy, passing_on, waiting
 from shardplan.sum_dtypes import deferred_dtype, reduction_dtype
 from shardplan.transition import Partial, Transitions, over_trips
 from shardplan.twins import mirrored, twins

@@ -34,11 +34,12 @@ from shardplan.reads import read_block, reads_place
 from shardplan.regions._jax import by_hand
 from shardplan.reversing import bring
 from shardplan.schedule import Schedule
+from shardplan.sent_dtype import sent_dtype, sent_in
 from shardplan.stacking import begun_apart, scan_begun
 from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
-from shardplan.widened import sent_dtype, sent_in, unrounded
+from shardplan.widened import unrounded
 
 
 class Replay:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from shardplan import _jax
 from shardplan.hard import hard_layouts
 from shardplan.options import Options
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.planning import plan_problem, plan_program
 from shardplan.program import Program
 from shardplan.schedule import Schedule, Sent
@@ -41,7 +41,7 @@ def _bytes_in(schedule: Schedule, sent: Sent, name: str) -> float:
     return sent.step.fraction * elements * _jax.item_bytes(travelling) * sent.times
 
 
-def with_reports(plan: Plan, program: Program, options: Options) -> Plan:
+def with_reports(plan: PlanData, program: Program, options: Options) -> PlanData:
     """The plan, its statistics with ``reductions`` (bytes by precision) and, where there are pins, their price.
 
     The price is what the pinned plan costs above the best one without pins, in ``communication_bytes`` and in the unit
@@ -57,7 +57,7 @@ def with_reports(plan: Plan, program: Program, options: Options) -> Plan:
     return replace(plan, statistics=statistics)
 
 
-def _without_pins(plan: Plan, program: Program, options: Options) -> Plan:
+def _without_pins(plan: PlanData, program: Program, options: Options) -> PlanData:
     """The plan of the same program without pins."""
     if options.objective == "time":  # the problem at hand may be priced at another share
         return plan_program(program, plan.mesh, options)

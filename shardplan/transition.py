@@ -269,9 +269,9 @@ class Reductions:
     >>> domain = transitions.space.domain((16, 16))
     >>> reductions = transitions.reductions
     >>> wanted, nothing = ((0,), (1,)), ((), ())
-    >>> [step.kind for step in reductions.path(domain, Partial(nothing, (0, 1), island=False), wanted)]
+    >>> [str(step.kind) for step in reductions.path(domain, Partial(nothing, (0, 1), island=False), wanted)]
     ['reduce-scatter', 'all-to-all']
-    >>> [step.kind for step in reductions.path(domain, Partial(nothing, (0, 1), island=True), wanted)]
+    >>> [str(step.kind) for step in reductions.path(domain, Partial(nothing, (0, 1), island=True), wanted)]
     ['reduce-scatter', 'reduce-scatter']
     """
 

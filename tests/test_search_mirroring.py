@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from shardplan.auto import trace_call
 from shardplan.models import gpt
 from shardplan.options import Options
+from shardplan.planned_call import trace_call
 from shardplan.planning import build_problem
 from shardplan.problem import Problem
 from shardplan.search import Network, solve
