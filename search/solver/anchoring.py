@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.budget import Budget
 from shardplan.search.graph.graph import Graph, Infeasible
-
-if TYPE_CHECKING:
-    from shardplan.search.solver.graph_solver import GraphSolver
+from shardplan.search.solver.bounded_graph import BoundedGraph
 
 __all__ = ["Anchor", "bound_of_parts", "budget_of_part", "look_among"]
 
@@ -83,7 +80,7 @@ def budget_of_part(budget: Budget) -> Budget:
     return replace(few, dives=False, merging=0, fitting=False)
 
 
-def bound_of_parts(solver: GraphSolver) -> float:
+def bound_of_parts(solver: BoundedGraph) -> float:
     """A lower bound of what is better than what a solver has found in the parts of its graph, which it takes into
     account; minus infinity where not each of them is searched to its end.
 
@@ -106,7 +103,7 @@ def bound_of_parts(solver: GraphSolver) -> float:
 
 
 def look_among(
-    solver: GraphSolver,
+    solver: BoundedGraph,
     masks: dict[int, NDArray[np.bool_]],
     budget: Budget,
     upper: float = math.inf,
@@ -119,7 +116,7 @@ def look_among(
     """
     graph, part = solver.graph, solver.graph.copy()
     part.twins = {}
-    inner = solver.beside(part, budget, upper)
+    inner = solver.of_part(part, budget, upper)
     try:
         part.restrict_all(masks)
         part.make_consistent()
@@ -135,7 +132,7 @@ def look_among(
     return inner.lower if inner.closed else -math.inf
 
 
-def _promises(inner: GraphSolver, solver: GraphSolver, least: float) -> bool:
+def _promises(inner: BoundedGraph, solver: BoundedGraph, least: float) -> bool:
     """Whether a few sweeps of a part close so much of the gap that the solver of the whole graph has."""
     inner.reduce()
     budget, inner.budget = inner.budget, replace(inner.budget, sweeps=_FIRST_SWEEPS)

@@ -20,15 +20,12 @@ them stand out.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.graph.graph import Graph, Infeasible
-
-if TYPE_CHECKING:
-    from shardplan.search.solver.graph_solver import GraphSolver
+from shardplan.search.solver.bounded_graph import BoundedGraph
 
 __all__ = ["dive"]
 
@@ -38,7 +35,7 @@ _GAP = 1e-4
 _FEW_CHOICES = 4000
 
 
-def dive(solver: GraphSolver, relaxation: Relaxation) -> None:
+def dive(solver: BoundedGraph, relaxation: Relaxation) -> None:
     """Takes the best assignment that is found so into account, where the solver's budget allows it.
 
     relaxation: of the solver's graph as it is.
@@ -56,7 +53,7 @@ def dive(solver: GraphSolver, relaxation: Relaxation) -> None:
     budget = replace(
         solver.budget, sweeps=200, closing=0.05 * solver.budget.closing, dives=False, merging=0, fitting=False
     )
-    inner = solver.beside(small, replace(budget, seconds=seconds), gap=_GAP)
+    inner = solver.of_part(small, replace(budget, seconds=seconds), gap=_GAP)
     inner.prices = solver.prices
     try:
         inner.reduce(dominance=sum(small.size(v) for v in small.live()) < _FEW_CHOICES)

@@ -26,7 +26,6 @@ or tables get too large.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +35,7 @@ from shardplan.search.graph.choice_groups import Groups
 from shardplan.search.graph.dynamic_programming import Elimination, Plan, adjacency, plan
 from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.table_elimination import Taken
-
-if TYPE_CHECKING:
-    from shardplan.search.solver.graph_solver import GraphSolver
+from shardplan.search.solver.bounded_graph import BoundedGraph
 
 __all__ = ["MOST_ENTRIES", "settle_fitting"]
 
@@ -61,7 +58,7 @@ _WORTH = 0.5
 _SECONDS_PER_ENTRY, _SECONDS_PER_VARIABLE = 2e-9, 5e-5
 
 
-def settle_fitting(solver: GraphSolver) -> bool:
+def settle_fitting(solver: BoundedGraph) -> bool:
     """Takes what dynamic programming on choices that fit, and groups of the others, finds and proves into account; True
     where the gap is closed by it."""
     graph, left = solver.graph, solver.upper - solver.lower

@@ -12,7 +12,7 @@ from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph.graph import Graph
 from shardplan.search.run import Run
-from shardplan.search.solver import graph_solver
+from shardplan.search.solver import bounded_graph, graph_solver
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.testing import random_networks
 
@@ -46,7 +46,7 @@ def test_messages_go_on_from_a_much_better_assignment(monkeypatch: pytest.Monkey
     best, optimum = random_networks.brute_force(net)
     assert best is not None
     known = dict(enumerate(best.tolist()))
-    monkeypatch.setattr(graph_solver, "_QUICKLY_OPENED", 0)
+    monkeypatch.setattr(bounded_graph, "_QUICKLY_OPENED", 0)
     monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: steps.append("merge"))
 
@@ -167,7 +167,7 @@ def test_messages_of_a_start_that_have_stalled_are_hardly_swept(
     stalled: bool, far: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However far from closed they are."""
-    monkeypatch.setattr(graph_solver, "_FAR", far)
+    monkeypatch.setattr(bounded_graph, "_FAR", far)
     monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
     monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: 0)
     graph = Graph.of(_contradicting())
@@ -235,8 +235,8 @@ def test_choices_that_fit_are_looked_through_where_sweeps_hardly_raise_the_bound
         return False
 
     monkeypatch.setattr(graph_solver, "settle_fitting", none_fit)
-    monkeypatch.setattr(graph_solver, "_SLOW", slow)
-    monkeypatch.setattr(graph_solver, "_QUICKLY_OPENED", 0)
+    monkeypatch.setattr(bounded_graph, "_SLOW", slow)
+    monkeypatch.setattr(bounded_graph, "_QUICKLY_OPENED", 0)
     monkeypatch.setattr(Relaxation, "prunable", lambda *_: 1.0)
     budget = Budget(sweeps=100, entries=1, closable=0, dives=False, merging=0, fitting=True)
     GraphSolver(Graph.of(_contradicting()), math.inf, budget, 1e-9, Callbacks(_nothing, lambda: 60.0)).solve()
