@@ -13,8 +13,8 @@ from shardplan.layout import Layout, to_spec
 from shardplan.overlap import memory_traffic
 from shardplan.plan_data import PlanData, PlannedCollective
 from shardplan.plan_report import glob_of, objective_text, sizes_text
-from shardplan.program import Constant, Operation
-from shardplan.strategy import Strategy, operand_type
+from shardplan.program import Constant, Operation, operand_type
+from shardplan.strategy import Strategy
 from shardplan.tables import megabytes, size_text
 
 _SUBJECTS = 6

@@ -32,11 +32,10 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.regions._jax import by_hand
-from shardplan.reversing import bring
 from shardplan.schedule import Schedule
 from shardplan.sent_dtype import sent_dtype, sent_in
 from shardplan.stacking import begun_apart, scan_begun
-from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
+from shardplan.stacks import in_order, is_gathered_out_of_order, ordered
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
 from shardplan.widened import unrounded
@@ -51,7 +50,6 @@ class Replay:
         self._mesh = mesh
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
-        self._ordered = held_in_order(schedule)
         self._behind = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
         self._unrounded = unrounded(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
 
@@ -121,10 +119,9 @@ class Replay:
         constants, carries = params["num_consts"], params["num_carry"]
 
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
-            inputs = (*operands[:constants], *carry, *self._ordered_slices(operation, slices))
+            inputs = (*operands[:constants], *carry, *slices)
             results = self._body(operation.bodies[0], links.inside, inputs)
-            stacked = stacked_in_order(links.inside[carries:], results[carries:], self._schedule, self._mesh)
-            return tuple(results[:carries]), tuple(stacked)
+            return tuple(results[:carries]), tuple(results[carries:])
 
         if operation.index in begun_apart(self._schedule):
             return scan_begun(self._schedule, self._mesh, operation, operands, body)
@@ -132,13 +129,6 @@ class Replay:
         entering, slices = tuple(operands[constants : constants + carries]), tuple(operands[constants + carries :])
         carry, stacks = jax.lax.scan(body, entering, slices, **settings)
         return (*carry, *stacks)
-
-    def _ordered_slices(self, operation: Operation, slices: Sequence[Any]) -> Iterator[Any]:
-        """The slices that a scan runs over, held to the order of their stacks where XLA would copy these."""
-        values = self._program.regions[operation.bodies[0]].inputs
-        for value, one in zip(values[len(values) - len(slices) :], slices, strict=True):
-            layout = self._schedule.assignment.values.get(value, ())
-            yield in_order(one, layout, self._schedule, self._mesh) if value in self._ordered else one
 
     def _while(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
         condition, body = operation.bodies
@@ -223,7 +213,6 @@ class Replay:
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
-            held = in_order(held, planned, self._schedule, self._mesh) if index in self._ordered else held
             self._held[index, planned] = self._apart(index, held, planned)
 
     def _scatters(self, operation: Operation) -> bool:
@@ -377,15 +366,14 @@ class Replay:
             reduced = self._reduced(value, held, route.source, reducing)
             held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]
-        before = route.source
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
                 passed = _jax.moved(sent_in(self._schedule, value, held), None) if step.fraction else held
-                brought = bring(self._schedule, value, passed, (before, step.layout), self._constrain)
+                brought = self._constrain(passed, step.layout)
                 if is_gathered_out_of_order(self._schedule, value, step.layout):
                     brought = in_order(brought, step.layout, self._schedule, self._mesh)
                 self._held[value, step.layout] = self._in_own_memory(value, brought)
-            held, before = self._held[value, step.layout], step.layout
+            held = self._held[value, step.layout]
 
     def _generate(self, value: int, layout: Layout) -> Any:
         tensor = self._program.values[value]

@@ -27,9 +27,9 @@ from shardplan.partitioner import (
     usable_splits,
     usable_uneven_splits,
 )
-from shardplan.program import Operation, Program
+from shardplan.program import Operation, Program, operand_type
 from shardplan.regions.region import region_of
-from shardplan.strategy import Choices, Halo, Strategy, operand_type
+from shardplan.strategy import Choices, Halo, Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from itertools import combinations, product
 from typing import Any
 
 from shardplan.layout import Domain, Layout, MeshAxes
-from shardplan.program import Constant, Operation, Program
+from shardplan.program import Operation
 from shardplan.regions.collectives import Named
 
 
@@ -108,11 +108,6 @@ def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...])
                 results = tuple((pending, *layout) for layout in base.results)
                 found.append(replace(base, operands=operands, results=results))
     return replace(choices, strategies=(*choices.strategies, *found))
-
-
-def operand_type(program: Program, operand: int | Constant) -> Any:
-    """What has the shape and dtype of an operand."""
-    return program.values[operand] if isinstance(operand, int) else operand.aval
 
 
 def barrier_strategy(operation: Operation, values: Mapping[int, Layout], mesh: MeshAxes) -> Strategy:

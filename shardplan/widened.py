@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from shardplan import _jax
 from shardplan.once import once
-from shardplan.program import Operation, Program, Value
-from shardplan.strategy import operand_type
+from shardplan.program import Operation, Program, Value, operand_type
 
 _PASSED = frozenset(
     {"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose", "slice"}

@@ -18,17 +18,9 @@ from shardplan.layout import Layout
 from shardplan.memory.convolutions import ConvolutionCopy, convolution_copies
 from shardplan.memory.gpu import H100
 from shardplan.memory.kernels import Kernels
-from shardplan.memory.operations import (
-    POOLING_GRADIENT,
-    REDUCTIONS,
-    UPDATES,
-    computes_operand,
-    fusible_operations,
-    is_view,
-    merged_scatters,
-    pointwise_operations,
-)
+from shardplan.memory.operations import computes_operand, fusible_operations, merged_scatters, pointwise_operations
 from shardplan.memory.products import ProductOperand, product_operands
+from shardplan.operation_kinds import POOLING_GRADIENT, REDUCTIONS, UPDATES, is_view
 from shardplan.program import Operation
 from shardplan.schedule import Route, Schedule
 from shardplan.sizes import bytes_in, layout_left
