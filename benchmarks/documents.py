@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardplan.tables import markdown_table, text_table
+from shardplan.common.tables import markdown_table, text_table
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 

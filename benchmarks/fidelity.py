@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from benchmarks.documents import Document, progress
 from benchmarks.measuring import MESHES, PLAIN, PLAN, Compiled, Job, Planned, measured
 from benchmarks.recipes import baselines_of
+from shardplan.common.tables import megabytes
 from shardplan.models import NAMES
-from shardplan.tables import megabytes
 
 AT_ONCE = 2
 """Rows that are measured at the same time: work is compared, in seconds of all cores."""

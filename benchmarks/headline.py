@@ -8,7 +8,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardplan.tables import markdown_table
+from shardplan.common.tables import markdown_table
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 START, END = "<!-- quality -->", "<!-- end of quality -->"

@@ -20,9 +20,9 @@ import numpy as np
 
 import shardplan
 from benchmarks.documents import Document, progress
+from shardplan.common.tables import megabytes
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.models import load as load_model
-from shardplan.tables import megabytes
 
 MODELS = ("gpt", "llama", "mlp", "resnet")
 HOSTS, PER_HOST = 2, 8

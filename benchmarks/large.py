@@ -16,8 +16,8 @@ import optax
 import shardplan
 from benchmarks.documents import Document
 from benchmarks.processes import in_own_process, timed
-from shardplan.audit import measure
-from shardplan.target import gpu_mesh
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
 
 HEAD = 64
 VOCABULARY = 32768

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import shardplan
 from benchmarks.documents import Document
 from benchmarks.processes import in_own_process, timed
-from shardplan.audit import audit
+from shardplan.audits.audit import audit
+from shardplan.compiled.target import gpu_mesh
 from shardplan.models import vgg
-from shardplan.target import gpu_mesh
 
 REDUCING = ("all-reduce", "reduce-scatter", "all-gather")
 

@@ -28,18 +28,18 @@ import shardplan
 from benchmarks.baselines import AXES, Baseline, lower
 from benchmarks.processes import in_own_process, timed
 from benchmarks.recipes import baselines_of
-from shardplan.audit import audit, measure
-from shardplan.compiled import CompiledReport
+from shardplan.audits.audit import audit, measure
+from shardplan.compiled.program import CompiledReport
+from shardplan.compiled.target import gpu_mesh
 from shardplan.errors import InfeasibleError
 from shardplan.models import Training, load
-from shardplan.plan import Plan
-from shardplan.target import gpu_mesh
+from shardplan.plans.plan import Plan
 
 TARGET = "h100"
 MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2, "model": 2, "more": 2}}
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "benchmarks"
-COMPILER = ("shardplan/hlo", "shardplan/compiled.py", "shardplan/target.py", "shardplan/gpu_targets")
+COMPILER = ("shardplan/compiled", "shardplan/gpu_targets")
 """What says how a program is compiled and read."""
 PLAN, PLAIN, TIGHT = "plan", "plain jit", "tight plan"
 ALLOWED = 1.2

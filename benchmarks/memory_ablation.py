@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.documents import Document, progress
 from shardplan.memory.model import lifetimes_of
-from shardplan.planning import donated_leaves
-from shardplan.schedule import Schedule
+from shardplan.plans.pipeline import donated_leaves
+from shardplan.problem.schedule import Schedule
 from tests.fidelity.records import problem_of, read, schedule_of
 from tests.fidelity.steps import step_of
 

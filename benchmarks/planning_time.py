@@ -19,14 +19,14 @@ import shardplan
 from benchmarks.documents import Document, progress
 from benchmarks.measuring import MESHES, least_peak
 from benchmarks.processes import in_own_process, peak_memory_bytes, timed
+from shardplan.common.tables import megabytes
 from shardplan.models import NAMES, Training, load
 from shardplan.optimize.solve_once import Search
 from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
-from shardplan.planned_call import trace_call
-from shardplan.planning import RESERVED_MEMORY, build_problem
-from shardplan.schedule import Schedule
-from shardplan.tables import megabytes
+from shardplan.plans.pipeline import RESERVED_MEMORY, build_problem
+from shardplan.plans.planned_call import trace_call
+from shardplan.problem.schedule import Schedule
 
 INTRODUCTION = (
     "Seconds to plan training steps, tracing included, each in a process of its own; memory is the most that the "

@@ -18,8 +18,8 @@ from benchmarks.baselines import Baseline
 from benchmarks.documents import Document, Table, progress
 from benchmarks.measuring import ALLOWED, MESHES, PLAN, TIGHT, Compiled, Job, Measured, measured
 from benchmarks.recipes import baselines_of
+from shardplan.common.tables import megabytes, text_table
 from shardplan.models import NAMES
-from shardplan.tables import megabytes, text_table
 
 AT_ONCE = 2
 """Models that are measured at the same time: bytes are read from them, not seconds."""

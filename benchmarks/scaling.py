@@ -8,10 +8,10 @@ from dataclasses import replace
 import shardplan
 from benchmarks.documents import Document, progress
 from benchmarks.processes import in_own_process, timed
-from shardplan.audit import audit
+from shardplan.audits.audit import audit
+from shardplan.common.tables import megabytes
+from shardplan.compiled.target import gpu_mesh
 from shardplan.models import gpt
-from shardplan.tables import megabytes
-from shardplan.target import gpu_mesh
 
 INTRODUCTION = (
     "A GPT of 4 layers, 4096 wide, of two sequences per device: what one device sends per step, predicted and "

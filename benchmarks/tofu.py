@@ -22,21 +22,21 @@ from jax.sharding import AbstractMesh
 from benchmarks.documents import Document, Table, progress
 from benchmarks.measuring import KEPT, code
 from benchmarks.processes import in_own_process, timed
-from shardplan.annotate import annotate
-from shardplan.audit import audit
+from shardplan.audits.audit import audit
+from shardplan.common.tables import megabytes
+from shardplan.compiled.target import gpu_mesh
 from shardplan.hardware import load as load_profile
 from shardplan.models import Training, lstm, wide_resnet
 from shardplan.options import Options
-from shardplan.overlap import time_prices, work_seconds
-from shardplan.placing import PLACEMENT_METHODS, simulate_placement
-from shardplan.plan import Plan
-from shardplan.planning import build_problem, plan_problem
-from shardplan.problem import Problem
-from shardplan.program import Program
-from shardplan.simulate_plan import simulate
-from shardplan.tables import megabytes
-from shardplan.target import gpu_mesh
-from shardplan.tracing import trace_program
+from shardplan.plans.pipeline import build_problem, plan_problem
+from shardplan.plans.plan import Plan
+from shardplan.plans.simulate import simulate
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.tofu_annotations import annotate
+from shardplan.program.program import Program
+from shardplan.program.tracing import trace_program
+from shardplan.timing.operator_placement import PLACEMENT_METHODS, simulate_placement
+from shardplan.timing.step_time import time_prices, work_seconds
 
 DEVICES = 8
 HARDWARE = "k80"

@@ -17,8 +17,8 @@ import shardplan
 from benchmarks.documents import Document, progress
 from benchmarks.measuring import TARGET
 from benchmarks.processes import in_own_process
-from shardplan.compiled import measure
-from shardplan.target import gpu_mesh
+from shardplan.compiled.program import measure
+from shardplan.compiled.target import gpu_mesh
 from tests.fidelity.records import read
 from tests.fidelity.steps import MESHES, step_of
 
@@ -50,7 +50,7 @@ REWRITES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "bring": _brought,
     }
 )
-"""The functions of `shardplan.replay`, and what stands in the place of each."""
+"""The functions of `shardplan.apply.replay`, and what stands in the place of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def compiled(step: str, mesh: str) -> Compiled:
     plan = shardplan.plan(found.function, devices, *found.arguments, donate_argnums=found.donated)
     texts, result = dict[str, str](), Compiled(f"{step} on {mesh}")
     for name in ("", *REWRITES):
-        with patch(f"shardplan.replay.{name}", REWRITES[name]) if name else nullcontext():
+        with patch(f"shardplan.apply.replay.{name}", REWRITES[name]) if name else nullcontext():
             lowered = plan.lower(devices)
         texts[name] = lowered.as_text()
         if name and texts[name] == texts[""]:

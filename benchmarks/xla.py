@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardplan.hlo.collectives import collectives
-from shardplan.target import compile_for, gpu_mesh
+from shardplan.compiled.hlo.collectives import collectives
+from shardplan.compiled.target import compile_for, gpu_mesh
 
 M, K, N = 64, 128, 256
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import shardplan
+from shardplan.compiled.target import TargetNotInstalledError
 from shardplan.models import gpt, text
 from shardplan.models.demo_report import collective_table, compiled_table, layout_table, plan_summary
 from shardplan.models.training import Batch, State, Training
-from shardplan.target import TargetNotInstalledError
 
 DEVICES = 8
 MESH = {"data": DEVICES}

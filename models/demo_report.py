@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import shardplan
-from shardplan.audit import Audit, measure
-from shardplan.plan_report import evidence, layout_groups, memory_text, planned_traffic
-from shardplan.target import gpu_mesh
+from shardplan.audits.audit import Audit, measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.plans.report import evidence, layout_groups, memory_text, planned_traffic
 
 AXIS = "data"
 PARAMETERS = "0/params/"

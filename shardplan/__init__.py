@@ -13,46 +13,48 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from shardplan.quiet import without_cuda_notice
+from shardplan.common.quiet_imports import without_cuda_notice
 
 if TYPE_CHECKING:
-    from shardplan.audit import audit as audit
+    from shardplan.audits.audit import audit as audit
+    from shardplan.audits.calibrate import calibrate as calibrate
     from shardplan.auto import auto as auto
     from shardplan.auto import plan as plan
-    from shardplan.calibrate import calibrate as calibrate
     from shardplan.compare import Comparison as Comparison
     from shardplan.compare import compare as compare
-    from shardplan.control import trip_count as trip_count
+    from shardplan.compiled.target import gpu_mesh as gpu_mesh
     from shardplan.errors import ArgumentError as ArgumentError
     from shardplan.errors import CallError as CallError
     from shardplan.errors import InfeasibleError as InfeasibleError
     from shardplan.errors import PlanMismatchError as PlanMismatchError
     from shardplan.errors import ShardplanError as ShardplanError
     from shardplan.errors import ShardplanWarning as ShardplanWarning
-    from shardplan.plan import Plan as Plan
+    from shardplan.plans.plan import Plan as Plan
+    from shardplan.plans.simulate import simulate as simulate
+    from shardplan.program.control_flow import trip_count as trip_count
     from shardplan.rules import describe as describe
-    from shardplan.simulate import Simulation as Simulation
-    from shardplan.simulate_plan import simulate as simulate
+    from shardplan.timing.simulator import Simulation as Simulation
     from shardplan.together import plan_together as plan_together
 
 _MODULES = {
-    "audit": "audit",
+    "audit": "audits.audit",
     "auto": "auto",
     "plan": "auto",
-    "calibrate": "calibrate",
+    "calibrate": "audits.calibrate",
     "Comparison": "compare",
     "compare": "compare",
-    "trip_count": "control",
+    "trip_count": "program.control_flow",
     "ArgumentError": "errors",
     "CallError": "errors",
     "InfeasibleError": "errors",
     "PlanMismatchError": "errors",
     "ShardplanError": "errors",
     "ShardplanWarning": "errors",
-    "Plan": "plan",
+    "Plan": "plans.plan",
     "describe": "rules",
-    "Simulation": "simulate",
-    "simulate": "simulate_plan",
+    "gpu_mesh": "compiled.target",
+    "Simulation": "timing.simulator",
+    "simulate": "plans.simulate",
     "plan_together": "together",
 }
 """The module of each public name."""

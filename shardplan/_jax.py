@@ -299,7 +299,9 @@ def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:
 def source_line(equation: Equation) -> str | None:
     """``file:line (function)`` of the user's code that an equation comes from, None where nothing leads back to it."""
     frame = source_info_util.user_frame(equation.source_info.traceback)
-    if frame is None or frame.file_name.endswith("shardplan/single_trips.py"):  # whose scan has the line
+    if frame is None or frame.file_name.endswith(
+        "shardplan/program/inline_single_trip_scans.py"
+    ):  # whose scan has the line
         return None
     name = frame.file_name.rsplit("/", 1)[-1]
     return f"{name}:{frame.start_line} ({frame.function_name})"

@@ -14,8 +14,9 @@ from typing import Any, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from shardplan import _jax, arguments, program, results, runner
-from shardplan.arguments import Call, name_of
+from shardplan import _jax
+from shardplan.audits.refine import refined
+from shardplan.common.progress import LOG
 from shardplan.errors import (
     ArgumentError,
     EnclosingTraceError,
@@ -24,21 +25,22 @@ from shardplan.errors import (
 )
 from shardplan.frameworks import adapted
 from shardplan.hardware import HardwareProfile
-from shardplan.jit_options import with_options_of
-from shardplan.like import as_pins, layouts_kept, layouts_like
-from shardplan.mesh import GivenMesh, Unsaid, as_mesh, mesh_of_context
+from shardplan.layout.mesh import GivenMesh, Unsaid, as_mesh, mesh_of_context
 from shardplan.options import Options
-from shardplan.plan import Plan
-from shardplan.plan_report import mesh_text
-from shardplan.planned_call import UNSAID, calls_of, plan_call, resolved_call
-from shardplan.processes import planning_alone
-from shardplan.program import Program
-from shardplan.progress import LOG
-from shardplan.refine import refined
-from shardplan.runner import Runner
-from shardplan.typed import axis_types_of
+from shardplan.plans import planned_call, processes, result_layouts, runner
+from shardplan.plans.explicit_types import axis_types_of
+from shardplan.plans.jit_options import with_options_of
+from shardplan.plans.like import as_pins, layouts_kept, layouts_like
+from shardplan.plans.plan import Plan
+from shardplan.plans.planned_call import UNSAID, calls_of, plan_call, resolved_call
+from shardplan.plans.processes import planning_alone
+from shardplan.plans.report import mesh_text
+from shardplan.plans.runner import Runner
+from shardplan.program import call_arguments, program
+from shardplan.program.call_arguments import Call, name_of
+from shardplan.program.program import Program
 
-for _module in (arguments, program, results, runner, _jax):
+for _module in (call_arguments, program, planned_call, processes, result_layouts, runner, _jax):
     _jax.hide_from_tracebacks(__file__, str(_module.__file__))
 
 
@@ -87,8 +89,8 @@ def auto(  # type: ignore[misc]
         pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
             split keep that layout too: it is part of their types.
         like: a planned step, or a plan, whose state some arguments are, matched by path or by tree: they keep the
-            layouts that it has there, so that nothing moves between the two (`shardplan.like`). A function's own state
-            keeps that of its first plan in any case, where memory allows it.
+            layouts that it has there, so that nothing moves between the two (`shardplan.plans.like`). A function's own
+            state keeps that of its first plan in any case, where memory allows it.
         donate_argnums, donate_argnames: arguments whose memory the results may take, as in ``jax.jit``: none where
             nothing is said. What donating would save is printed with the plan (``plan.donatable_bytes``).
         static_argnums, static_argnames: arguments that are compiled into the program, as in ``jax.jit``.
@@ -105,8 +107,8 @@ def auto(  # type: ignore[misc]
             each gave stands in ``plan.statistics["refined"]``. Needs the extra ``audit``.
         islands: False leaves every reduction to XLA, also where it sends more than planned reductions would.
         verify: whether a plan whose predicted peak comes near the memory limit is compiled, and planned again where the
-            compiled peak exceeds the limit (`shardplan.feedback`). None: where the mesh has GPUs that are there, all
-            of one process.
+            compiled peak exceeds the limit (`shardplan.plans.feedback`). None: where the mesh has GPUs that are there,
+            all of one process.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.

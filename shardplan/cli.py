@@ -24,26 +24,26 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from shardplan.quiet import without_cuda_notice
+from shardplan.common.quiet_imports import without_cuda_notice
 
 with without_cuda_notice():
     import jax
 
 import numpy as np
 
-from shardplan.audit import audit
+from shardplan.audits.audit import audit
 from shardplan.auto import plan as make_plan
-from shardplan.baselines import BASELINES
 from shardplan.cli_arguments import load_step, parse_pins, parse_positions
 from shardplan.compare import DEFAULT_METHODS, compare
+from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError, ShardplanError, ShardplanWarning
 from shardplan.hardware import profiles
-from shardplan.placing import PLACEMENT_METHODS
-from shardplan.plan import Plan
-from shardplan.plan_file import library_version
-from shardplan.plan_report import plan_record
+from shardplan.plans.file import library_version
+from shardplan.plans.plan import Plan
+from shardplan.plans.report import plan_record
+from shardplan.problem.baselines import BASELINES
 from shardplan.search import METHODS
-from shardplan.target import targets
+from shardplan.timing.operator_placement import PLACEMENT_METHODS
 
 _usual_format = warnings.formatwarning
 

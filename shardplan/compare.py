@@ -6,13 +6,12 @@
         row.method, row.communication_bytes, row.gap
 
 Every row is priced by the same cost model. `exact` is the planner's own search; `data_parallel`, `zero1`, `fsdp` and
-`tensor_parallel` fix what their names say and let the same search complete the rest (`shardplan.baselines`), so they
-are at least as good as these layouts are by hand; the other methods are searches that get the same network.
+`tensor_parallel` fix what their names say and let the same search complete the rest (`shardplan.problem.baselines`), so
+they are at least as good as these layouts are by hand; the other methods are searches that get the same network.
 
 `placement:depth_first`, `placement:min_cut` and `placement:round_robin` split nothing: every operation runs whole on
-one device (`shardplan.placing`). They have no plan and no objective; what such a row sends and holds is that of the
-busiest device. Where one is asked for, all rows are simulated, and say how long a step takes.
-"""
+one device (`shardplan.timing.operator_placement`). They have no plan and no objective; what such a row sends and holds
+is that of the busiest device. Where one is asked for, all rows are simulated, and say how long a step takes."""
 
 from __future__ import annotations
 
@@ -24,24 +23,24 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardplan.annotate import annotate
 from shardplan.auto import options_from
-from shardplan.baselines import BASELINES
-from shardplan.choosing import make_plan
+from shardplan.common.tables import html_table, size_cell, text_table
 from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import load
-from shardplan.mesh import GivenMesh, as_mesh, mesh_axes, with_auto_axes
+from shardplan.layout.mesh import GivenMesh, as_mesh, mesh_axes, with_auto_axes
 from shardplan.options import Options
-from shardplan.placing import PLACEMENT_METHODS, simulate_placement
-from shardplan.plan import Plan
-from shardplan.plan_report import mesh_text, objective_text
-from shardplan.planned_call import trace_call
-from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem, plan_program
-from shardplan.program import Program
+from shardplan.plans.choose_mesh import make_plan
+from shardplan.plans.pipeline import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem, plan_program
+from shardplan.plans.plan import Plan
+from shardplan.plans.planned_call import trace_call
+from shardplan.plans.report import mesh_text, objective_text
+from shardplan.plans.simulate import simulate
+from shardplan.problem.baselines import BASELINES
+from shardplan.problem.tofu_annotations import annotate
+from shardplan.program.program import Program
 from shardplan.search import METHODS
-from shardplan.simulate import Simulation
-from shardplan.simulate_plan import simulate
-from shardplan.tables import html_table, size_cell, text_table
+from shardplan.timing.operator_placement import PLACEMENT_METHODS, simulate_placement
+from shardplan.timing.simulator import Simulation
 
 DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
 
@@ -162,8 +161,8 @@ def compare(
     Args:
         fn, mesh, args, options: as for ``shardplan.plan``. A number of devices is compared on the mesh that is best for
             `exact`.
-        methods: names of `shardplan.baselines.BASELINES`, of `shardplan.search.METHODS`, and of
-            `shardplan.placing.PLACEMENT_METHODS`.
+        methods: names of `shardplan.problem.baselines.BASELINES`, of `shardplan.search.METHODS`, and of
+            `shardplan.timing.operator_placement.PLACEMENT_METHODS`.
 
     Raises:
         ArgumentError: a method or an option is unknown; before any work starts.

@@ -26,18 +26,18 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardplan.auto import AutoFunction, options_from
+from shardplan.common.tables import size_cell, text_table
 from shardplan.errors import ArgumentError, InfeasibleError
-from shardplan.layout import to_spec
-from shardplan.like import as_pins, matched
-from shardplan.mesh import GivenMesh, as_mesh, with_auto_axes
+from shardplan.layout.layout import to_spec
+from shardplan.layout.mesh import GivenMesh, as_mesh, with_auto_axes
 from shardplan.options import Options
-from shardplan.plan import Plan
-from shardplan.plan_report import objective_text
-from shardplan.planning import build_problem
-from shardplan.problem import Problem
-from shardplan.processes import plain_of_first
+from shardplan.plans.like import as_pins, matched
+from shardplan.plans.pipeline import build_problem
+from shardplan.plans.plan import Plan
+from shardplan.plans.processes import plain_of_first
+from shardplan.plans.report import objective_text
+from shardplan.problem.cost_network import Problem
 from shardplan.search import Network, solve
-from shardplan.tables import size_cell, text_table
 
 
 class PlansTogether(dict[str, Plan]):
@@ -101,7 +101,8 @@ def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **op
     Args:
         programs: by name, ``(function, arguments, times)``: how often it runs for the others' times. A dictionary of
             options of its own may follow. What is the same array, or shape, in two programs is one tensor; others are
-            matched to the state of an earlier program by path or by tree (`shardplan.like`): what trains comes first.
+            matched to the state of an earlier program by path or by tree (`shardplan.plans.like`): what trains comes
+            first.
         mesh, options: as for ``shardplan.plan``.
 
     Raises:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.target import compile_for, gpu_mesh
+from shardplan.compiled.target import compile_for, gpu_mesh
 from tests.core_programs import mesh_of, run, scrambled
 
 MESHES = ((8,), (2, 4), (4, 2), (2, 2), (4,), (2,), (3,), (2, 2, 2))

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import shardplan
-from shardplan.planning import _arguments, _planned_collectives
-from shardplan.schedule import Schedule
+from shardplan.plans.pipeline import _arguments, _planned_collectives
+from shardplan.problem.schedule import Schedule
 from shardplan.search import solve
 
 SHAPES = ((8, 16), (16, 8), (8, 24), (4, 8, 6), (2, 16, 4), (16,), (8, 4, 2, 2), (3, 8))

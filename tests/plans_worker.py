@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.errors import ArgumentError, InfeasibleError, ProcessesError
-from shardplan.plan import Plan
+from shardplan.plans.plan import Plan
 from tests.core_programs import inputs_of, random_step
 
 X = np.arange(16384.0, dtype=np.float32).reshape(256, 64) / 16384

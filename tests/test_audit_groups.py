@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.hlo.groups import mesh_axes, permute_axes, replica_groups
+from shardplan.compiled.hlo.replica_groups import mesh_axes, permute_axes, replica_groups
 
 SPELLINGS = [
     # text, devices, groups

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from shardplan.compiled.target import targets
 from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, load, profiles
-from shardplan.target import targets
 
 GOOD = {
     "devices_per_host": 4,

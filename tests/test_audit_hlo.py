@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from shardplan.collectives import CollectiveKind
-from shardplan.hlo.collectives import collectives
+from shardplan.compiled.hlo.collectives import collectives
+from shardplan.layout.collectives import CollectiveKind
 
 HEADER = """HloModule jit_step, is_scheduled=true, num_partitions=8
 

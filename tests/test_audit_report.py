@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardplan.attribution import attribute
-from shardplan.audit import Audit, CompiledMemory, CompiledReport, audit
-from shardplan.collectives import CollectiveKind
+from shardplan.audits.attribution import attribute
+from shardplan.audits.audit import Audit, CompiledMemory, CompiledReport, audit
+from shardplan.compiled.hlo.collectives import collectives
+from shardplan.compiled.target import gpu_mesh
 from shardplan.errors import ArgumentError, ShardplanError
-from shardplan.hlo.collectives import collectives
-from shardplan.target import gpu_mesh
+from shardplan.layout.collectives import CollectiveKind
 
 MESH = {"data": 2, "model": 4}
 

@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardplan.audit import measure
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import TargetNotInstalledError, compile_for, gpu_mesh, targets
 from shardplan.errors import ArgumentError
-from shardplan.target import TargetNotInstalledError, compile_for, gpu_mesh, targets
 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the extra `audit`")
 
@@ -222,7 +222,7 @@ def test_bad_meshes(arguments, message):
 
 
 def test_a_missing_compiler_names_the_extra(monkeypatch):
-    monkeypatch.setattr("shardplan.target._cuda_plugins", list)
+    monkeypatch.setattr("shardplan.compiled.target._cuda_plugins", list)
     with pytest.raises(TargetNotInstalledError, match=r'pip install "shardplan\[audit\]"'):
         gpu_mesh("h100", (7,), ("x",))
 
@@ -242,7 +242,7 @@ PROBE = """
 import jax
 if {early}:
     jax.devices()
-from shardplan.target import gpu_mesh
+from shardplan.compiled.target import gpu_mesh
 print(gpu_mesh("h100", (2,), ("x",)).devices.size, jax.devices()[0].platform)
 """
 

@@ -21,10 +21,10 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan import cache
-from shardplan.cache import VARIABLE, Cache, default_cache
 from shardplan.errors import PlanMismatchError, ShardplanWarning
 from shardplan.hardware import load
+from shardplan.plans import cache
+from shardplan.plans.cache import VARIABLE, Cache, default_cache
 from shardplan.rules.registry import forget
 from tests.core_programs import assert_equal_trees, mesh_of
 from tests.loops_programs import scan_loss
@@ -63,7 +63,7 @@ def assert_same(one: shardplan.Plan, other: shardplan.Plan) -> None:
 def test_second_planning_does_not_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make()
     assert not first.statistics["cached"] and len(list(folder.iterdir())) == 1
-    monkeypatch.setattr("shardplan.planning.search_sharing", None)
+    monkeypatch.setattr("shardplan.plans.pipeline.search_sharing", None)
     second = make()
     assert second.statistics["cached"] and second.statistics["seconds"]["search"] == 0
     assert_same(first, second)
@@ -153,7 +153,7 @@ def test_an_entry_for_other_variables_is_refused(folder: Path) -> None:
 
 def test_a_kept_plan_is_read_without_rules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make()
-    monkeypatch.setattr("shardplan.planning.build_problem", None)
+    monkeypatch.setattr("shardplan.plans.pipeline.build_problem", None)
     second = make()
     assert second.statistics["cached"] and str(second.in_shardings) == str(first.in_shardings)
 
@@ -171,7 +171,7 @@ def test_what_is_to_be_said_of_layouts_is_said_without_rules(folder: Path, monke
     for _ in range(2):
         with pytest.warns(ShardplanWarning, match="divides dimension 0"):
             plan = make(jnp.sum, args=(S((7, 9), jnp.float32),), pins=None)
-        monkeypatch.setattr("shardplan.planning.build_problem", None)
+        monkeypatch.setattr("shardplan.plans.pipeline.build_problem", None)
     assert plan.statistics["cached"]
 
 

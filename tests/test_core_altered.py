@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError, Plan, PlanMismatchError, ShardplanError
-from shardplan.cache import VARIABLE
-from shardplan.entries import MalformedError, read
+from shardplan.common.entries import MalformedError, read
 from shardplan.hardware import load
-from shardplan.plan_file import checksum
+from shardplan.plans.cache import VARIABLE
+from shardplan.plans.file import checksum
 
 FORMAT = ("format", "format_version", "shardplan_version", "checksum")
 REFINED = {"way": "as asked", "kept": True, "result": "compiled", "compiled_seconds": 0.1}
@@ -194,7 +194,7 @@ def test_altered_cache_entries_are_planned_anew(tmp_path: Path, monkeypatch: pyt
     first = shardplan.plan(step, 8, *ARGS)
     (path,) = tmp_path.iterdir()
     kept = json.loads(path.read_text())
-    monkeypatch.setattr("shardplan.choosing._best", lambda *_: first)
+    monkeypatch.setattr("shardplan.plans.choose_mesh._best", lambda *_: first)
     found = [place for place in places(kept["content"]) if len(place) < 3 and place[0] != "statistics"]
     others: list[tuple[Any, ...]] = [(), *((value,) for value in (None, -1, "nosuch", [1], {"data": 8}))]
     changes = [altered(kept["content"], place, *other) for place in found for other in others]

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 import shardplan
-from shardplan.anew import awaited
-from shardplan.audit import measure
-from shardplan.schedule import Schedule
-from shardplan.target import compile_for, gpu_mesh
+from shardplan.apply.workarounds.regather_barriers import awaited
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import compile_for, gpu_mesh
+from shardplan.problem.schedule import Schedule
 from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

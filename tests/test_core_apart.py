@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardplan
-from shardplan.audit import measure
-from shardplan.partitioner import runs_apart
-from shardplan.target import gpu_mesh
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.problem.xla_limits import runs_apart
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 
 

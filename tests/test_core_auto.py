@@ -182,7 +182,7 @@ def test_what_reads_values_of_a_trace_around_it_runs_unplanned(mesh: Mesh, trans
 
 
 def test_what_jax_would_give_no_memory_for_is_said_before_it_is_compiled(mesh: Mesh, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["shardplan.runner"], "memory_for_arrays", lambda mesh: 1)
+    monkeypatch.setattr(sys.modules["shardplan.plans.runner"], "memory_for_arrays", lambda mesh: 1)
     with pytest.warns(shardplan.ShardplanWarning, match="XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"):
         shardplan.auto(lambda x: x @ x, mesh)(X)
 

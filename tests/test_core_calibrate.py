@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.calibrate import Calibration, calibrate, profile_toml
-from shardplan.collectives import CollectiveKind
+from shardplan.audits.calibrate import Calibration, calibrate, profile_toml
+from shardplan.audits.microbenchmarks import collective, matrix_product, measure_curve, memory_traffic
+from shardplan.compiled.target import gpu_mesh
 from shardplan.hardware import load
-from shardplan.measuring import collective, matrix_product, measure_curve, memory_traffic
-from shardplan.target import gpu_mesh
+from shardplan.layout.collectives import CollectiveKind
 
 
 def _mesh():

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import shardplan
-from shardplan.audit import Audit
+from shardplan.audits.audit import Audit
 from shardplan.cli import main
 
 ROOT = Path(__file__).parents[1]

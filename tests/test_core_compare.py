@@ -11,17 +11,17 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError
-from shardplan.annotate import annotate
-from shardplan.baselines import BASELINES, follow_examples
-from shardplan.layout import MeshAxes
+from shardplan.layout.layout import MeshAxes
 from shardplan.models import gpt, mlp
 from shardplan.options import Options
-from shardplan.plan_report import planned_traffic
-from shardplan.planning import build_problem
+from shardplan.plans.pipeline import build_problem
+from shardplan.plans.report import planned_traffic
+from shardplan.problem.baselines import BASELINES, follow_examples
+from shardplan.problem.tofu_annotations import annotate
+from shardplan.program.tracing import trace_program
 from shardplan.search import METHODS
 from shardplan.search.methods import Method
 from shardplan.search.run import Run
-from shardplan.tracing import trace_program
 
 TRAINING = mlp.training(mlp.Config(widths=(512, 2048, 512), batch=256))
 STEP = TRAINING.train_step, AbstractMesh((8,), ("data",)), TRAINING.state, TRAINING.batch

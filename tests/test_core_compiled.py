@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.audit import measure
-from shardplan.target import gpu_mesh
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
 
 pytestmark = [
     pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`"),

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.target import gpu_mesh
+from shardplan.compiled.target import gpu_mesh
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 from tests.models_devices import SLOW_DEVICES
 

@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan import devices
-from shardplan.devices import profile_of
-from shardplan.target import gpu_mesh
+from shardplan.compiled.target import gpu_mesh
+from shardplan.plans import mesh_profile as devices
+from shardplan.plans.mesh_profile import profile_of
 from tests.core_programs import mesh_of
 
 SHAPE = jax.ShapeDtypeStruct

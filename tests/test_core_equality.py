@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.layout import LayoutSpace, MeshAxes, to_spec
+from shardplan.layout.layout import LayoutSpace, MeshAxes, to_spec
 from tests import core_operations, core_programs
 from tests.core_programs import assert_equal_trees, inputs_of, mesh_of, random_step, random_values, run, scrambled
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan import feedback
-from shardplan.compiled import bytes_by_operation, measure
-from shardplan.target import TargetNotInstalledError, gpu_mesh
+from shardplan.compiled.program import bytes_by_operation, measure
+from shardplan.compiled.target import TargetNotInstalledError, gpu_mesh
+from shardplan.plans import feedback
 from tests.core_limited import MESH, training
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

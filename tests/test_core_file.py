@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError, Plan, PlanMismatchError
-from shardplan.plan_file import checksum
-from shardplan.tracing import trace_program
+from shardplan.plans.file import checksum
+from shardplan.program.tracing import trace_program
 
 AXES = {"data": 2, "model": 4}
 LAYERS = ("up", "down")

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.like import matched
+from shardplan.plans.like import matched
 from tests.core_programs import assert_equal_trees, mesh_of
 
 MESH = mesh_of((2, 4))

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.maxima import from_integers, to_integers
 from shardplan.models import gpt, llama, vit
-from shardplan.nan_flow import loses_nan
-from shardplan.tracing import trace_program
+from shardplan.problem.maxima import from_integers, to_integers
+from shardplan.problem.nan_flow import loses_nan
+from shardplan.program.tracing import trace_program
 from tests.core_programs import mesh_of, run, scrambled
 
 SEGMENTS = jnp.arange(16) % 4

@@ -7,9 +7,9 @@ import pytest
 
 import shardplan
 from shardplan.errors import InfeasibleError
-from shardplan.execution_order import execution_order
 from shardplan.memory.model import lifetimes_of
-from shardplan.tracing import trace_program
+from shardplan.program.tracing import trace_program
+from shardplan.timing.execution_order import execution_order
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 

@@ -14,14 +14,14 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import shardplan
-from shardplan.balancing import search_balanced
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.optimize.solve_once import Search
+from shardplan.optimize.step_time_objective import search_balanced
 from shardplan.options import Options
-from shardplan.overlap import step_time, timing_of
-from shardplan.planning import build_problem
-from shardplan.schedule import Schedule
-from shardplan.tracing import trace_program
+from shardplan.plans.pipeline import build_problem
+from shardplan.problem.schedule import Schedule
+from shardplan.program.tracing import trace_program
+from shardplan.timing.step_time import step_time, timing_of
 
 MESH = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
 SPLIT = {"1/*": PartitionSpec("x")}

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.paddings import _barriers
+from shardplan.apply.workarounds.separate_padding import _barriers
 from tests.core_programs import assert_equal_trees, mesh_of
 from tests.models_devices import SLOW_DEVICES
 

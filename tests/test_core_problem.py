@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.layout import LayoutSpace, MeshAxes, from_spec, replicated, to_spec
-from shardplan.problem import Problem
+from shardplan.layout.layout import LayoutSpace, MeshAxes, from_spec, replicated, to_spec
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.strategies import StrategyMaker
+from shardplan.program.tracing import trace_program
 from shardplan.search import Network
-from shardplan.strategies import StrategyMaker
-from shardplan.tracing import trace_program
 from tests.core_programs import inputs_of, random_step
 
 NAMES = ("x", "y", "z")

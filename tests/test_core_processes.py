@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import pytest
 
-from shardplan import processes
 from shardplan.errors import ArgumentError, InfeasibleError, ProcessesError
-from shardplan.processes import Group
+from shardplan.plans import processes
+from shardplan.plans.processes import Group
 
 
 class Store:

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan import progress
-from shardplan.quiet import without_cuda_notice
+from shardplan.common import progress
+from shardplan.common.quiet_imports import without_cuda_notice
 
 ROOT = Path(__file__).parents[1]
 IMPORTS = """

@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 
 import shardplan
 from shardplan import rules
-from shardplan.audit import measure
-from shardplan.groups import axes_of_groups, axes_of_rows
-from shardplan.partitioner import needs_island, usable_splits
-from shardplan.schedule import Schedule
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.problem.ops.ragged_dot import axes_of_groups, axes_of_rows
+from shardplan.problem.schedule import Schedule
+from shardplan.problem.xla_limits import needs_island, usable_splits
 from shardplan.search import solve
-from shardplan.target import gpu_mesh
 from tests.core_programs import assert_equal_trees, mesh_of, scrambled, with_schedule
 
 ROWS, INNER, OUTER, GROUPS = 64, 32, 48, 8

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.audit import measure
-from shardplan.reads import reads_place
-from shardplan.target import gpu_mesh
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.problem.ops.slice import reads_place
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 
 Read = Callable[[Any, Any], Any]

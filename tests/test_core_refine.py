@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan import refine
+from shardplan.audits import refine
+from shardplan.compiled.target import TargetNotInstalledError
 from shardplan.options import Options
-from shardplan.target import TargetNotInstalledError
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 W = jax.ShapeDtypeStruct((256, 256), jnp.float32)

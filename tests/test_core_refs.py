@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.compiled.target import gpu_mesh
 from shardplan.errors import ArgumentError, CallError, PlanMismatchError
-from shardplan.target import gpu_mesh
 from tests.core_programs import assert_equal_trees, mesh_of
 
 X = jnp.arange(64.0).reshape(8, 8)

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import shardplan
-from shardplan import repeating
 from shardplan.hardware import load
-from shardplan.layout import MeshAxes
-from shardplan.planning import rebuild
-from shardplan.prices import Prices
+from shardplan.layout.layout import MeshAxes
+from shardplan.layout.prices import Prices
+from shardplan.optimize import repeated_work as repeating
+from shardplan.plans.pipeline import rebuild
 from tests.test_core_problem import priced_anew
 
 MESH = AbstractMesh((8,), ("x",))

@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import ArgumentError, Plan
-from shardplan.alternatives import alternatives
 from shardplan.models import mlp
-from shardplan.plan_report import layout_groups, plan_record, planned_traffic
+from shardplan.plans.alternatives import alternatives
+from shardplan.plans.report import layout_groups, plan_record, planned_traffic
 from shardplan.search import Network
 
 MESH = AbstractMesh((2, 4), ("data", "model"))

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.plan_report import plan_record
+from shardplan.plans.report import plan_record
 
 ROWS = {"1": P("x", None)}
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.audit import measure
-from shardplan.target import gpu_mesh
-from shardplan.tracing import trace_program
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.program.tracing import trace_program
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 
 Step = Callable[[Any], Any]

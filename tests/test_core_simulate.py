@@ -14,12 +14,12 @@ from shardplan.errors import ArgumentError
 from shardplan.hardware import Link
 from shardplan.models import lstm, mlp
 from shardplan.options import Options
-from shardplan.overlap import time_prices, work_seconds
-from shardplan.placing import PLACEMENT_METHODS, simulate_placement
-from shardplan.planning import build_problem
-from shardplan.simulate import simulate_tasks
-from shardplan.task import Task
-from shardplan.tracing import trace_program
+from shardplan.plans.pipeline import build_problem
+from shardplan.program.tracing import trace_program
+from shardplan.timing.operator_placement import PLACEMENT_METHODS, simulate_placement
+from shardplan.timing.simulator import simulate_tasks
+from shardplan.timing.step_time import time_prices, work_seconds
+from shardplan.timing.task import Task
 
 LINK = Link(1.0, 0.5)  # bytes per second, seconds
 MESH = AbstractMesh((8,), ("data",))

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.audit import measure
-from shardplan.target import gpu_mesh
-from shardplan.tracing import trace_program
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.program.tracing import trace_program
 
 PINS = {"0": P("x"), "1": P(None, None, None, "x"), "2": P("x")}
 

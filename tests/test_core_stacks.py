@@ -1,4 +1,4 @@
-"""Orders in memory to which values are held (`shardplan.stacks`)."""
+"""Orders in memory to which values are held (`shardplan.apply.workarounds.pin_dimension_order`)."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardplan
+from shardplan.apply.workarounds.loop_stack_init import begun_apart
 from shardplan.models import load
-from shardplan.stacking import begun_apart
 
 SCALE, X = jnp.linspace(0.0, 1.0, 16 * 64).reshape(16, 64), jnp.linspace(-1.0, 1.0, 16 * 64 * 8).reshape(16, 64, 8)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.straightening import _turned, straightened
+from shardplan.problem.canonical_axis_order import _turned, straightened
 
 _MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
 

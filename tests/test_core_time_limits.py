@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan import InfeasibleError, repeating
+from shardplan import InfeasibleError
+from shardplan.optimize import repeated_work as repeating
 from shardplan.optimize.solve_once import Found, OutOfTime, Search
 from shardplan.optimize.state import Clock, Task
-from shardplan.problem import Problem
+from shardplan.problem.cost_network import Problem
 from shardplan.search import Solution
 from tests.core_limited import MESH, training
 

@@ -12,8 +12,8 @@ import pytest
 
 import shardplan
 from shardplan import _jax
-from shardplan.program import Constant, Program
-from shardplan.tracing import trace_program
+from shardplan.program.program import Constant, Program
+from shardplan.program.tracing import trace_program
 
 S = jax.ShapeDtypeStruct
 X = S((4, 4), jnp.float32)

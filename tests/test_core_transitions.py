@@ -16,19 +16,19 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardplan
-from shardplan.collectives import Step
-from shardplan.compiled import measure
+from shardplan.compiled.hlo.collectives import collectives
+from shardplan.compiled.program import measure
+from shardplan.compiled.target import compile_for, gpu_mesh
 from shardplan.hardware import load
-from shardplan.hlo.collectives import collectives
-from shardplan.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
-from shardplan.paths import cheapest_paths
-from shardplan.prices import Prices
-from shardplan.program import Value
-from shardplan.schedule import Schedule
-from shardplan.steps import halo_steps
-from shardplan.strategy import Halo
-from shardplan.target import compile_for, gpu_mesh
-from shardplan.transition import Partial, Reductions, Transitions
+from shardplan.layout.collectives import Step
+from shardplan.layout.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
+from shardplan.layout.prices import Prices
+from shardplan.layout.shortest_paths import cheapest_paths
+from shardplan.layout.transitions import Partial, Reductions, Transitions
+from shardplan.problem.operation_collectives import halo_steps
+from shardplan.problem.schedule import Schedule
+from shardplan.problem.strategy import Halo
+from shardplan.program.program import Value
 from tests.core_programs import with_schedule
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.target import gpu_mesh
+from shardplan.compiled.target import gpu_mesh
 from tests.core_programs import mesh_of, run, scrambled
 
 Update = Callable[[Any, Any, Any], Any]

@@ -12,12 +12,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.audit import measure
-from shardplan.schedule import Schedule
-from shardplan.sent_dtype import sent_dtype
-from shardplan.target import gpu_mesh
-from shardplan.tracing import trace_program
-from shardplan.widened import widened_from
+from shardplan.apply.wire_dtype import sent_dtype
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.problem.schedule import Schedule
+from shardplan.problem.wire_dtype import widened_from
+from shardplan.program.tracing import trace_program
 from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

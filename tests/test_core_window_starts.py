@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.tracing import trace_program
-from shardplan.window_starts import _extreme
+from shardplan.program.tracing import trace_program
+from shardplan.program.window_starts import _extreme
 from tests.core_programs import assert_equal_trees, mesh_of, run
 
 Read = Callable[[Any, Any], Any]

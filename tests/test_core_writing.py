@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.cache import Cache
-from shardplan.writing import replacing
+from shardplan.common.atomic_files import replacing
+from shardplan.plans.cache import Cache
 
 KILLED = """
 import os, runpy, signal, sys
 from pathlib import Path
-replacing = runpy.run_path("shardplan/writing.py")["replacing"]  # without JAX, which takes seconds to import
+# without JAX, which takes seconds to import
+replacing = runpy.run_path("shardplan/common/atomic_files.py")["replacing"]
 with replacing(Path(sys.argv[1])) as file:
     file.write("half of it")
     file.flush()

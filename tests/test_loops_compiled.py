@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.audit import measure
-from shardplan.target import gpu_mesh
+from shardplan.audits.audit import measure
+from shardplan.compiled.target import gpu_mesh
 from tests.loops_programs import FORMS
 
 pytestmark = [

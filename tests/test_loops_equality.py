@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.beginnings import beginnings, in_parts
-from shardplan.layout import Layout, LayoutSpace, MeshAxes, to_spec
+from shardplan.layout.layout import Layout, LayoutSpace, MeshAxes, to_spec
+from shardplan.problem.loop_carry_sums import beginnings, in_parts
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 from tests.loops_programs import FORMS
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan.errors import ArgumentError, ShardplanWarning
-from shardplan.tracing import trace_program
+from shardplan.program.tracing import trace_program
 from tests.loops_programs import FORMS
 
 S = jax.ShapeDtypeStruct

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardplan
 from shardplan import rules
-from shardplan.layout import LayoutSpace, MeshAxes
-from shardplan.partitioner import axes_apart
-from shardplan.strategies import StrategyMaker
-from shardplan.tracing import trace_program
+from shardplan.layout.layout import LayoutSpace, MeshAxes
+from shardplan.problem.strategies import StrategyMaker
+from shardplan.problem.xla_limits import axes_apart
+from shardplan.program.tracing import trace_program
 from tests.convolution_programs import Drawn, compares, drawn, plans_of
 from tests.core_programs import assert_equal_trees, mesh_of, run
 from tests.models_devices import SLOW_DEVICES

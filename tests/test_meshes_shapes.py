@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.errors import ArgumentError, InfeasibleError
 from shardplan.hardware import HardwareProfile
-from shardplan.mesh import hosts_by_devices, shapes_of
+from shardplan.layout.mesh import hosts_by_devices, shapes_of
 from tests.core_programs import assert_equal_trees
 
 S = jax.ShapeDtypeStruct

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh
 import shardplan
 from shardplan.errors import ShardplanWarning
 from shardplan.hardware import load
-from shardplan.layout import LayoutSpace, MeshAxes, padding
-from shardplan.padding import padded_sizes
-from shardplan.partitioner import usable_padded_splits
+from shardplan.layout.layout import LayoutSpace, MeshAxes, padding
+from shardplan.problem.uneven_sizes import padded_sizes
+from shardplan.problem.xla_limits import usable_padded_splits
+from shardplan.program.tracing import trace_program
 from shardplan.rules import rule_of
 from shardplan.rules.samples import samples
-from shardplan.tracing import trace_program
 from tests.core_programs import assert_equal_trees, mesh_of, run, scrambled
 from tests.uneven_programs import FAMILIES, padded_plan, padded_primitives
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import shardplan
-from shardplan.target import gpu_mesh
+from shardplan.compiled.target import gpu_mesh
 from tests.models_devices import SLOW_DEVICES
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 import shardplan
+from shardplan.compiled.target import TargetNotInstalledError
 from shardplan.models import demo, gpt
 from shardplan.models.demo_report import collective_table, data_parallel, fully_sharded, layout_table
-from shardplan.target import TargetNotInstalledError
 
 ROOT = Path(__file__).parents[1]
 TINY = gpt.Config(layers=2, width=64, heads=8, vocabulary=256, sequence=32, batch=16)

@@ -16,10 +16,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import shardplan
-from shardplan.audit import Audit, measure
+from shardplan.audits.audit import Audit, measure
+from shardplan.compiled.target import gpu_mesh
 from shardplan.models import moe
 from shardplan.models.logical import logical_axes
-from shardplan.target import gpu_mesh
 from tests.models_devices import SLOW_DEVICES
 
 TINY = moe.Config(layers=1, width=8, heads=2, kv_heads=1, hidden=16, experts=4, vocabulary=32, sequence=8, batch=4)

@@ -15,7 +15,7 @@ from shardplan.optimize.proposals import descent, hold, mixture
 from shardplan.optimize.solve_once import Choices, Search, find
 from shardplan.optimize.state import Clock, State, Task, highest
 from shardplan.optimize.within_memory import STAGES, _fitting, run_stages
-from shardplan.schedule import Schedule
+from shardplan.problem.schedule import Schedule
 from shardplan.search import Network
 from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.graph.graph import Graph

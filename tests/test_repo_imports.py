@@ -102,7 +102,7 @@ def test_what_is_allowed_passes():
     assert not violations("rules", "_jax.py", "from jax.extend.core import Primitive\nimport jax.numpy as jnp")
     assert not violations("shardplan", "plan.py", "from shardplan.rules import derive\nfrom shardplan import search")
     assert not violations(
-        "models", "demo.py", "import shardplan\nfrom shardplan.hlo.collectives import collectives\nimport flax"
+        "models", "demo.py", "import shardplan\nfrom shardplan.compiled.hlo.collectives import collectives\nimport flax"
     )
 
 

@@ -13,15 +13,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 import shardplan
 from shardplan.hardware import load
-from shardplan.layout import LayoutSpace
-from shardplan.mesh import mesh_axes
+from shardplan.layout.layout import LayoutSpace
+from shardplan.layout.mesh import mesh_axes
+from shardplan.layout.prices import Prices
 from shardplan.options import Options
-from shardplan.planning import plan_problem
-from shardplan.prices import Prices
-from shardplan.problem import Problem
-from shardplan.schedule import Schedule
+from shardplan.plans.pipeline import plan_problem
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.schedule import Schedule
+from shardplan.program.tracing import trace_program
 from shardplan.search import solve
-from shardplan.tracing import trace_program
 from tests.core_programs import with_schedule
 
 ROWS, COLUMNS = 21, 10

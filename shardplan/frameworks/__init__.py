@@ -1,7 +1,7 @@
 """Frameworks: how calls with the objects of a library become calls with arrays, and what comes of their results.
 
 A library is looked at where the script has imported it already: none is imported here. Each module gives a call that
-takes arrays, with what has to be done with the results (`shardplan.arguments.Call.finish`).
+takes arrays, with what has to be done with the results (`shardplan.program.call_arguments.Call.finish`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 
 from jax.sharding import PartitionSpec
 
-from shardplan.arguments import Call
-from shardplan.mesh import GivenMesh
+from shardplan.layout.mesh import GivenMesh
+from shardplan.program.call_arguments import Call
 
 _LIBRARIES = {"flax.nnx": "shardplan.frameworks.nnx", "equinox": "shardplan.frameworks.equinox"}
 

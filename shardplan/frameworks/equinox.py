@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardplan.arguments import Call
 from shardplan.frameworks.static import Static, held_static, with_static_leaves
+from shardplan.program.call_arguments import Call
 
 eqx: Any = importlib.import_module("equinox")
 """The script has imported it: this package knows no library by itself."""

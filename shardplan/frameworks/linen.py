@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from shardplan.arguments import Call
-from shardplan.tracing import path_name
+from shardplan.program.call_arguments import Call
+from shardplan.program.tracing import path_name
 
 meta: Any = importlib.import_module("flax.core.meta")
 """The script has imported it: this package knows no library by itself."""

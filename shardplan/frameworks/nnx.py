@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from shardplan.arguments import Call
 from shardplan.frameworks.static import Static, is_static
+from shardplan.program.call_arguments import Call
 
 nnx: Any = importlib.import_module("flax.nnx")
 """The script has imported it: this package knows no library by itself."""

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from shardplan import _jax
-from shardplan.arguments import Call
+from shardplan.program.call_arguments import Call
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex, jax.ShapeDtypeStruct, jax.core.AbstractValue)
 

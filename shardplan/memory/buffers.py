@@ -23,20 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan import _jax
-from shardplan.control import layouts_read
-from shardplan.groups import RAGGED
-from shardplan.layout import Layout
+from shardplan.layout.layout import Layout
+from shardplan.memoize import memoize
 from shardplan.memory.convolutions import is_cut_out, neighbour_bytes
 from shardplan.memory.graph import Item
 from shardplan.memory.lifetimes import Buffer
 from shardplan.memory.operations import computes_operand, fusible_operations, is_multiplied
 from shardplan.memory.products import masked_rows, partial_sums
 from shardplan.memory.timeline import Span, Timeline
-from shardplan.once import once
-from shardplan.operation_kinds import CONVOLUTION, readers_in
-from shardplan.problem import Problem
-from shardplan.program import Operation, Program
-from shardplan.sizes import layout_left
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.device_bytes import layout_left
+from shardplan.problem.ops.ragged_dot import RAGGED
+from shardplan.program.control_flow import layouts_read
+from shardplan.program.operation_kinds import CONVOLUTION, readers_in
+from shardplan.program.program import Operation, Program
 
 Array = NDArray[np.float64]
 
@@ -237,7 +237,7 @@ def own_variable(problem: Problem, operation: Operation) -> int | None:
     return problem.variables.values.get(operation.results[0]) if own is None and operation.results else own
 
 
-@once
+@memoize
 def _sizes(problem: Problem, value: int) -> Array:
     """float [layouts]: bytes on one device."""
     return problem.program.values[value].total_bytes / problem.domain(value).degrees
@@ -286,11 +286,11 @@ def _resharded(problem: Problem, operation: Operation, position: int) -> Array |
     computed = computes_operand(problem, operation, position)
     size, domain = problem.program.values[operand].total_bytes, problem.domain(operand)
     key = "resharded", id(choices), position, size, domain, computed
-    if key not in problem.known:
+    if key not in problem.memo:
         wanted = [strategy.operands[position] for strategy in choices.strategies]
         found = _differing(problem, operand, wanted, sliced=computed)
-        problem.known[key] = found if found.any() else None
-    known: Array | None = problem.known[key]
+        problem.memo[key] = found if found.any() else None
+    known: Array | None = problem.memo[key]
     return known
 
 
@@ -301,19 +301,19 @@ def _unreduced(problem: Problem, operation: Operation, position: int) -> Array |
     size, domain = problem.program.values[result].total_bytes, problem.domain(result)
     computed = operation.index in fusible_operations(problem)
     key = "unreduced", id(choices), position, size, domain, computed
-    if key not in problem.known:
+    if key not in problem.memo:
         left = [layout_left(problem, operation, strategy, position) for strategy in choices.strategies]
         places = np.array([domain.position[layout] for layout in left])
         free = places[:, None] == np.arange(len(domain.layouts))[None, :]
         if computed:
             free |= _parts(domain.layouts)[places, :]
         found = np.where(free, 0.0, _sizes(problem, result)[places][:, None])
-        problem.known[key] = found if found.any() else None
-    known: Array | None = problem.known[key]
+        problem.memo[key] = found if found.any() else None
+    known: Array | None = problem.memo[key]
     return known
 
 
-@once
+@memoize
 def repeated_constants(program: Program) -> frozenset[int]:
     """Closed-over arrays that are equal to another one: XLA keeps one constant."""
     seen, found = set[object](), set[int]()

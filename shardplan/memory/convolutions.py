@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
-from shardplan.once import once
-from shardplan.operation_kinds import CONVOLUTION
-from shardplan.problem import Problem
-from shardplan.program import Operation, Program, operand_type
-from shardplan.strategy import Strategy
+from shardplan.memoize import memoize
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.strategy import Strategy
+from shardplan.program.operation_kinds import CONVOLUTION
+from shardplan.program.program import Operation, Program, operand_type
 
 _PLANE = 2
 """Images with more dimensions than this are read with their channels outermost."""
@@ -30,7 +30,7 @@ class ConvolutionCopy(NamedTuple):
     copied: bool = True
 
 
-@once
+@memoize
 def convolution_copies(program: Program) -> Mapping[tuple[int, int], ConvolutionCopy]:
     """The operands of convolutions that are read from copies, by the operation's index and the operand's position.
 
@@ -58,7 +58,7 @@ def convolution_copies(program: Program) -> Mapping[tuple[int, int], Convolution
     return found
 
 
-@once
+@memoize
 def unreversed(program: Program) -> Mapping[int, int]:
     """Filters that convolutions read in reverse, which cuDNN does by itself, with what they are the reverse of."""
     filters = {o.operands[1] for o in program.operations if o.primitive.name == CONVOLUTION}

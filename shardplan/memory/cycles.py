@@ -1,7 +1,7 @@
 """How long an H100 computes one element of an operation's result, as XLA's performance model counts it.
 
 >>> import jax, jax.numpy as jnp
->>> from shardplan.tracing import trace_program
+>>> from shardplan.program.tracing import trace_program
 >>> program = trace_program(lambda x, y: (jnp.tanh(x) / y) / 2, (jax.ShapeDtypeStruct((8,), "float32"),) * 2, {})
 >>> [(operation.primitive.name, cycles_of(program, operation)) for operation in program.operations]
 [('tanh', 430), ('div', 19), ('div', 5)]
@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from shardplan.memory.gpu import H100
-from shardplan.program import Constant, Operation, Program, operand_type
+from shardplan.program.program import Constant, Operation, Program, operand_type
 
 _MOVING = frozenset(
     {"broadcast_in_dim", "transpose", "rev", "pad", "iota", "slice", "dynamic_slice", "split", "gather", "squeeze"}

@@ -1,7 +1,7 @@
 """What XLA:GPU assumes of the GPU that it compiles for: the figures of ``h100.toml``, which says what each one is.
 
 Another GPU, or another version of XLA, has other figures. Orders and peaks depend little on most of them, and the
-compiled program judges a plan (`shardplan.feedback`).
+compiled program judges a plan (`shardplan.plans.feedback`).
 """
 
 from __future__ import annotations

@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardplan import _jax
-from shardplan.collectives import CollectiveKind, Step
-from shardplan.control import Link
-from shardplan.layout import Layout
+from shardplan.layout.collectives import CollectiveKind, Step
+from shardplan.layout.layout import Layout
 from shardplan.memory.convolutions import ConvolutionCopy, convolution_copies
 from shardplan.memory.gpu import H100
 from shardplan.memory.kernels import Kernels
 from shardplan.memory.operations import computes_operand, fusible_operations, merged_scatters, pointwise_operations
 from shardplan.memory.products import ProductOperand, product_operands
-from shardplan.operation_kinds import POOLING_GRADIENT, REDUCTIONS, UPDATES, is_view
-from shardplan.program import Operation
-from shardplan.schedule import Route, Schedule
-from shardplan.sizes import bytes_in, layout_left
+from shardplan.problem.device_bytes import bytes_in, layout_left
+from shardplan.problem.schedule import Route, Schedule
+from shardplan.program.control_flow import Link
+from shardplan.program.operation_kinds import POOLING_GRADIENT, REDUCTIONS, UPDATES, is_view
+from shardplan.program.program import Operation
 
 
 class Item(NamedTuple):

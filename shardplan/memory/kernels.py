@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from shardplan.memoize import memoize
 from shardplan.memory.convolutions import unreversed
 from shardplan.memory.fusion import Fusion, stored_values
 from shardplan.memory.operations import computes_operand, fusible_operations
 from shardplan.memory.products import product_operands
-from shardplan.once import once
-from shardplan.operation_kinds import CONVOLUTION
-from shardplan.problem import Problem
-from shardplan.repeated import repeated_results
-from shardplan.schedule import Schedule
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.schedule import Schedule
+from shardplan.program.cse import repeated_results
+from shardplan.program.operation_kinds import CONVOLUTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def whole_kernels(problem: Problem) -> Kernels:
     return _kernels(problem, frozenset(), (values, (1.0,) * len(values)), ())
 
 
-@once
+@memoize
 def _kernels(
     problem: Problem,
     sent: frozenset[int],
@@ -85,7 +85,7 @@ def _kernels(
     return Kernels(in_memory, fused, same)
 
 
-@once
+@memoize
 def read_from_memory(problem: Problem) -> frozenset[int]:
     """The values that leave a region, or that an operation reads which does not compute its operands."""
     program = problem.program

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.problem import Problem
-from shardplan.program import Operation
+from shardplan.problem.cost_network import Problem
+from shardplan.program.program import Operation
 from shardplan.search import Network, PairUsage, Part, with_pairs
 
 Array = NDArray[np.float64]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardplan.collectives import CollectiveKind
+from shardplan.layout.collectives import CollectiveKind
 from shardplan.memory.gpu import H100
 from shardplan.memory.graph import Graph, Item, Node
 from shardplan.memory.operations import is_multiplied
-from shardplan.operation_kinds import PRODUCT
-from shardplan.program import operand_type
-from shardplan.sizes import bytes_in
+from shardplan.problem.device_bytes import bytes_in
+from shardplan.program.operation_kinds import PRODUCT
+from shardplan.program.program import operand_type
 
 _COMBINED = frozenset({CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER})
 

@@ -3,7 +3,7 @@
 A small liveness analysis. XLA's fusion rules say which values are in memory (`kernels`), its mergers which kernels and
 collectives are one (`merging`), its latency-hiding scheduler when they run (`order`). What they read and make is live
 from the first to the last of them (`timeline`), and its bytes are a function of choices (`buffers`). The model steers
-the search; the compiler is the judge (`shardplan.feedback`).
+the search; the compiler is the judge (`shardplan.plans.feedback`).
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> square = jax.ShapeDtypeStruct((512, 512), "float32")
@@ -18,7 +18,7 @@ from __future__ import annotations
 from shardplan.memory.buffers import buffers_of
 from shardplan.memory.lifetimes import Lifetimes
 from shardplan.memory.timeline import Timeline
-from shardplan.schedule import Schedule
+from shardplan.problem.schedule import Schedule
 
 
 def lifetimes_of(schedule: Schedule, donated: frozenset[int]) -> Lifetimes:

@@ -13,9 +13,10 @@ from collections.abc import Collection, Sequence
 from math import gcd, prod
 
 from shardplan import _jax
+from shardplan.memoize import memoize
 from shardplan.memory.gpu import H100
-from shardplan.once import once
-from shardplan.operation_kinds import (
+from shardplan.problem.cost_network import Problem
+from shardplan.program.operation_kinds import (
     CUMULATIVE,
     POOLING_GRADIENT,
     PRODUCT,
@@ -26,8 +27,7 @@ from shardplan.operation_kinds import (
     is_view,
     readers_in,
 )
-from shardplan.problem import Problem
-from shardplan.program import Constant, Operation, Program, operand_type
+from shardplan.program.program import Constant, Operation, Program, operand_type
 
 PLACING = frozenset({"sharding_constraint", "device_put", "layout_constraint", "reshard"})
 
@@ -51,7 +51,7 @@ def is_multiplied(program: Program, operation: Operation) -> bool:
     return operation.index in multiplied(program)
 
 
-@once
+@memoize
 def multiplied(program: Program) -> frozenset[int]:
     """The products that are library calls, by index."""
     products = (o for o in program.operations if o.primitive.name == PRODUCT)
@@ -67,7 +67,7 @@ def is_outer(program: Program, operation: Operation) -> bool:
     return prod(shape[dim] for dim in contracted) == 1
 
 
-@once
+@memoize
 def sums(program: Program) -> frozenset[int]:
     """The products of vectors and small matrices, by index, which are kernels that multiply and add up."""
     return frozenset(o.index for o in program.operations if o.primitive.name == PRODUCT and _adds_up(program, o))
@@ -88,7 +88,7 @@ def _adds_up(program: Program, operation: Operation) -> bool:
     return max(free) == 1 or (min(free) == 1 and contracted * sum(free) < H100.products.summed_elements * split)
 
 
-@once
+@memoize
 def reduced_by_threads(program: Program) -> frozenset[int]:
     """The reductions, by index, of which one thread computes each result: they fuse like operations by element."""
     return frozenset(o.index for o in program.operations if o.primitive.name in REDUCTIONS and _is_short(program, o))
@@ -122,13 +122,13 @@ def is_fusible(problem: Problem, operation: Operation) -> bool:
     return operation.index in fusible_operations(problem)
 
 
-@once
+@memoize
 def fusible_operations(problem: Problem) -> frozenset[int]:
     """The operations, by index, that kernels which read their results can compute."""
     return frozenset(o.index for o in problem.program.operations if _is_fusible(problem, o))
 
 
-@once
+@memoize
 def merged_scatters(problem: Problem) -> dict[int, int]:
     """Scatters into zeros that nothing but an addition reads, with the addition, both by index.
 
@@ -189,7 +189,7 @@ def computes_operand(problem: Problem, operation: Operation, position: int) -> b
     return reduces or is_fusible(problem, operation)
 
 
-@once
+@memoize
 def computed_in_rows(problem: Problem) -> frozenset[int]:
     """The values that a row's reduction reads, and then what meets its result again: of a softmax, the exponentials.
 
@@ -220,7 +220,7 @@ def computed_in_rows(problem: Problem) -> frozenset[int]:
     return frozenset(found)
 
 
-@once
+@memoize
 def pointwise_operations(problem: Problem) -> frozenset[int]:
     """The operations, by index, that compute each element from the elements at its place."""
     return frozenset(index for index, choices in problem.choices.items() if choices.pointwise)

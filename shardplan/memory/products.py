@@ -6,7 +6,7 @@ batch dimensions a transposition is part of the product. Products of 16-bit numb
 multiples of 8, and operands of two element types the wider one.
 
 >>> import jax, jax.numpy as jnp
->>> from shardplan.tracing import trace_program
+>>> from shardplan.program.tracing import trace_program
 >>> heads = jax.ShapeDtypeStruct((2, 16, 4, 8), "float32")
 >>> program = trace_program(lambda q, k: jnp.einsum("bqhd,bkhd->bhqk", q, k), (heads, heads), {})
 >>> [(operand.value, operand.order, operand.copied) for operand in product_operands(program).values()]
@@ -19,13 +19,13 @@ from math import prod
 from typing import Any, NamedTuple
 
 from shardplan import _jax
-from shardplan.groups import axes_of_groups, sums_rows
+from shardplan.memoize import memoize
 from shardplan.memory.gpu import H100
 from shardplan.memory.operations import multiplied
-from shardplan.once import once
-from shardplan.problem import Problem
-from shardplan.program import Operation, Program, operand_type
-from shardplan.strategy import Strategy
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.ops.ragged_dot import axes_of_groups, sums_rows
+from shardplan.problem.strategy import Strategy
+from shardplan.program.program import Operation, Program, operand_type
 
 _SIZES = 2
 """The position of the groups' sizes among the operands of a product of rows in groups."""
@@ -82,7 +82,7 @@ def masked_rows(problem: Problem, product: Operation, strategy: Strategy) -> flo
     return found
 
 
-@once
+@memoize
 def product_operands(program: Program) -> dict[tuple[int, int], ProductOperand]:
     """What library calls read, by the product's index and the operand's position."""
     return {

@@ -13,8 +13,8 @@ from shardplan.memory.graph import Graph, Item, Node
 from shardplan.memory.kernels import kernels_of
 from shardplan.memory.merging import join, kernels_joined, merge_collectives, products_merged
 from shardplan.memory.order import Nodes, placed_backwards
-from shardplan.program import Operation
-from shardplan.schedule import Schedule
+from shardplan.problem.schedule import Schedule
+from shardplan.program.program import Operation
 
 
 @dataclass(slots=True)

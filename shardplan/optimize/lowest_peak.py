@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardplan.common.tables import megabytes
 from shardplan.errors import InfeasibleError
 from shardplan.optimize.proposals import hold
 from shardplan.optimize.solve_once import CLEARLY
 from shardplan.optimize.state import BUDGET_PER_OPERATION, LEAST_WORK, TRIES, State, Task
-from shardplan.tables import megabytes
 
 ORDERS = 3
 """The orders in which a lower peak is looked for, each that of the leanest schedule so far, and the searches in each:

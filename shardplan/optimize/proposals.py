@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardplan.memory.lifetimes import Lifetimes
+from shardplan.memory import Lifetimes
 from shardplan.optimize.solve_once import CLEARLY, ENOUGH, Choices, Found, find
 from shardplan.optimize.state import TRIES, State, Task, highest
+from shardplan.problem.canonical_axis_order import straightened
 from shardplan.search import Hint, Mixtures, Part, all_extended, descents, extended
-from shardplan.straightening import straightened
 
 Proposal = tuple[State, Choices | None]
 """A state with the work spent, and choices that keep within a limit in some order; None where there are none."""

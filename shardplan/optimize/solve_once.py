@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.errors import InfeasibleError
-from shardplan.memory.lifetimes import Lifetimes
-from shardplan.problem import Problem
-from shardplan.schedule import Schedule
+from shardplan.memory import Lifetimes
+from shardplan.problem.canonical_axis_order import straightened
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.schedule import Schedule
 from shardplan.search import Network, Solution, solve
-from shardplan.straightening import straightened
 
 Choices = NDArray[np.int64]
 

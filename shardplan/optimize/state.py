@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.memory.lifetimes import Lifetimes
-from shardplan.memory.model import lifetimes_of
+from shardplan.memory import Lifetimes, lifetimes_of
 from shardplan.optimize.solve_once import Choices, Found, OutOfTime, Search
-from shardplan.problem import Problem
-from shardplan.schedule import Schedule
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.schedule import Schedule
 from shardplan.search import Solution
 
 WORK_PER_OPERATION = 1.5e-4

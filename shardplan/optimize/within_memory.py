@@ -20,10 +20,10 @@ from shardplan.optimize.lowest_peak import lowest_peak, refusal
 from shardplan.optimize.proposals import Proposal, descent, mixture, searched
 from shardplan.optimize.solve_once import CLEARLY, ENOUGH, Choices, Found, OutOfTime, Search, find
 from shardplan.optimize.state import BUDGET_PER_OPERATION, TRIES, Clock, State, Task, budget_of
-from shardplan.problem import Problem
+from shardplan.problem.canonical_axis_order import straightened
+from shardplan.problem.cost_network import Problem
 from shardplan.search import Solution
 from shardplan.search.solution import relative_gap
-from shardplan.straightening import straightened
 
 Stage = Callable[[Task, State], Iterator[State]]
 """From a state to ever later ones: the last before the time is over is kept."""

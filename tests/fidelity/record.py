@@ -15,9 +15,9 @@ import shardplan
 from benchmarks.documents import progress
 from benchmarks.measuring import TARGET, least_peak
 from benchmarks.processes import in_own_process
-from shardplan.compiled import bytes_by_operation, measure
-from shardplan.plan import Plan
-from shardplan.target import gpu_mesh
+from shardplan.compiled.program import bytes_by_operation, measure
+from shardplan.compiled.target import gpu_mesh
+from shardplan.plans.plan import Plan
 from tests.fidelity.records import PARTS, Record, in_words, read, write
 from tests.fidelity.steps import MESHES, names, part_of, step_of
 

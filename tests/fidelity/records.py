@@ -23,13 +23,13 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.layout import Layout
+from shardplan.layout.layout import Layout
 from shardplan.options import Options
-from shardplan.planning import build_problem
-from shardplan.problem import Problem
-from shardplan.schedule import Schedule
-from shardplan.strategy import Strategy
-from shardplan.tracing import trace_program
+from shardplan.plans.pipeline import build_problem
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.schedule import Schedule
+from shardplan.problem.strategy import Strategy
+from shardplan.program.tracing import trace_program
 from tests.fidelity.steps import MESHES, step_of
 
 FOLDER = Path(__file__).parent / "records"

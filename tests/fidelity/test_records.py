@@ -3,7 +3,7 @@
 import pytest
 
 from shardplan.memory.model import lifetimes_of
-from shardplan.planning import donated_leaves
+from shardplan.plans.pipeline import donated_leaves
 from tests.fidelity.records import FOLDER, PARTS, in_words, problem_of, read, schedule_of
 from tests.fidelity.steps import MESHES, part_of, step_of
 

@@ -13,7 +13,7 @@ import shardplan
 from shardplan.memory.graph import Graph
 from shardplan.memory.kernels import kernels_of
 from shardplan.memory.model import lifetimes_of
-from shardplan.plan import Plan
+from shardplan.plans.plan import Plan
 
 MESH = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 

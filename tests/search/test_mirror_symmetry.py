@@ -6,9 +6,9 @@ from jax.sharding import AbstractMesh
 
 from shardplan.models import gpt
 from shardplan.options import Options
-from shardplan.planned_call import trace_call
-from shardplan.planning import build_problem
-from shardplan.problem import Problem
+from shardplan.plans.pipeline import build_problem
+from shardplan.plans.planned_call import trace_call
+from shardplan.problem.cost_network import Problem
 from shardplan.search import Network, solve
 from shardplan.search.graph.mirror_symmetry import half
 from shardplan.search.testing.random_networks import brute_force

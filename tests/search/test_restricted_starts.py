@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh
 
 import shardplan
 from shardplan.options import Options
-from shardplan.planning import build_problem
+from shardplan.plans.pipeline import build_problem
+from shardplan.program.tracing import trace_program
 from shardplan.search import Network, Solution, solve
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.exact import take_answers
@@ -20,7 +21,6 @@ from shardplan.search.run import Run
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure.restricted_starts import lifted, restricted
 from shardplan.search.testing import random_networks
-from shardplan.tracing import trace_program
 
 MESHES = AbstractMesh((2, 2, 2), ("a", "b", "c")), AbstractMesh((2, 4), ("a", "b"))
 CALLBACKS = Callbacks(lambda: None, lambda: math.inf)

@@ -1,0 +1,1 @@
+"""Rewrites of the applied program, one behaviour of XLA a file."""

@@ -1,0 +1,215 @@
+"""Compiled collectives led back to the operations that the plan has them for.
+
+The compiler merges collectives, products and sums, and of several things it keeps one name. So a compiled tensor is
+that of (the first that holds):
+
+1. an operation that its metadata leads to, for which the plan has a collective of its kind, mesh axes and size;
+2. any operation for which the plan has such a collective, which nothing else took;
+3. several, of one source line, whose planned sizes add up to its own: products with one operand become one product;
+4. all that is left of its kind and mesh axes, if both sides add up to the same: tensors are laid end to end in one;
+5. several that its metadata leads to, whose planned sizes add up to its own, then what is left as before;
+6. the operation that its metadata leads to first, unplanned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from shardplan.compiled.hlo.collectives import CompiledCollective
+from shardplan.compiled.program import Axes, operation_of, origins
+
+_SAME_SIZE = 0.01
+"""A planned and a compiled collective whose sizes differ by no more are the same one: padding makes some larger."""
+
+
+class PlannedCollective(Protocol):
+    """What an audit reads of a plan's collective; `operation` starts with the scope that applying leaves (`op12`)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def bytes(self) -> float: ...
+    @property
+    def times(self) -> int: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OperationTraffic:
+    """Bytes that one operation of the plan makes a device send, planned and compiled.
+
+    `operation` is its number, None where nothing leads back to one; `description` and `source` say what and where.
+    """
+
+    operation: int | None
+    description: str
+    source: str
+    predicted_bytes: float
+    compiled_bytes: float
+
+    @property
+    def difference(self) -> float:
+        return self.compiled_bytes - self.predicted_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A planned collective that no compiled one was led back to yet."""
+
+    operation: int | None
+    source: str
+    size: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """A tensor that a compiled collective carries, its bytes per step, and the paths that lead to operations."""
+
+    found: CompiledCollective
+    axes: Axes
+    paths: tuple[str, ...]
+    size: float
+
+    @property
+    def nearest(self) -> int | None:
+        return operation_of(self.paths[0]) if self.paths else None
+
+
+class _Open:
+    """The planned collectives that are still to be found, per kind and mesh axes, in the order of the plan."""
+
+    def __init__(self, planned: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -> None:
+        self._found: dict[tuple[str, Axes], list[_Planned]] = {}
+        for plan in planned:
+            entry = _Planned(operation_of(plan.operation), plan.source, plan.bytes * plan.times)
+            self._found.setdefault((plan.kind, axes_in_order(plan, mesh_axes)), []).append(entry)
+
+    def by_path(self, carried: _Carried) -> list[_Planned]:
+        """That of the first operation on the tensor's paths with a collective of its size."""
+        here = self._alike(carried)
+        for path in carried.paths:
+            for entry in here:
+                if entry.operation == operation_of(path):
+                    return self._take(carried, [entry])
+        return []
+
+    def by_size(self, carried: _Carried) -> list[_Planned]:
+        """That of any operation with a collective of its size, the nearest in the order of the program."""
+        here = self._alike(carried)
+        nearest = carried.nearest or 0
+        return self._take(carried, sorted(here, key=lambda entry: abs((entry.operation or 0) - nearest))[:1])
+
+    def by_sum(self, carried: _Carried) -> list[_Planned]:
+        """Those of one source line, the nearest operation's among them, that add up to its size."""
+        here = self._found.get((carried.found.kind, carried.axes), [])
+        first = next((entry for entry in here if entry.operation == carried.nearest), None)
+        if first is None:
+            return []
+        taken, total = [first], first.size
+        for entry in here:
+            if entry.source == first.source and entry is not first and total + entry.size <= carried.size * _MORE:
+                taken.append(entry)
+                total += entry.size
+        return self._take(carried, taken) if _same(total, carried.size) else []
+
+    def by_parts(self, carried: _Carried) -> list[_Planned]:
+        """Those of the operations on the tensor's paths, the nearest first, that add up to its size."""
+        here = self._found.get((carried.found.kind, carried.axes), [])
+        taken, total = list[_Planned](), 0.0
+        for operation in dict.fromkeys(map(operation_of, carried.paths)):
+            for entry in here:
+                if entry.operation == operation and total + entry.size <= carried.size * _MORE:
+                    taken.append(entry)
+                    total += entry.size
+        return self._take(carried, taken) if taken and _same(total, carried.size) else []
+
+    def rest(self, kind: str, axes: Axes, size: float) -> list[_Planned]:
+        """All that is left of a kind over these mesh axes, where it adds up to this size."""
+        here = self._found.get((kind, axes), [])
+        return here if _same(sum(entry.size for entry in here), size) else []
+
+    def _alike(self, carried: _Carried) -> list[_Planned]:
+        here = self._found.get((carried.found.kind, carried.axes), ())
+        return [entry for entry in here if _same(entry.size, carried.size)]
+
+    def _take(self, carried: _Carried, entries: list[_Planned]) -> list[_Planned]:
+        here = self._found.get((carried.found.kind, carried.axes), [])
+        for entry in entries:
+            here.remove(entry)
+        return entries
+
+
+_MORE = 1 + _SAME_SIZE
+
+
+def _same(planned: float, compiled: float) -> bool:
+    return abs(planned - compiled) <= _SAME_SIZE * planned
+
+
+def attribute(
+    planned: Sequence[PlannedCollective], compiled: Iterable[CompiledCollective], mesh_axes: Mapping[str, int]
+) -> tuple[OperationTraffic, ...]:
+    """Predicted and compiled bytes per operation, largest difference first."""
+    found: dict[int | None, OperationTraffic] = {}
+
+    def add(operation: int | None, description: str, source: str, predicted: float, sent: float) -> None:
+        known = found.get(operation, OperationTraffic(operation, description, source, 0, 0))
+        found[operation] = replace(
+            known, predicted_bytes=known.predicted_bytes + predicted, compiled_bytes=known.compiled_bytes + sent
+        )
+
+    for plan in planned:
+        add(operation_of(plan.operation), plan.operation, plan.source, plan.bytes * plan.times, 0)
+    still = _Open(planned, mesh_axes)
+    left = [_Carried(one, one.axes(mesh_axes), paths, size) for one in compiled for paths, size in origins(one) if size]
+
+    def explain(carried: _Carried, entries: Sequence[_Planned]) -> None:
+        scale = carried.size / sum(entry.size for entry in entries)
+        for entry in entries:
+            add(entry.operation, "", entry.source, 0, entry.size * scale)
+
+    for search in (still.by_path, still.by_size, still.by_sum):
+        left = _unexplained(left, search, explain)
+    together: dict[tuple[str, Axes], list[_Carried]] = {}
+    for carried in left:
+        together.setdefault((carried.found.kind, carried.axes), []).append(carried)
+    for (kind, axes), group in together.items():
+        rest = still.rest(kind, axes, sum(carried.size for carried in group))
+        if not rest:
+            group = _unexplained(group, still.by_parts, explain)
+            rest = still.rest(kind, axes, sum(carried.size for carried in group))
+        for entry in rest:
+            add(entry.operation, "", entry.source, 0, entry.size)
+        for carried in group if not rest else ():
+            operation, path = carried.nearest, carried.paths[0] if carried.paths else ""
+            name = "no operation of the plan" if operation is None else f"op{operation} {path.rsplit('/', 1)[-1]}"
+            add(operation, name, "" if operation is None else carried.found.source, 0, carried.size)
+    return tuple(sorted(found.values(), key=lambda traffic: -abs(traffic.difference)))
+
+
+def _unexplained(
+    left: Iterable[_Carried],
+    search: Callable[[_Carried], list[_Planned]],
+    explain: Callable[[_Carried, Sequence[_Planned]], None],
+) -> list[_Carried]:
+    """Those that a search finds nothing planned for; the others are explained by what it finds."""
+    unexplained = []
+    for carried in left:
+        entries = search(carried)
+        if entries:
+            explain(carried, entries)
+        else:
+            unexplained.append(carried)
+    return unexplained
+
+
+def axes_in_order(planned: PlannedCollective, mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes of a planned collective in the order of the mesh, without those of one device."""
+    return tuple(axis for axis in mesh_axes if axis in planned.axes and mesh_axes[axis] > 1)

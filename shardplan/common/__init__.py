@@ -1,0 +1,1 @@
+"""What every package uses and no reader of the pipeline needs: files, texts, progress."""

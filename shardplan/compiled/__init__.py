@@ -1,0 +1,1 @@
+"""Compiled programs: for GPUs that need not be there, and read back."""

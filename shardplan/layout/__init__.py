@@ -1,0 +1,1 @@
+"""Layouts, meshes, and the collectives between two layouts, with their prices."""

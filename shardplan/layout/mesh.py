@@ -1,0 +1,149 @@
+"""Meshes as users give them: of devices, without devices, or just a number of devices, or of hosts and devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardplan.errors import ArgumentError
+from shardplan.layout.layout import MeshAxes
+
+GivenMesh = Mesh | AbstractMesh | int | str
+MeshT = TypeVar("MeshT", bound=Mesh | AbstractMesh)
+
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+
+
+def as_mesh(mesh: Any) -> GivenMesh:
+    """A mesh as it was given, texts read: ``data=2,model=4``, a number, or hosts by devices, which stay text.
+
+    Raises ArgumentError for what is no mesh, with what would be one.
+
+    >>> as_mesh("data=2,model=4").shape_tuple, as_mesh("8"), as_mesh("2x8")
+    ((('data', 2), ('model', 4)), 8, '2x8')
+    """
+    if isinstance(mesh, str):
+        mesh = int(mesh) if mesh.isdigit() else mesh if _parsed(mesh) else _of_text(mesh)
+    if isinstance(mesh, bool) or not isinstance(mesh, GivenMesh):
+        raise ArgumentError(
+            f"a mesh was expected, got `{mesh!r}` of type `{type(mesh).__name__}`: pass jax.make_mesh(sizes, names), "
+            "a jax.sharding.AbstractMesh, a text such as `data=2,model=4`, the number of devices, or hosts by devices "
+            "as in `2x8`"
+        )
+    if isinstance(mesh, str):
+        return mesh
+    if isinstance(mesh, int):
+        if mesh < 1:
+            raise ArgumentError(f"a mesh needs at least one device, got the count `{mesh}`")
+        return mesh
+    names = tuple(mesh.axis_names)
+    if not names:
+        raise ArgumentError("the mesh has no axes: name at least one, as in jax.make_mesh((8,), ('data',))")
+    repeated = sorted({str(name) for name in names if names.count(name) > 1})
+    if repeated:
+        raise ArgumentError(
+            f"the mesh axis name `{repeated[0]}` is used twice in {names}: give every axis its own name"
+        )
+    return mesh
+
+
+def _of_text(text: str) -> AbstractMesh:
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and size.strip().isdigit() and int(size) > 0 for name, _, size in parts):
+        raise ArgumentError(
+            f"a mesh was expected, got `{text!r}` of type `str`: a mesh is written `data=2,model=4`, as a number of "
+            "devices, or as hosts by devices, as in `2x8`"
+        )
+    names, sizes = [name.strip() for name, _, _ in parts], [int(size) for _, _, size in parts]
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"the mesh `{text}` uses an axis name twice: give every axis its own name")
+    return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+class Unsaid:
+    """What stands in the place of a mesh where none is given."""
+
+
+def mesh_of_context() -> GivenMesh:
+    """The mesh for functions that were given none: that of ``jax.set_mesh``, or all devices."""
+    held = jax.sharding.get_mesh()
+    return jax.device_count() if held.empty else held
+
+
+def mesh_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
+    """Names and sizes of a checked mesh."""
+    return MeshAxes(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
+
+
+def with_axis_types(mesh: MeshT, types: tuple[AxisType, ...]) -> MeshT:
+    """The same mesh with axes of these types."""
+    if tuple(mesh.axis_types) == types:
+        return mesh
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices, mesh.axis_names, axis_types=types)  # type: ignore[return-value]
+    return AbstractMesh(tuple(mesh.axis_sizes), tuple(mesh.axis_names), axis_types=types)  # type: ignore[return-value]
+
+
+def with_auto_axes(mesh: MeshT) -> MeshT:
+    """The same mesh with axes of type Auto, which is what constraints inside a step need."""
+    return with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
+
+
+def can_run(device: jax.Device) -> bool:
+    """Whether a device is more than a target to compile for."""
+    try:
+        return device in jax.devices(device.platform)
+    except RuntimeError:  # a compile-only device, whose platform is not here
+        return False
+
+
+def has_gpus(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are GPUs, of this machine or compile-only ones."""
+    return mesh.devices.flat[0].platform in _GPU_PLATFORMS
+
+
+def memory_for_arrays(mesh: Mesh) -> int | None:
+    """Bytes that JAX's allocator may give out on a device of a mesh that is here; None where it does not say (CPUs)."""
+    stats = mesh.local_devices[0].memory_stats() if mesh.local_devices else None
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def hosts_by_devices(text: str) -> tuple[int, int]:
+    """``"2x8"``: the number of hosts and of devices on each. Raises ArgumentError for other texts."""
+    found = _parsed(text)
+    if found is None:
+        raise ArgumentError(f"hosts by devices are written as in `2x8`, got `{text}`")
+    return found
+
+
+def _parsed(text: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def shapes_of(devices: int | str, ordered: bool = False) -> list[AbstractMesh]:
+    """The meshes that a number of devices makes, of up to two axes, or hosts by devices, with the hosts in front.
+
+    A mesh of two axes has all layouts of the flat one and more, which comes first. The factors of two axes are tried in
+    ascending order alone, unless they are ``ordered``: where links differ, the order of the axes does too.
+
+    >>> [mesh.axis_sizes for mesh in shapes_of(16)]
+    [(16,), (2, 8), (4, 4)]
+    >>> [mesh.axis_sizes for mesh in shapes_of("2x8")]
+    [(2, 8), (2, 2, 4)]
+    """
+    hosts, per_host = hosts_by_devices(devices) if isinstance(devices, str) else (1, devices)
+    inside: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((per_host,), ("devices",))]
+    if per_host == 1 and hosts > 1:
+        inside = [((), ())]
+    factors = [factor for factor in range(2, math.isqrt(per_host) + 1) if per_host % factor == 0]
+    if ordered:
+        factors = sorted({*factors, *(per_host // factor for factor in factors)})
+    inside.extend(((factor, per_host // factor), ("outer", "inner")) for factor in factors)
+    if hosts > 1:
+        inside = [((hosts, *sizes), ("hosts", *names)) for sizes, names in inside]
+    return [AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes)) for sizes, names in inside]

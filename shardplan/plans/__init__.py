@@ -1,0 +1,1 @@
+"""Plans: made, kept, printed, explained, bound and run."""

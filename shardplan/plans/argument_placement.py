@@ -1,0 +1,69 @@
+"""Placement: arguments where a plan has them.
+
+>>> import jax, jax.numpy as jnp
+>>> from jax.sharding import NamedSharding, PartitionSpec
+>>> mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+>>> keys = placed(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, PartitionSpec("x")))
+>>> keys.sharding.shard_shape((8,))
+(1,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardplan import _jax
+from shardplan.errors import ArgumentError
+from shardplan.layout.mesh import can_run, with_auto_axes
+
+
+def placed(leaf: Any, sharding: NamedSharding) -> Any:
+    """A leaf where the plan has it; itself where it lies so already. A layout that is part of its type is taken off."""
+    if isinstance(leaf, jax.Array) and leaf.committed:
+        lies_so = leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        if lies_so and not _jax.has_typed_layout(leaf):
+            return leaf
+    return put(leaf, sharding)
+
+
+def put(leaf: Any, sharding: Any) -> Any:
+    """``jax.device_put`` to a sharding, for typed PRNG keys by words: JAX places no keys over several processes."""
+    if not isinstance(leaf, jax.Array) or not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.device_put(leaf, sharding)
+    words = jax.device_put(jax.random.key_data(leaf), sharding)
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+
+
+@contextmanager
+def referred(leaves: Sequence[Any], shardings: Sequence[NamedSharding], refs: Collection[int]) -> Iterator[list[Any]]:
+    """All leaves where the plan has them; for references (``refs``, by position) others to their placed arrays. What
+    these hold at the end, the caller's hold, in the layout of their types where they have one."""
+    there: list[Any] = [None if n in refs else placed(leaf, shardings[n]) for n, leaf in enumerate(leaves)]
+    held = {position: _jax.array_in(leaves[position]) for position in refs}
+    for position, array in held.items():
+        there[position] = _jax.ref_to(placed(array, shardings[position]))
+    yield there
+    for position, array in held.items():
+        left = _jax.array_in(there[position])
+        _jax.put_in(leaves[position], put(left, array.sharding) if _jax.has_typed_layout(array) else left)
+
+
+def place_captured(refs: Iterable[Any], mesh: Any) -> None:
+    """Brings the arrays of references that a function closes over to all devices of a mesh.
+
+    Raises ArgumentError where that is none to run on, or where their types have layouts.
+    """
+    for ref in refs:
+        held = _jax.array_in(ref)
+        typed = _jax.has_typed_layout(held)
+        if typed or not all(map(can_run, mesh.local_devices)):
+            where = "on mesh axes of type Explicit" if typed else "that is not on the devices to compile for"
+            raise ArgumentError(
+                f"the function closes over a Ref to {held.dtype}{list(held.shape)} {where}: pass it as an argument"
+            )
+        _jax.put_in(ref, placed(held, NamedSharding(with_auto_axes(mesh), PartitionSpec())))

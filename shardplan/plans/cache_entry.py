@@ -1,0 +1,118 @@
+"""Kept plans: what the cache keeps of a plan, and the plan again, without its rules, network or search.
+
+A program is traced anew each time, which says that it is the same. All else is read: its layouts and collectives, whose
+source lines are those of the program as it is now. The schedule, which applying and explaining need, is made of the
+kept choices when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, TypedDict
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from shardplan.common.entries import MalformedError, check, read
+from shardplan.errors import PlanMismatchError
+from shardplan.layout.mesh import mesh_axes
+from shardplan.options import Options
+from shardplan.plans.cache import VARIABLE
+from shardplan.plans.file import Statistics, argument_entry, check_collectives, check_layouts, choices_of, plain
+from shardplan.plans.pipeline import donated_places, schedule_of
+from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
+from shardplan.problem.schedule import Schedule
+from shardplan.program.program import Program
+
+
+class KeptEntries(TypedDict):
+    """A kept plan, as its file has it."""
+
+    mesh: Mapping[str, int]
+    choices: str
+    network: str
+    objective: float
+    lower_bound: float | None
+    peak_bytes: float
+    host_bytes: float
+    arguments: tuple[PlannedArgument, ...]
+    collectives: tuple[tuple[PlannedCollective, int | None], ...]
+    statistics: Statistics
+    remarks: tuple[bool, bool]
+
+
+def kept_entry(plan: PlanData, remarks: Sequence[bool]) -> dict[str, Any]:
+    """A plan as plain data; ``remarks`` tells whether there is something to say each time of its operations, for which
+    the schedule is needed, and of its layouts."""
+    operations = (sent.operation and sent.operation.index for sent in plan.schedule.collectives())
+    return {
+        "mesh": plan.mesh_axes,
+        "choices": " ".join(map(str, plan.recipe.choices)),
+        "network": plan.recipe.network,
+        "objective": plan.objective,
+        "lower_bound": plan.lower_bound if np.isfinite(plan.lower_bound) else None,
+        "peak_bytes": float(plan.peak_bytes),
+        "host_bytes": float(plan.host_bytes),
+        "arguments": [argument_entry(argument) for argument in plan.arguments],
+        "collectives": [(asdict(sent), at) for sent, at in zip(plan.collectives, operations, strict=True)],
+        "statistics": plain(plan.statistics),
+        "remarks": list(remarks),
+    }
+
+
+def restored(
+    program: Program, meshes: Sequence[Mesh | AbstractMesh], options: Options, content: Mapping[str, Any]
+) -> tuple[PlanData, tuple[bool, bool]]:
+    """The plan of an entry over the same program, traced anew, on one of these meshes; and its remarks.
+
+    Raises MalformedError where the entry is not one that `kept_entry` has written for this program.
+    """
+    entry: KeptEntries = read(KeptEntries, content, "entry")
+    mesh = next((one for one in meshes if _sizes(one) == entry["mesh"]), None)
+    if mesh is None:
+        raise MalformedError(f"`entry.mesh` is `{entry['mesh']}`: no mesh that is planned for")
+    inputs = [program.values[index] for index in program.inputs]
+    planned = [(argument.path, argument.shape, argument.dtype) for argument in entry["arguments"]]
+    same = planned == [(value.name or "", value.shape, str(value.dtype)) for value in inputs]
+    check(same, "entry.arguments", content["arguments"], "the arguments of the program")
+    figures = entry["objective"], entry["lower_bound"] or 0.0, entry["peak_bytes"], entry["host_bytes"]
+    check(all(map(math.isfinite, figures)), "entry", figures, "finite numbers")
+    check_layouts(entry["arguments"], entry["mesh"])
+    check_collectives([sent for sent, _ in entry["collectives"]], entry["mesh"])
+    known = {None, *range(len(program.operations))}
+    check({at for _, at in entry["collectives"]} <= known, "entry.collectives", len(known), "operations of the program")
+    recipe = Recipe(options, choices_of(entry["choices"]), entry["network"])
+    bound = entry["lower_bound"]
+    plan = PlanData(
+        mesh=mesh,
+        objective=entry["objective"],
+        lower_bound=-np.inf if bound is None else bound,
+        peak_bytes=entry["peak_bytes"],
+        collectives=tuple(_with_source(program, sent, at) for sent, at in entry["collectives"]),
+        statistics=content["statistics"],
+        arguments=entry["arguments"],
+        recipe=recipe,
+        built=ScheduleToBe(program, partial(_schedule, program, mesh, recipe)),
+        donated=donated_places(options),
+        host_bytes=entry["host_bytes"],
+    )
+    return plan, entry["remarks"]
+
+
+def _schedule(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
+    try:
+        return schedule_of(program, mesh, recipe)
+    except PlanMismatchError as error:
+        raise PlanMismatchError(f"a plan in the cache does not fit: empty its folder ({VARIABLE}). {error}") from None
+
+
+def _sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    axes = mesh_axes(mesh)
+    return dict(zip(axes.names, axes.sizes, strict=True))
+
+
+def _with_source(program: Program, sent: PlannedCollective, operation: int | None) -> PlannedCollective:
+    return replace(sent, source="" if operation is None else program.operations[operation].source)

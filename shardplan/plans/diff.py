@@ -1,0 +1,92 @@
+"""What two plans do in different ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from jax.sharding import PartitionSpec
+
+from shardplan.common.tables import size_cell, text_table
+from shardplan.plans.plan_data import PlanData
+from shardplan.plans.report import glob_of, mesh_text, objective_text, planned_traffic
+
+_ABSENT = (0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDifference:
+    """The difference of two plans, as a value that prints; false where there is none.
+
+    Attributes:
+        layouts: argument path to its ``PartitionSpec`` in the one and in the other plan, where they differ; None where
+            a plan has no such argument.
+        traffic: kind and mesh axes to the bytes that one device sends in the one and in the other, where they differ.
+        measures: name to the figures of the one and of the other, as text, where they differ.
+    """
+
+    layouts: dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]
+    traffic: dict[tuple[str, tuple[str, ...]], tuple[float, float]]
+    measures: dict[str, tuple[str, str]]
+
+    def __bool__(self) -> bool:
+        return bool(self.layouts or self.traffic or self.measures)
+
+    def __str__(self) -> str:
+        if not self:
+            return "the plans are equal"
+        tables = []
+        if self.measures:
+            tables.append(text_table(("", "this", "other"), [(k, *pair) for k, pair in self.measures.items()], (1, 2)))
+        if self.traffic:
+            rows = [
+                (kind, ", ".join(axes), size_cell(one), size_cell(other), f"{(other - one) / 1e6:+,.1f}")
+                for (kind, axes), (one, other) in self.traffic.items()
+            ]
+            header = ("collective", "mesh axes", "this MB", "other MB", "difference")
+            tables.append(text_table(header, rows, numbers=(2, 3, 4)))
+        if self.layouts:
+            tables.append(text_table(("arguments", "this", "other", "tensors"), self._layout_rows(), numbers=(3,)))
+        return "\n\n".join(tables)
+
+    def _layout_rows(self) -> list[tuple[str, ...]]:
+        groups: dict[tuple[str, str, str], list[str]] = {}
+        for path, (one, other) in self.layouts.items():
+            groups.setdefault((glob_of(path), _text(one), _text(other)), []).append(path)
+        return [
+            (paths[0] if len(paths) == 1 else pattern, one, other, str(len(paths)))
+            for (pattern, one, other), paths in groups.items()
+        ]
+
+
+def compare_plans(one: PlanData, other: PlanData) -> PlanDifference:
+    """What ``other`` does in another way than ``one``."""
+    paths = dict.fromkeys((*one.layouts, *other.layouts))
+    layouts = {path: (one.layouts.get(path), other.layouts.get(path)) for path in paths}
+    sent = planned_traffic(one), planned_traffic(other)
+    kinds = dict.fromkeys((*sent[0], *sent[1]))
+    traffic = {key: (sent[0].get(key, _ABSENT)[1], sent[1].get(key, _ABSENT)[1]) for key in kinds}
+    measures = {
+        name: (first, second)
+        for name, first, second in zip(_measures(one), _measures(one).values(), _measures(other).values(), strict=True)
+        if first != second
+    }
+    return PlanDifference(
+        {path: pair for path, pair in layouts.items() if pair[0] != pair[1]},
+        {key: pair for key, pair in traffic.items() if abs(pair[0] - pair[1]) > 0.5},
+        measures,
+    )
+
+
+def _measures(plan: PlanData) -> dict[str, str]:
+    return {
+        "mesh": mesh_text(plan.mesh_axes),
+        "MB sent": size_cell(plan.communication_bytes),
+        "objective": objective_text(plan, plan.objective),
+        "lower bound": objective_text(plan, plan.lower_bound) if isfinite(plan.lower_bound) else "none",
+        "peak MB": size_cell(plan.peak_bytes),
+    }
+
+
+def _text(spec: PartitionSpec | None) -> str:
+    return "no such argument" if spec is None else str(spec)

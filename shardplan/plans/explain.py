@@ -1,0 +1,236 @@
+"""Why a tensor or an operation is laid out as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+
+from shardplan import _jax, rules
+from shardplan.common.tables import megabytes, size_text
+from shardplan.errors import ArgumentError
+from shardplan.layout.layout import Layout, to_spec
+from shardplan.plans.alternatives import Alternative, alternatives
+from shardplan.plans.plan_data import PlanData, PlannedCollective
+from shardplan.plans.report import glob_of, objective_text, sizes_text
+from shardplan.problem.strategy import Strategy
+from shardplan.program.program import Constant, Operation, operand_type
+from shardplan.timing.step_time import memory_traffic
+
+_SUBJECTS = 6
+"""Arguments or operations that are explained at once; the rest is named."""
+
+_LINES = 12
+"""Readers, collectives and alternatives that are listed of each."""
+
+
+def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
+    """What ``Plan.explain`` gives; raises ArgumentError where nothing matches."""
+    program = plan.program
+    arguments = [i for i in program.inputs if fnmatchcase(program.values[i].name or "", pattern)]
+    operations = [] if arguments else [o for o in program.operations if _matches(o, pattern)]
+    count = len(arguments or operations)
+    if not count:
+        paths = list(dict.fromkeys(glob_of(argument.path) for argument in plan.arguments))
+        listed = ", ".join(f"`{path}`" for path in paths[:8]) + (", ..." if len(paths) > 8 else "")
+        raise ArgumentError(
+            f"`{pattern}` matches no argument and no operation: give a path ({listed}), an operation such as `op12`, "
+            "or a source line such as `model.py:31*`"
+        )
+    explainer = _Explainer(plan, time_limit / min(count, _SUBJECTS))
+    texts = [explainer.argument(index) for index in arguments[:_SUBJECTS]]
+    texts += [explainer.operation(operation) for operation in operations[:_SUBJECTS]]
+    if count > _SUBJECTS:
+        rest = [program.values[i].name or "" for i in arguments[_SUBJECTS:]]
+        rest += [o.scope for o in operations[_SUBJECTS:]]
+        texts.append(f"and {len(rest)} more: {', '.join(rest[:_LINES])}{', ...' if len(rest) > _LINES else ''}")
+    return "\n\n".join(texts)
+
+
+def _matches(operation: Operation, pattern: str) -> bool:
+    return fnmatchcase(operation.scope, pattern) or any(
+        fnmatchcase(text, pattern)
+        for text in (_named(operation), operation.source, operation.source.split(" ")[0], _place(operation))
+    )
+
+
+def _named(operation: Operation) -> str:
+    return f"{operation.scope} {operation.primitive.name}"
+
+
+def _place(operation: Operation) -> str:
+    """The source line of an operation, and the modules that it is in."""
+    modules = _jax.module_path(operation.equation)
+    return f"{operation.source} in {modules}" if modules else operation.source
+
+
+class _Explainer:
+    """Texts on one plan; ``time_limit`` in seconds is for the searches of each subject."""
+
+    def __init__(self, plan: PlanData, time_limit: float) -> None:
+        self._plan = plan
+        self._schedule = plan.schedule
+        self._program = plan.program
+        self._problem = plan.schedule.problem
+        self._mesh = plan.schedule.space.mesh
+        self._time_limit = time_limit
+
+    def argument(self, index: int) -> str:
+        """What is to be said of one argument."""
+        value = self._program.values[index]
+        name = value.name or ""
+        layout = self._schedule.assignment.values[index]
+        readers = [o for o in self._program.operations if index in o.operands]
+        spec = to_spec(self._mesh, layout)  # arguments are never partial
+        degree = self._mesh.degree([axis for axes in layout for axis in axes])
+        where = f" in {value.memory_kind}" if value.memory_kind else ""
+        held = f"{size_text(value.stored_bytes / degree)} per device of {size_text(value.stored_bytes)}{where}"
+        lines = [("layout", [f"{spec}: {value.dtype}[{sizes_text(value.shape, spec)}], {held}"])]
+        copied = self._schedule.copy(index)
+        if copied != layout:
+            lines.append(("shared copy", [f"{self._described(index, copied)}, which most readers take"]))
+        lines.append(("read by", [self._reading(o, index) for o in readers]))
+        tensors = {name, f"value {index}"}
+        outputs = [out for number, out in enumerate(self._program.outputs) if self._feeds(number, index)]
+        if outputs:
+            lines.append(("replaced by", [self._made(out) for out in outputs if isinstance(out, int)]))
+            tensors |= {self._tensor(v) for out in outputs if isinstance(out, int) for v in self._update(out)}
+        reading = {_named(o) for o in readers}
+        moves = [c for c in self._plan.collectives if c.tensor in tensors or c.operation in reading]
+        lines.append(("collectives", [_collective(c) for c in _largest(moves)]))
+        domain = self._problem.domain(value.index)
+        variable = self._problem.variables_of(index)[0]
+        labels = [self._described(index, other) for other in domain.layouts]
+        lines.append(("other layouts", self._others(variable, labels)))
+        return _paragraph(f"{name or 'argument'}", lines)
+
+    def operation(self, operation: Operation) -> str:
+        """What is to be said of one operation."""
+        if operation.bodies:
+            regions = [self._program.regions[body] for body in operation.bodies]
+            bodies = [f"{len(region.operations)} operations, {region.times} times" for region in regions]
+            return _paragraph(_named(operation), [("at", [_place(operation)]), ("runs", bodies)])
+        operands = [operand_type(self._program, operand) for operand in operation.operands]
+        results = [self._program.values[result] for result in operation.results]
+        rule = rules.derive(operation.primitive, operation.params, operands, results)
+        lines = [("at", [_place(operation)]), ("computes", [str(rule.expression) if rule.known else str(rule.reason)])]
+        strategy = self._schedule.assignment.strategies.get(operation.index)
+        if strategy is None:
+            lines.append(("split", ["made anew in every layout that is read, from nothing"]))
+            return _paragraph(_named(operation), lines)
+        lines.append(("split", [self._strategy(operation, strategy)]))
+        lines.append(("work", [f"shared by {strategy.degree} of {self._mesh.device_count} devices"]))
+        kept = self._schedule.assignment.values
+        planned = [f"{self._tensor(r)} as {self._described(r, kept[r])}" for r in operation.results]
+        lines.append(("results kept", planned))
+        moves = [c for c in self._plan.collectives if c.operation == _named(operation)]
+        lines.append(("collectives", [_collective(c) for c in _largest(moves)]))
+        variable = self._problem.variable_of_operation(operation.index)
+        if variable is None:
+            lines.append(("other splits", ["none of its own: the layout of its result decides"]))
+        else:
+            options = self._problem.choices[operation.index].strategies
+            labels = [self._strategy(operation, option) if option else "" for option in options]
+            lines.append(("other splits", self._others(variable, labels)))
+        return _paragraph(_named(operation), lines)
+
+    def _others(self, variable: int | None, labels: Sequence[str]) -> list[str]:
+        if variable is None or len(labels) == 1:
+            return ["none: nothing divides it"]
+        choices = self._plan.recipe.choices
+        if self._plan.statistics.get("traffic") and not self._problem.traffic:  # of a plan from a file
+            self._problem.traffic = memory_traffic(self._problem)
+            vars(self._problem).pop("network", None)  # that was built without
+        found = alternatives(self._problem.network, choices, variable, self._time_limit)
+        if not found:
+            return ["none: it is pinned"]
+        return [f"{labels[other.choice]}: {self._extra(other)}" for other in found]
+
+    def _extra(self, other: Alternative) -> str:
+        if other.extra_cost == float("inf"):
+            return "impossible"
+        how = "searched anew" if other.searched else "at most; only what is around it was adapted"
+        in_one_unit = self._plan.recipe.options.objective == "bytes" and other.extra_cost >= 1e3  # to be compared
+        text = f"{megabytes(other.extra_cost)} MB" if in_one_unit else objective_text(self._plan, other.extra_cost)
+        return f"+{text} ({how})"
+
+    def _reading(self, operation: Operation, index: int) -> str:
+        strategy = self._schedule.assignment.strategies.get(operation.index)
+        layouts = strategy.operands if strategy else (None,) * len(operation.operands)
+        wanted = {
+            str(self._spec(layout))
+            for o, layout in zip(operation.operands, layouts, strict=True)
+            if o == index and layout is not None
+        }
+        return f"{_named(operation)} as {' and '.join(sorted(wanted)) or 'it is'}, {_place(operation)}"
+
+    def _update(self, output: int) -> set[int]:
+        """The tensors of as many elements that a new state is computed from, back to where they are made."""
+        makers = self._program.makers
+        elements = prod(self._program.values[output].shape)
+        inputs = set(self._program.inputs)
+        found: set[int] = set()
+        waiting = [output]
+        while waiting:
+            value = waiting.pop()
+            if value in found or value in inputs or prod(self._program.values[value].shape) != elements:
+                continue
+            found.add(value)
+            maker = makers.get(value)
+            if maker is not None and self._problem.variable_of_operation(maker.index) is None:
+                waiting += [o for o in maker.operands if isinstance(o, int)]
+        return found
+
+    def _feeds(self, number: int, index: int) -> bool:
+        tied = self._program.ties.get(number)
+        return tied is not None and self._program.inputs[tied] == index
+
+    def _made(self, value: int) -> str:
+        maker = next((o for o in self._program.operations if value in o.results), None)
+        made = f" of {_named(maker)}, {_place(maker)}" if maker else ""
+        return f"{self._tensor(value)}{made}"
+
+    def _strategy(self, operation: Operation, strategy: Strategy) -> str:
+        reads = [self._operand(o, layout) for o, layout in zip(operation.operands, strategy.operands, strict=True)]
+        gives = []
+        for layout, pending, reducer in zip(strategy.results, strategy.pending, strategy.reducers, strict=True):
+            partial = f" partial {reducer} over {self._names(pending)}" if pending else ""
+            gives.append(f"{self._spec(layout)}{partial}")
+        return f"{', '.join(reads)} -> {', '.join(gives)}"
+
+    def _operand(self, operand: int | Constant, layout: Layout | None) -> str:
+        return "literal" if not isinstance(operand, int) or layout is None else self._described(operand, layout)
+
+    def _described(self, value: int, layout: Layout) -> str:
+        """A layout of a value; one in which it is still a sum over mesh axes has these in front."""
+        if self._schedule.is_partial(value, layout):
+            return f"{self._spec(layout[1:])} as a sum over {self._names(layout[0])}"
+        return self._spec(layout)
+
+    def _spec(self, layout: Layout) -> str:
+        return str(to_spec(self._mesh, layout))
+
+    def _names(self, axes: Iterable[int]) -> str:
+        return ", ".join(self._mesh.names[axis] for axis in axes)
+
+    def _tensor(self, value: int) -> str:
+        return self._program.values[value].name or f"value {value}"
+
+
+def _largest(collectives: Sequence[PlannedCollective]) -> list[PlannedCollective]:
+    return sorted(collectives, key=lambda c: -c.bytes * c.times)
+
+
+def _collective(collective: PlannedCollective) -> str:
+    times = f", {collective.times} times" if collective.times > 1 else ""
+    place = f", {collective.source}" if collective.source else ""
+    moved = f"{collective.kind} over {', '.join(collective.axes)} of {collective.tensor}"
+    return f"{moved}, {size_text(collective.bytes)}{times}, for {collective.operation}{place}"
+
+
+def _paragraph(title: str, entries: Sequence[tuple[str, Sequence[str]]]) -> str:
+    lines = [title]
+    for name, texts in entries:
+        shown = [*texts[:_LINES], *([f"and {len(texts) - _LINES} more"] if len(texts) > _LINES else [])] or ["none"]
+        lines += [f"  {name if number == 0 else '':14}{text}" for number, text in enumerate(shown)]
+    return "\n".join(lines)

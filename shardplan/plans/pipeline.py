@@ -1,0 +1,299 @@
+"""Planning: from a function and its arguments to a plan, stage by stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from shardplan import _jax
+from shardplan.common.progress import doing
+from shardplan.common.tables import size_text
+from shardplan.errors import InfeasibleError, PlanMismatchError
+from shardplan.hardware import load
+from shardplan.layout.layout import LayoutSpace, MeshAxes, to_spec
+from shardplan.layout.mesh import mesh_axes
+from shardplan.layout.prices import Prices
+from shardplan.optimize.repeated_work import repeated_work, search_sharing
+from shardplan.optimize.solve_once import Search
+from shardplan.optimize.step_time_objective import LEAST_SHARE, search_balanced
+from shardplan.options import Options, as_positions
+from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.hard_layouts import hard_layouts, named_orders, undivided
+from shardplan.problem.host_memory import host_bytes
+from shardplan.problem.schedule import Schedule
+from shardplan.problem.uneven_sizes import padded_sizes
+from shardplan.program.program import Operation, Program
+from shardplan.program.regions.region import region_of
+from shardplan.timing.step_time import timing_of
+
+DEFAULT_HARDWARE = "h100"
+
+RESERVED_MEMORY = 0.08
+"""The part of a device's memory that is kept free where no limit is given: for the runtime, its communication buffers
+and fragmentation."""
+
+
+def build_problem(
+    program: Program,
+    mesh: Mesh | AbstractMesh,
+    options: Options,
+    share: float = LEAST_SHARE,
+    traffic: Mapping[int, int] | None = None,
+) -> Problem:
+    """The cost network of a program over a mesh; for the objective "time" priced at a share
+    (`shardplan.optimize.step_time_objective`), for "bytes" with the memory traffic of repeated work where it is given
+    (`shardplan.optimize.repeated_work`)."""
+    axes = mesh_axes(mesh)
+    program = program.on(axes.device_count)
+    timed = options.objective == "time"
+    hardware = load(options.hardware or DEFAULT_HARDWARE)
+    prices = Prices(options.objective, hardware, axes, share if timed else None)
+    space = _layout_space(program, axes, options.pins)
+    hard = hard_layouts(program, space, options.pins).layouts
+    problem = Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
+    problem.traffic = timing_of(problem).memory_bytes if timed else traffic or {}
+    return problem
+
+
+def plan_program(
+    program: Program,
+    mesh: Mesh | AbstractMesh,
+    options: Options,
+    prepare: Callable[[Problem], None] | None = None,
+    method: str = "auto",
+    excess: Mapping[int, float] = MappingProxyType({}),
+) -> PlanData:
+    """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices.
+
+    ``excess``: per operation, by index, bytes that a compiled program held there above what was counted."""
+    started = time.perf_counter()
+
+    def build(share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None) -> Problem:
+        problem = build_problem(program, mesh, options, share, traffic)
+        if prepare is not None:
+            prepare(problem)
+        return problem
+
+    problem = build()
+    return plan_problem(problem, mesh, options, time.perf_counter() - started, method, build, excess)
+
+
+def plan_problem(
+    problem: Problem,
+    mesh: Mesh | AbstractMesh,
+    options: Options,
+    spent_seconds: float = 0.0,
+    method: str = "auto",
+    rebuild: Callable[..., Problem] | None = None,
+    excess: Mapping[int, float] = MappingProxyType({}),
+) -> PlanData:
+    """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
+    with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
+    started = time.perf_counter()
+    doing("stating the choices")
+    program, variables = problem.program, len(problem.network)  # the network is built here
+    built = time.perf_counter()
+    doing(f"searching {variables:,} choices")
+    donated = donated_places(options)
+    limit = memory_limit_of(options)
+    _check_arguments(problem, limit)
+    search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
+    timed = options.objective == "time"
+    found = (search_balanced if timed else search_sharing)(problem, search, rebuild)
+    solution, schedule = found.solution, found.schedule
+    schedule.problem.network.derived.clear()  # which a search needs, and the plan would hold
+    solved = time.perf_counter()
+    statistics = {
+        "operations": len(program.operations),
+        "values": len(program.values),
+        "variables": variables,
+        "status": solution.status,
+        "cached": False,
+        "traffic": bool(found.schedule.problem.traffic),
+        "stages": [dict(row) for row in found.stages],
+        "repeated": repeated_work(schedule),
+        "search_processor_seconds": solution.processor_seconds,
+        "seconds": {"build": spent_seconds + built - started, "search": solved - built},
+    }
+    return PlanData(
+        mesh=mesh,
+        objective=float(solution.cost),
+        lower_bound=float(min(solution.lower_bound, solution.cost)),
+        peak_bytes=found.peak_bytes,
+        collectives=_planned_collectives(schedule),
+        statistics=statistics,
+        arguments=_arguments(schedule),
+        recipe=Recipe(options, tuple(map(int, solution.choices)), problem.variables.digest()),
+        built=schedule,
+        donated=donated,
+        host_bytes=host_bytes(schedule, search.donated),
+    )
+
+
+Made = TypeVar("Made", bound=PlanData)
+
+
+def rebuild(plan: Made, program: Program) -> Made:
+    """A plan over the same program, traced anew.
+
+    Raises PlanMismatchError where the program is another one, or this version builds another problem of it.
+    """
+    plan.check_program(program)
+    schedule = schedule_of(program, plan.mesh, plan.recipe)
+    collectives = _planned_collectives(schedule)
+    nowhere = [replace(c, source="") for c in plan.collectives]  # source lines may have moved
+    if _arguments(schedule) == plan.arguments and [replace(c, source="") for c in collectives] == nowhere:
+        return replace(plan, built=schedule, collectives=collectives)
+    raise PlanMismatchError("the plan was made by another version of shardplan, which prices in another way: plan anew")
+
+
+def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
+    """The schedule that a recipe makes of its program, without a search.
+
+    Raises PlanMismatchError where this version builds another problem of it.
+    """
+    problem = build_problem(program, mesh, recipe.options)
+    if problem.variables.digest() != recipe.network:
+        raise PlanMismatchError(
+            "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"
+        )
+    sizes, choices = problem.variables.sizes, np.array(recipe.choices)
+    among = len(choices) == len(sizes) and bool((choices < sizes).all())
+    if not (among and np.isfinite(problem.network.cost(choices))):
+        raise PlanMismatchError("the plan's choices do not go together: they were changed since; plan anew")
+    return Schedule(problem, problem.decode(choices))
+
+
+def _arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
+    program, mesh = schedule.program, schedule.space.mesh
+    tied = set(program.ties.values())
+    found = []
+    for position, index in enumerate(program.inputs):
+        value = program.values[index]
+        spec = to_spec(mesh, schedule.assignment.values[index])
+        found.append(
+            PlannedArgument(
+                path=value.name or "",
+                shape=value.shape,
+                dtype=str(value.dtype),
+                total_bytes=value.stored_bytes,
+                spec=spec,
+                fed_back=position in tied,
+                memory_kind=value.memory_kind,
+                is_ref=position in program.refs,
+            )
+        )
+    return tuple(found)
+
+
+def donated_places(options: Options) -> tuple[int | str, ...]:
+    """The positions of donated arguments among those that are not static, and the names of those given by keyword."""
+    static, names = options.static, options.donate_argnames or ()
+    wanted = as_positions(options.donate_argnums)
+    places = (position - sum(s < position for s in static) for position in wanted if position not in static)
+    return (*places, *((names,) if isinstance(names, str) else names))
+
+
+def memory_limit_of(options: Options) -> float:
+    """The bytes that one device may hold: those that the user allows, or what the hardware has without the reserve."""
+    memory_bytes = load(options.hardware or DEFAULT_HARDWARE).memory_bytes
+    return options.memory_limit or memory_bytes * (1 - RESERVED_MEMORY)
+
+
+def _check_arguments(problem: Problem, limit: float) -> None:
+    """Raises InfeasibleError where the arguments alone exceed the limit, split as far as the mesh can split them."""
+    program = problem.program
+    sizes = [program.values[index].total_bytes / problem.domain(index).degrees.max() for index in program.inputs]
+    if sum(sizes) > limit:
+        raise InfeasibleError(
+            f"the arguments alone take {size_text(sum(sizes))} per device, split as far as the mesh can split them, "
+            f"and the limit is {size_text(limit)}. What helps: more devices, or a smaller state",
+            float(sum(sizes)),
+        )
+
+
+def donated_leaves(program: Program, donated: tuple[int | str, ...]) -> frozenset[int]:
+    """The positions among the flattened arguments that belong to donated ones, and of references."""
+    args, kwargs = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))
+    held = (kwargs.get(place) if isinstance(place, str) else args[place] for place in donated)
+    return program.refs.union(*map(jax.tree.leaves, held))
+
+
+def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
+    mesh = schedule.space.mesh
+    found = []
+    for sent in schedule.collectives():
+        operation = sent.operation
+        found.append(
+            PlannedCollective(
+                kind=sent.step.kind.value,
+                axes=tuple(mesh.names[axis] for axis in sorted(sent.step.axes)),
+                bytes=sent.bytes,
+                times=sent.times,
+                tensor=sent.tensor.name or f"value {sent.tensor.index}",
+                operation=f"{operation.scope} {operation.primitive.name}" if operation else "output",
+                source=operation.source if operation else "",
+            )
+        )
+    return tuple(found)
+
+
+def remarks_on_operations(schedule: Schedule) -> list[str]:
+    """Which operations run, but not as well as they could, a sentence or two each."""
+    found = []
+    for name, operations in schedule.problem.unknown.items():
+        if name not in _jax.HOST_CALLS:
+            found.append(
+                f"`{name}` ({len(operations)} times, first at {operations[0].source}) is not described: it is computed "
+                "whole on every device. Describe it with shardplan.describe(primitive, expression)."
+            )
+    for operation in schedule.program.operations:
+        region = region_of(schedule.space.mesh, operation)
+        regions = [schedule.program.regions[body] for body in operation.bodies]
+        values = [value for region in regions if region.assumed for value in region.inputs]
+        unknown = region is not None and any(call.assumed for call in region.calls)
+        if unknown or any(len(schedule.problem.domain(value)) > 1 for value in values):
+            found.append(
+                f"the loop at {operation.source} runs as often as its data say: what it sends is counted once. State "
+                "how often it runs, about, by `with shardplan.trip_count(n):` around it."
+            )
+    return [*found, *_remarks_on_regions(schedule)]
+
+
+def _remarks_on_regions(schedule: Schedule) -> Iterator[str]:
+    """Which parts that the user split by hand leave work to repeat, or are split further by XLA."""
+    mesh = schedule.space.mesh
+    found: dict[tuple[int, ...], list[Operation]] = {}
+    for operation in schedule.program.operations:
+        region = region_of(mesh, operation)
+        if region is not None and region.left_out:
+            found.setdefault(region.left_out, []).append(operation)
+        if region is not None and region.inexact:
+            yield f"the `shard_map` at {operation.source} {region.inexact}: XLA may send less or more than is planned."
+    for axes, operations in found.items():
+        names = ", ".join(mesh.names[axis] for axis in axes)
+        yield (
+            f"`shard_map` ({len(operations)} times, first at {operations[0].source}) leaves out the mesh axes "
+            f"({names}), along which every device computes all of it. Name them in its specs, or take out of it what "
+            "they should split."
+        )
+
+
+def remarks_on_layouts(
+    program: Program, mesh: Mesh | AbstractMesh, pins: Mapping[str, PartitionSpec] | None
+) -> list[str]:
+    """What the mesh does not divide, and which of the user's constraints are ignored, a sentence or two each."""
+    space = _layout_space(program, mesh_axes(mesh), pins)
+    return [*undivided(program, space), *hard_layouts(program, space, pins).ignored]
+
+
+def _layout_space(program: Program, mesh: MeshAxes, pins: Mapping[str, PartitionSpec] | None) -> LayoutSpace:
+    return LayoutSpace(mesh, padded_sizes(program, mesh), named_orders(program, mesh, pins))

@@ -1,0 +1,41 @@
+"""What a plan says in its first line where devices do the same work: that they do, and by which rates that is best."""
+
+from __future__ import annotations
+
+from shardplan.common.tables import size_text
+from shardplan.hardware import load
+from shardplan.plans.plan_data import PlanData
+
+_MOSTLY = 0.5
+"""The share of repeated work from which on a plan says so."""
+
+_PROVEN = 1e-6
+"""The gap to the bound up to which no other plan costs less."""
+
+
+def repeated_text(plan: PlanData) -> str:
+    """That a plan splits nothing, or that its devices repeat more than half of their work, and why."""
+    found = plan.statistics.get("repeated")
+    if found is None or plan.device_count == 1:
+        return ""
+    whole = found["split"] == 1 and not any(entry for one in plan.arguments for entry in one.spec)
+    if not whole and found["share"] <= _MOSTLY:
+        return ""
+    what = "nothing is split" if whole else f"devices repeat {found['share']:.0%} of their work"
+    hardware = load(plan.recipe.options.hardware or "h100")
+    if plan.recipe.options.objective == "time":
+        costs = f"{1e3 * found['seconds']:,.3f} ms"
+    else:
+        costs = f"as much as sending {size_text(found['seconds'] * hardware.intra_host.bytes_per_second)}"
+    proven = "no split of this program costs less" if plan.gap <= _PROVEN else "no split was found that costs less"
+    return f": {what}: by {hardware.name}'s rates repeating {_flops_text(found['flops'])} costs {costs}, and {proven}"
+
+
+def _flops_text(flops: float) -> str:
+    """Operations in the unit that fits.
+
+    >>> _flops_text(1.23e9), _flops_text(900)
+    ('1.2 GFLOP', '900 FLOP')
+    """
+    units = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"))
+    return next((f"{flops / size:,.1f} {unit}" for size, unit in units if flops >= size), f"{flops:.0f} FLOP")

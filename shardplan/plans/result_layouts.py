@@ -1,0 +1,110 @@
+"""Results: the layouts that are asked of what a function returns.
+
+They are asked for as constraints on the results while the function is traced. A result that replaces an argument in the
+next step takes that argument's layout in all other cases; here the argument is pinned to the result's layout, and where
+it is pinned to another one, the next step brings it there.
+
+>>> program, _ = traced_with(lambda s: {"w": 2 * s["w"]}, ({"w": jax.ShapeDtypeStruct((8,), "float32")},), {},
+...                          lambda results: {"w": PartitionSpec("x")})
+>>> program.output_names, list(program.constraints.values()), settled(program, {"w": PartitionSpec("x")}, None)[1]
+(('w',), [P('x',)], {'0/w': P('x',)})
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardplan import _jax
+from shardplan.layout.layout import axes_of
+from shardplan.program.program import Program
+from shardplan.program.tracing import path_name, trace_program
+
+_OPEN = PartitionSpec.UNCONSTRAINED
+
+Specs = Mapping[str, PartitionSpec]
+"""Layouts by the paths of arguments or results."""
+
+
+def traced_with(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], wanted: Callable[[Any], Specs] | None
+) -> tuple[Program, dict[str, PartitionSpec]]:
+    """The program of a function whose results have layouts, which ``wanted`` tells of the traced results, and these."""
+    if wanted is None:
+        return trace_program(fn, args, kwargs), {}
+    found: dict[str, PartitionSpec] = {}
+
+    @functools.wraps(fn)
+    def constrained(*args: Any, **kwargs: Any) -> Any:
+        results = fn(*args, **kwargs)
+        found.update(wanted(results))
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: laid_out(leaf, found.get(path_name(path))), results)
+
+    return trace_program(constrained, args, kwargs), found
+
+
+def laid_out(leaf: Any, spec: PartitionSpec | None) -> Any:
+    """A traced result with a constraint, which says mesh axes by name alone: they are those of the plan."""
+    if spec is None or not jax.numpy.ndim(leaf):
+        return leaf
+    names = tuple(dict.fromkeys(axis for entry in spec for axis in axes_of(_named(entry)))) or ("whole",)
+    mesh = AbstractMesh((1,) * len(names), names, axis_types=(AxisType.Auto,) * len(names))
+    kind = _jax.memory_kind(jax.typeof(leaf))
+    return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec, memory_kind=kind))
+
+
+def settled(program: Program, results: Specs, pins: Specs | None) -> tuple[Program, Specs | None]:
+    """The program and the pins with which each result of a known layout has it, also where it is fed back."""
+    ties, found, names = dict(program.ties), dict(pins or {}), dict(enumerate(program.output_names))
+    for number, position in program.ties.items():
+        wanted = results.get(names[number]) if number in names else None  # not what is left in a reference
+        name = program.values[program.inputs[position]].name or ""
+        pinned = [spec for pattern, spec in found.items() if fnmatchcase(name, pattern)]
+        if wanted is None:
+            continue
+        if not pinned:
+            found[glob.escape(name)] = wanted
+        elif any(entries_of(spec) != entries_of(wanted) for spec in pinned):
+            del ties[number]
+    return program if ties == program.ties else replace(program, ties=ties), found or pins
+
+
+def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """The axes of each dimension, without whole ones at the end.
+
+    >>> entries_of(PartitionSpec("x", ("y",), None))
+    (('x',), ('y',))
+    """
+    entries = [entry if entry is _OPEN else axes_of(entry) for entry in spec]
+    while entries and entries[-1] == ():
+        entries.pop()
+    return tuple(entries)
+
+
+def of_type(planned: PartitionSpec, wanted: PartitionSpec | None, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The layout of a result as its type has it: where that leaves a dimension open, axes of type Auto split it.
+
+    >>> mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    >>> of_type(PartitionSpec(("y", "x")), PartitionSpec(PartitionSpec.UNCONSTRAINED), mesh)
+    P('y',)
+    """
+    if wanted is None or AxisType.Explicit not in mesh.axis_types:
+        return planned
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    pairs = zip(planned, (*wanted, *[None] * len(planned)), strict=False)
+    kept = [
+        tuple(axis for axis in axes_of(entry) if types[axis] == AxisType.Auto) if asked is _OPEN else entry
+        for entry, asked in pairs
+    ]
+    return PartitionSpec(*(None if entry == () else entry for entry in kept))
+
+
+def _named(entry: Any) -> Any:
+    return None if entry is _OPEN else entry

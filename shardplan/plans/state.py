@@ -1,0 +1,194 @@
+"""The state of a plan: made split over the mesh, placed there, and described for whoever keeps it.
+
+What is given is a part of a call, one argument as a rule: it is found by its structure and its shapes.
+
+>>> import jax, jax.numpy as jnp, shardplan
+>>> def step(state, x):
+...     return {"w": state["w"] + x.sum()}
+>>> state = {"w": jax.ShapeDtypeStruct((64, 64), "float32")}
+>>> plan = shardplan.plan(step, "data=8", state, jnp.ones(8), pins={"0/w": jax.P("data")})
+>>> made = plan.init(lambda: {"w": jnp.zeros((64, 64))})
+>>> made["w"].sharding.spec, plan.abstract[0]["w"].sharding == made["w"].sharding
+(P('data',), True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import starmap
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardplan import _jax
+from shardplan.errors import ArgumentError, PlanMismatchError
+from shardplan.options import Options
+from shardplan.plans.argument_placement import placed
+from shardplan.plans.plan_data import PlanData
+from shardplan.plans.planned_call import checked_call, plan_call
+from shardplan.plans.runner import Runner, devices_for
+from shardplan.program.call_arguments import type_text
+
+_LISTED = 6
+
+
+def shardings_of(plan: PlanData) -> Any:
+    """``NamedSharding``s over devices that are there, in the structure of the arguments."""
+    return _in_call(plan, plan.leaf_shardings(_devices(plan)))
+
+
+def abstract_of(plan: PlanData) -> Any:
+    """``jax.ShapeDtypeStruct``s with these shardings, in the structure of the arguments."""
+    values = [plan.program.values[index] for index in plan.program.inputs]
+    return _in_call(plan, list(map(_jax.shape_of, values, plan.leaf_shardings(_devices(plan)))))
+
+
+def place(plan: PlanData, tree: Any) -> Any:
+    """A part of a call where the plan has it: arrays of any kind, or, where there are several processes, the rows of
+    this one. Raises ArgumentError for what is no part of a call."""
+    shapes = jax.tree.map(_shape_of, tree)
+    found = _part_like(plan, shapes)
+    if found is not None:
+        return jax.tree.map(placed, tree, jax.tree.map(lambda one: one.sharding, found))
+    local = _part_like(plan, shapes, own=True) if jax.process_count() > 1 else None
+    if local is None:
+        raise _no_part(plan, shapes)
+    return jax.tree.map(_from_own, tree, local)
+
+
+def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a function makes, made split as the plan has it: nothing of it is whole on any device on the way."""
+    shapes = jax.eval_shape(fn, *args)
+    found = _part_like(plan, jax.tree.map(_shape_of, shapes))
+    if found is None:
+        raise _no_part(plan, jax.tree.map(_shape_of, shapes), "init_fn makes what")
+    given, own = plan.recipe.options, Options()
+    options = replace(own, hardware=given.hardware, memory_limit=given.memory_limit, time_limit=given.time_limit)
+    layouts = jax.tree.map(lambda one: one.sharding, found)
+    mesh, call = _devices(plan), checked_call(fn, args, {}, options)
+    made = plan_call(call, mesh, replace(options, out_shardings=layouts), typed=False)
+    return call.finished(Runner(made, mesh)(call))
+
+
+def moving_bytes(plan: PlanData, tree: Any) -> int:
+    """What all devices together receive where a part of a call is brought to the plan: the elements of each device's
+    part that it does not hold already."""
+    found = _part_like(plan, jax.tree.map(_shape_of, tree))
+    if found is None:
+        raise _no_part(plan, jax.tree.map(_shape_of, tree))
+    return sum(starmap(_received, zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True)))
+
+
+def _received(leaf: Any, wanted: Any) -> int:
+    shape, received = tuple(wanted.shape), 0
+    held = leaf.sharding.devices_indices_map(shape) if isinstance(leaf, jax.Array) else {}
+    for device, index in wanted.sharding.devices_indices_map(shape).items():
+        box = _box(index, shape)
+        own = _box(held[device], shape) if device in held else None
+        both = [max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in zip(box, own, strict=True)] if own else [0]
+        received += prod(stop - start for start, stop in box) - (prod(both) if own is not None else 0)
+    return received * _jax.item_bytes(wanted.dtype)
+
+
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
+
+
+def _devices(plan: PlanData) -> Mesh:
+    found = plan.mesh if isinstance(plan.mesh, Mesh) else devices_for(plan)
+    if found is None:
+        raise PlanMismatchError(
+            f"the plan's mesh {plan.mesh_axes} takes {plan.device_count} devices, and {len(jax.devices())} are here"
+        )
+    return found
+
+
+def _in_call(plan: PlanData, leaves: Any) -> Any:
+    args, kwargs = jax.tree.unflatten(plan.program.in_tree, leaves)
+    return args if not kwargs else (args, kwargs)
+
+
+def _shape_of(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype)
+
+
+def _parts(plan: PlanData) -> dict[str, Any]:
+    """What may be given: each argument, first those that no result replaces, and all positional ones together."""
+    leaves = jax.tree.leaves(abstract_of(plan))
+    args, kwargs = jax.tree.unflatten(plan.program.in_tree, leaves)
+    state = {one.path.split("/")[0] for one in plan.arguments if one.fed_back}
+    parts = {**{str(place): argument for place, argument in enumerate(args)}, **kwargs}
+    return {**dict(sorted(parts.items(), key=lambda part: part[0] in state)), "all": args}
+
+
+def _part_like(plan: PlanData, shapes: Any, own: bool = False) -> Any:
+    """The part of a call with this structure and these shapes, or those of this process's rows; None where none is."""
+    for part in _parts(plan).values():
+        structures: list[Any] = [jax.tree.structure(part), jax.tree.structure(shapes)]
+        if structures[0] == structures[1]:
+            pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(part), strict=True)
+            if all((a.shape, a.dtype) == (_own_shape(b) if own else b.shape, b.dtype) for a, b in pairs):
+                return part
+    return None
+
+
+def _own_shape(wanted: Any) -> tuple[int, ...]:
+    """The shape of what the devices of this process hold of a tensor, each element once."""
+    held = wanted.sharding.addressable_devices_indices_map(wanted.shape).values()
+    boxes = [_box(index, wanted.shape) for index in held]
+    sides = zip(*boxes, strict=True)
+    return tuple(max(stop for _, stop in side) - min(start for start, _ in side) for side in sides)
+
+
+def _from_own(leaf: Any, wanted: Any) -> Any:
+    sharding: NamedSharding = wanted.sharding
+    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), wanted.shape)
+
+
+def _no_part(plan: PlanData, shapes: Any, what: str = "this") -> ArgumentError:
+    """The error of what is no part of a call: what differs from the argument that it is most like, by path, or, where
+    it is like none, what the arguments are."""
+    differing = _differing(plan, shapes)
+    if differing:
+        return ArgumentError(f"{what} is no argument of the planned step: {differing}")
+    given = [type_text(one.shape, one.dtype) for one in jax.tree.leaves(shapes)]
+    rows = []
+    for name, part in _parts(plan).items():
+        if name != "all":
+            leaves = jax.tree.leaves(part)
+            types = [type_text(one.shape, one.dtype) for one in leaves[:_LISTED]]
+            own = [str(list(_own_shape(one))) for one in leaves[:_LISTED]] if jax.process_count() > 1 else []
+            rows.append(f"`{name}`: {', '.join(types)}" + (f"; of this process {', '.join(own)}" if own else ""))
+    return ArgumentError(
+        f"{what} is no argument of the planned step: it has {', '.join(given[:_LISTED]) or 'no arrays'}"
+        f"{' and more' if len(given) > _LISTED else ''}. The arguments are\n  " + "\n  ".join(rows)
+    )
+
+
+def _differing(plan: PlanData, shapes: Any) -> str:
+    """What differs by path from the argument that has the most of the same paths; nothing where none has a third."""
+    found = _types_by_path(shapes)
+    parts = {name: _types_by_path(part) for name, part in _parts(plan).items() if name != "all"}
+    name, wanted = max(parts.items(), key=lambda part: len(found.keys() & part[1].keys()), default=("", {}))
+    common = found.keys() & wanted.keys() - {""}
+    if 3 * len(common) < max(len(found), len(wanted)) or not common:
+        return ""
+    rows = [
+        f"`{path}` is {found.get(path, 'not there')}, and {wanted.get(path, 'not there')} in argument `{name}`"
+        for path in dict.fromkeys((*wanted, *found))
+        if found.get(path) != wanted.get(path)
+    ]
+    more = f"\n  and {len(rows) - _LISTED} more" if len(rows) > _LISTED else ""
+    return "\n  " + "\n  ".join(rows[:_LISTED]) + more if rows else ""
+
+
+def _types_by_path(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): type_text(leaf.shape, leaf.dtype)
+        for path, leaf in leaves
+    }

@@ -1,0 +1,99 @@
+"""Straightening: of schedules that cost the same, the one whose dimensions take mesh axes in the mesh's order.
+
+Which of two axes on one dimension is the outer one is the same to most operations, as long as all keep to one order. A
+search that finds both among the cheapest takes any, here the one and there the other, and XLA makes less of that: it
+keeps other values longer where parts lie in two orders. So what can be turned to the mesh's order is: each part of the
+network as a whole, where that costs no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import fsum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.layout.layout import Layout
+from shardplan.memoize import memoize
+from shardplan.problem.axis_symmetry import in_any_order
+from shardplan.problem.cost_network import Problem
+from shardplan.problem.strategy import Strategy
+
+_Parts = tuple[tuple[Layout, ...], tuple[object, ...]]
+
+
+def straightened(problem: Problem, choices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The choices of a problem's variables, with mesh axes in the mesh's order wherever that costs no more."""
+    turning = {v: int(to[choices[v]]) for v, to in _turned(problem).items() if to[choices[v]] != choices[v]}
+    found = choices.copy()
+    for group, beside in _groups(problem, turning) if turning else ():
+        turned = found.copy()
+        turned[group] = [turning[variable] for variable in group]
+        if _cost(problem, group, beside, turned) <= _cost(problem, group, beside, found):
+            found = turned
+    return found
+
+
+@memoize
+def _turned(problem: Problem) -> dict[int, NDArray[np.intp]]:
+    """Per variable, and each of its choices, the same choice with axes in the mesh's order, where there is one; without
+    the variables to which order is nothing."""
+    variables, made = problem.variables, dict[int, NDArray[np.intp] | None]()
+
+    def turned(options: Sequence[Any], parts: Callable[[Any], _Parts]) -> NDArray[np.intp] | None:
+        if id(options) not in made:
+            keys = [parts(option) for option in options]
+            numbers = {key: number for number, key in enumerate(keys)}
+            found = [numbers.get((in_any_order(*axes), rest), number) for number, (axes, rest) in enumerate(keys)]
+            made[id(options)] = np.array(found) if found != list(range(len(found))) else None
+        return made[id(options)]
+
+    found = {}
+    for numbers in (variables.values, variables.copies):
+        for value, variable in numbers.items():
+            found[variable] = turned(problem.domain(value).layouts, lambda layout: ((layout,), ()))
+    for operation, variable in variables.operations.items():
+        found[variable] = turned(problem.choices[operation].strategies, _parts)
+    return {variable: to for variable, to in found.items() if to is not None}
+
+
+def _parts(strategy: Strategy) -> _Parts:
+    """The axes that a strategy has in an order, and all else of it."""
+    layouts = (*(layout if layout is not None else () for layout in strategy.operands), *strategy.results)
+    halos = strategy.halos
+    axes = (*layouts, strategy.pending, tuple(halo.axes for halo in halos))
+    others = tuple((halo.operand, halo.dim, halo.rows) for halo in halos)
+    return axes, (strategy.reducers, strategy.possible, strategy.calls, strategy.padded, others)
+
+
+def _groups(problem: Problem, turning: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The variables that can be turned, those that share a table together, each group with the edges that it is part
+    of."""
+    network = problem.network
+    leader = {variable: variable for variable in turning}
+
+    def leads(variable: int) -> int:
+        while leader[variable] != variable:
+            leader[variable] = variable = leader[leader[variable]]
+        return variable
+
+    for u, v, _ in network.edges:
+        if u in leader and v in leader:
+            leader[leads(u)] = leads(v)
+    groups: dict[int, tuple[list[int], list[int]]] = {}
+    for variable in sorted(leader):
+        groups.setdefault(leads(variable), ([], []))[0].append(variable)
+    for number, (u, v, _) in enumerate(network.edges):
+        for group in {leads(w) for w in (u, v) if w in leader}:
+            groups[group][1].append(number)
+    yield from groups.values()
+
+
+def _cost(problem: Problem, group: Sequence[int], beside: Sequence[int], choices: NDArray[np.int64]) -> float:
+    """What variables cost, with these edges, however they are added up."""
+    network = problem.network
+    costs = [float(network.costs[v][choices[v]]) * network.multiplicities[v] for v in group]
+    edges = (network.edges[number] for number in beside)
+    return fsum(costs + [float(network.tables[table][choices[u], choices[v]]) for u, v, table in edges])

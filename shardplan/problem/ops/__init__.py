@@ -1,0 +1,1 @@
+"""Operations whose splits need code of their own on the blocks."""

@@ -1,0 +1,1 @@
+"""From a function to a program: tracing and the passes over it. No mesh is known here."""
