@@ -182,7 +182,7 @@ def _understood(content: Callable[[], dict[str, Any]], mesh: Mesh | AbstractMesh
     try:
         return _plan_of(content(), mesh, path)
     except (MalformedError, ArgumentError) as error:
-        raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. PlanData anew") from None
+        raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. Plan anew") from None
     except RecursionError:
         raise PlanMismatchError(f"`{path}` is no plan of shardplan: its entries are nested too deep") from None
 
