@@ -19,11 +19,11 @@ import shardplan
 from benchmarks.documents import Document, progress
 from benchmarks.measuring import MESHES, least_peak
 from benchmarks.processes import in_own_process, peak_memory_bytes, timed
-from shardplan.auto import trace_call
 from shardplan.models import NAMES, Training, load
 from shardplan.optimize.solve_once import Search
 from shardplan.optimize.within_memory import search_within
 from shardplan.options import Options
+from shardplan.planned_call import trace_call
 from shardplan.planning import RESERVED_MEMORY, build_problem
 from shardplan.schedule import Schedule
 from shardplan.tables import megabytes

@@ -2,8 +2,8 @@
 
     python -m benchmarks.search_programs [growth] [memory] [methods]
 
-The networks are those of `shardplan.search.programs`. Seconds are of the processor, so that other work on the machine
-hardly disturbs them; a time limit (of the clock) holds all the same.
+The networks are those of `shardplan.search.testing.einsum_networks`. Seconds are of the processor, so that other work
+on the machine hardly disturbs them; a time limit (of the clock) holds all the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from shardplan.search import METHODS, Network, Solution, solve
-from shardplan.search.programs import gpt, lstm, resnet
+from shardplan.search.testing.einsum_networks import gpt, lstm, resnet
 
 MESHES = ((8,), (2, 4))
 TIME_LIMIT = 60.0

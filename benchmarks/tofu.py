@@ -33,7 +33,7 @@ from shardplan.plan import Plan
 from shardplan.planning import build_problem, plan_problem
 from shardplan.problem import Problem
 from shardplan.program import Program
-from shardplan.simulate import simulate
+from shardplan.simulate_plan import simulate
 from shardplan.tables import megabytes
 from shardplan.target import gpu_mesh
 from shardplan.tracing import trace_program
@@ -123,7 +123,7 @@ def built(program: Program, axes: dict[str, int]) -> Problem:
 
 
 def planned(problem: Problem, axes: dict[str, int], method: str) -> Plan:
-    return plan_problem(problem, mesh_of(axes), options_of(), method=method)
+    return Plan.of(plan_problem(problem, mesh_of(axes), options_of(), method=method))
 
 
 def way_of(plan: Plan, proven: bool) -> Way:

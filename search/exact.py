@@ -7,25 +7,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardplan.search.branching import Branching
-from shardplan.search.closing import SECONDS_PER_UNIT
-from shardplan.search.crossing import Crossing
-from shardplan.search.effort import Effort, Watch
-from shardplan.search.graph import Graph, Infeasible
-from shardplan.search.mirroring import half
-from shardplan.search.neighbourhoods import LocalSearch, excess
+from shardplan.search.bounds.lagrangian import Relaxation
+from shardplan.search.budget import Budget, Callbacks
+from shardplan.search.graph.graph import Graph, Infeasible
+from shardplan.search.graph.mirror_symmetry import half
+from shardplan.search.graph.reductions import reduce_graph
+from shardplan.search.graph.tables import Tables
+from shardplan.search.improve.branch_and_bound import Branching
+from shardplan.search.improve.crossover import Crossing
+from shardplan.search.improve.diversify import cross, vary
+from shardplan.search.improve.large_neighbourhood import LocalSearch, excess
+from shardplan.search.limits.usage_prices import Pricing
 from shardplan.search.network import Network
-from shardplan.search.pricing import Pricing
-from shardplan.search.reductions import reduce_graph
-from shardplan.search.relaxation import Relaxation
-from shardplan.search.restricting import begin, lifted, originals, restricted
 from shardplan.search.run import Run, Stop
 from shardplan.search.solution import relative_gap
-from shardplan.search.solver import GraphSolver
-from shardplan.search.tables import Tables
-from shardplan.search.varying import cross, vary
+from shardplan.search.solver.cp_sat import SECONDS_PER_UNIT
+from shardplan.search.solver.graph_solver import GraphSolver
+from shardplan.search.structure.restricted_starts import begin, lifted, originals, restricted
 
-_BRANCH = Effort(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
+_BRANCH = Budget(sweeps=60, closing=0.3, closable=5000, entries=3e6, promising=3)
 _BRANCHABLE = 10_000
 _SECONDS_PER_PART = 0.1
 _WORTH_IMPROVING = 0.01
@@ -92,7 +92,7 @@ def auto(run: Run) -> None:
     | none, or never reached | rounds of messages, cycles opened, until dynamic programming fits | proven |
     | at few times | prices of these, mixtures of what is best at some, branches with prices of their own | as below |
     | at many times | rounds of messages | as below |
-    | none | the gap stays open: what is best of restricted networks (`shardplan.search.restricting`) | as above |
+    | none | the gap stays open: restricted networks (`shardplan.search.structure.restricted_starts`) | as above |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
     | any | ten thousand choices are left | crossings, branching and local search by turns, until the time is over |
     | any | more are left | crossings, local search until the time is over |
@@ -139,9 +139,9 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 
     limit = min(run.time_limit, run.work_limit)
     enough = 0.0 if limited else run.enough
-    effort = Effort(seconds=sweeping * limit, closing=closing * limit, enough=enough, fitting=not limited)
+    budget = Budget(seconds=sweeping * limit, closing=closing * limit, enough=enough, fitting=not limited)
     upper = graph.cost(graph.hint) if graph.hint is not None and run.cost < math.inf else math.inf
-    solver = GraphSolver(graph, upper, effort, run.gap, Watch(report, run.seconds_left, ask, doubt, stuck))
+    solver = GraphSolver(graph, upper, budget, run.gap, Callbacks(report, run.seconds_left, ask, doubt, stuck))
     run.work += _SECONDS_PER_VARIABLE * len(run.network)  # also where it turns out that nothing fits
     with run.stage("reduce"):
         solver.reduce()
@@ -169,7 +169,7 @@ def _minimise(run: Run, sweeping: float, closing: float) -> GraphSolver:
 
 def _stop_at_enough(run: Run, solver: GraphSolver, bound: float) -> None:
     """Ends the search where what the start found is as near its bound as would do."""
-    if relative_gap(solver.upper, bound) <= solver.effort.enough:
+    if relative_gap(solver.upper, bound) <= solver.budget.enough:
         run.settle_for_enough(run.work + solver.estimate)
         _report(run, solver)
         raise Stop
@@ -203,14 +203,14 @@ def take_answers(run: Run, solver: GraphSolver) -> bool:
     """Takes the best answers of the restricted networks; True where one is better than what was found."""
     if run.network.usage_limit is not None:
         return False
-    before, effort, run.answered = solver.upper, solver.effort, True
-    effort = replace(effort, seconds=_ANSWERING * effort.seconds, closing=_ANSWERING * effort.closing)
+    before, budget, run.answered = solver.upper, solver.budget, True
+    budget = replace(budget, seconds=_ANSWERING * budget.seconds, closing=_ANSWERING * budget.closing)
     with run.stage("restrict"):
         for kept in run.network.restrictions:
             if relative_gap(solver.upper, solver.lower) < _WORTH_IMPROVING:
                 break
-            watch = Watch(run.check, run.seconds_left)
-            answer = restricted(run.network, kept, effort, run.gap, watch, solver.upper)
+            callbacks = Callbacks(run.check, run.seconds_left)
+            answer = restricted(run.network, kept, budget, run.gap, callbacks, solver.upper)
             if answer is None:
                 continue
             solver.estimate += answer.estimate
@@ -264,7 +264,7 @@ def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
         vary(pricing, min(limit - pricing.estimate, _VARYING * limit))
     left = limit - pricing.estimate
     if not solver.closed and pricing.planes and solver.seconds_to_close < _CLOSING * left:
-        solver.effort = replace(solver.effort, closing=max(left, _LEAST_CLOSING) / SECONDS_PER_UNIT)
+        solver.budget = replace(solver.budget, closing=max(left, _LEAST_CLOSING) / SECONDS_PER_UNIT)
         before = solver.estimate
         solver.finish()
         left -= solver.estimate - before
@@ -277,11 +277,11 @@ def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
         left = min(_BRANCHING * run.time_limit, limit) - pricing.estimate
         few = left < _FEWEST_EVALUATIONS * pricing.longest  # too few for branches to close anything
         while not (few or solver.closed) and branching.estimate < left and branching.step(left - branching.estimate):
-            solver.watch.report()
+            solver.callbacks.report()
         pricing.estimate += branching.estimate
         if run.work + pricing.estimate + solver.seconds_to_close < run.work_limit:
             solver.finish()
-    solver.watch.report()
+    solver.callbacks.report()
     return solver.upper < math.inf
 
 
@@ -311,8 +311,8 @@ def _improve(run: Run, solver: GraphSolver) -> None:
     if limited and run.work + _SECONDS_PER_PART > run.work_limit:  # not even one turn
         return
     relaxation = solver.relax_again()
-    watch = Watch(run.check, run.seconds_left)
-    _cross(run, solver, watch)
+    callbacks = Callbacks(run.check, run.seconds_left)
+    _cross(run, solver, callbacks)
     local = LocalSearch(graph, solver.upper, solver.prices, excess(relaxation, graph.hint))
     small = sum(graph.size(v) for v in graph.live()) <= _BRANCHABLE
     branching = Branching(solver, _BRANCH) if small else None
@@ -325,7 +325,7 @@ def _improve(run: Run, solver: GraphSolver) -> None:
         if solver.upper - solver.lower < (1 - _GAIN) * open_before:
             gained, open_before = run.work, solver.upper - solver.lower
         for _ in range(turn):
-            if local.step(watch):
+            if local.step(callbacks):
                 solver.accept(graph.hint, local.upper)
         spent, local.estimate = local.estimate, 0.0
         if branching is not None:
@@ -338,7 +338,7 @@ def _improve(run: Run, solver: GraphSolver) -> None:
         _report(run, solver)
 
 
-def _cross(run: Run, solver: GraphSolver, watch: Watch) -> None:
+def _cross(run: Run, solver: GraphSolver, callbacks: Callbacks) -> None:
     """Crossings of assignments while they help, where their sweeps take a small part of the time."""
     if not solver.prices:
         return
@@ -346,7 +346,7 @@ def _cross(run: Run, solver: GraphSolver, watch: Watch) -> None:
     if crossing.seconds_of_sweeps > min(0.1 * run.time_limit, 0.5 * run.work_limit):
         return
     before = run.work
-    while not solver.closed and run.work < run.work_limit and crossing.step(watch):
+    while not solver.closed and run.work < run.work_limit and crossing.step(callbacks):
         run.work = before + crossing.estimate
         _report(run, solver)
     run.work = before + crossing.estimate

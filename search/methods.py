@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.search import tofu
 from shardplan.search.exact import auto, exact, lowest_peak
-from shardplan.search.graph import Infeasible
+from shardplan.search.graph.graph import Infeasible
 from shardplan.search.network import Network
+from shardplan.search.rivals import tofu
 from shardplan.search.run import Run, Stop
 from shardplan.search.solution import ProgressCallback, Solution
 

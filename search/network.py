@@ -109,10 +109,10 @@ class Network:
         other variables choose; where they have not, searches take longer, and give the same."""
         self.mirror: dict[int, NDArray[np.intp]] = {}
         """Per variable, its choices' mirror images: where all variables take these instead, an assignment may cost what
-        it did before. Whether it does is looked up in the tables (see `shardplan.search.mirroring`)."""
+        it did before. Whether it does is looked up in the tables (see `shardplan.search.graph.mirror_symmetry`)."""
         self.restrictions: list[dict[int, NDArray[np.bool_]]] = []
         """Networks within this one, whose best assignments are good ones of the whole: per variable, which of its
-        choices they have (see `shardplan.search.restricting`)."""
+        choices they have (see `shardplan.search.structure.restricted_starts`)."""
         self.derived: dict[object, Any] = {}
         """What others derive of the tables, for when they need it again."""
         self._known: dict[int, tuple[object, int]] = {}

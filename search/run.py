@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.search.graph import Graph
+from shardplan.search.graph.graph import Graph
 from shardplan.search.network import Network
 from shardplan.search.solution import Progress, ProgressCallback, Solution, relative_gap
 

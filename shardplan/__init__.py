@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardplan.plan import Plan as Plan
     from shardplan.rules import describe as describe
     from shardplan.simulate import Simulation as Simulation
-    from shardplan.simulate import simulate as simulate
+    from shardplan.simulate_plan import simulate as simulate
     from shardplan.together import plan_together as plan_together
 
 _MODULES = {
@@ -52,7 +52,7 @@ _MODULES = {
     "Plan": "plan",
     "describe": "rules",
     "Simulation": "simulate",
-    "simulate": "simulate",
+    "simulate": "simulate_plan",
     "plan_together": "together",
 }
 """The module of each public name."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 
 from shardplan.layout import Layout
-from shardplan.memory.operations import is_view
 from shardplan.once import once
+from shardplan.operation_kinds import is_view
 from shardplan.program import Operation
 from shardplan.schedule import Schedule
 

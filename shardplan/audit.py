@@ -29,7 +29,7 @@ from shardplan.errors import ArgumentError, no_plan
 from shardplan.hlo.collectives import KINDS
 from shardplan.libraries import saying_what_is_missing
 from shardplan.overlap import StepTime
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.tables import html_table, size_cell, size_text, text_table
 from shardplan.target import gpu_mesh, only_described
 
@@ -223,7 +223,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         target = ""
         if dict(mesh.shape) != axes:
             raise ArgumentError(f"the plan is for a mesh of axes `{axes}`, and this one has `{dict(mesh.shape)}`.")
-    planned = plan if isinstance(plan, Plan) else None
+    planned = plan if isinstance(plan, PlanData) else None
     with only_described(), saying_what_is_missing(planned.program if planned else None):
         report = measure(plan.lower(mesh), axes)
     return Audit(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,50 +15,40 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan import _jax, arguments, program, results, runner
-from shardplan.arguments import Call, Calls, name_of
-from shardplan.choosing import make_plan
-from shardplan.collecting import uncollected
-from shardplan.devices import profile_of
+from shardplan.arguments import Call, name_of
 from shardplan.errors import (
     ArgumentError,
-    CallError,
     EnclosingTraceError,
     InfeasibleError,
-    PlanMismatchError,
     warn,
 )
-from shardplan.frameworks import adapted, boxed_layouts
-from shardplan.hard import with_explicit
+from shardplan.frameworks import adapted
 from shardplan.hardware import HardwareProfile
-from shardplan.jit_options import pins_of, specs_of, with_options_of
+from shardplan.jit_options import with_options_of
 from shardplan.like import as_pins, layouts_kept, layouts_like
-from shardplan.mesh import GivenMesh, Unsaid, as_mesh, can_run, has_gpus, mesh_of_context
+from shardplan.mesh import GivenMesh, Unsaid, as_mesh, mesh_of_context
 from shardplan.options import Options
 from shardplan.plan import Plan
 from shardplan.plan_report import mesh_text
-from shardplan.planning import rebuild
-from shardplan.processes import group_of, one_plan, planning_alone
+from shardplan.planned_call import UNSAID, calls_of, plan_call, resolved_call
+from shardplan.processes import planning_alone
 from shardplan.program import Program
-from shardplan.progress import LOG, log_planning, shown
+from shardplan.progress import LOG
 from shardplan.refine import refined
-from shardplan.results import Specs, settled, traced_with
 from shardplan.runner import Runner
-from shardplan.typed import axis_types_of, typed_results, without_types
+from shardplan.typed import axis_types_of
 
 for _module in (arguments, program, results, runner, _jax):
     _jax.hide_from_tracebacks(__file__, str(_module.__file__))
 
 
-_UNSAID = Unsaid()
-
-
 @overload
-def auto(fn: Callable[..., Any], mesh: GivenMesh | Unsaid = _UNSAID, **options: Any) -> AutoFunction: ...
+def auto(fn: Callable[..., Any], mesh: GivenMesh | Unsaid = UNSAID, **options: Any) -> AutoFunction: ...
 @overload
-def auto(fn: None = None, mesh: GivenMesh | Unsaid = _UNSAID, **options: Any) -> Callable[..., AutoFunction]: ...
+def auto(fn: None = None, mesh: GivenMesh | Unsaid = UNSAID, **options: Any) -> Callable[..., AutoFunction]: ...
 def auto(  # type: ignore[misc]
     fn: Callable[..., Any] | None = None,
-    mesh: GivenMesh | Unsaid = _UNSAID,
+    mesh: GivenMesh | Unsaid = UNSAID,
     *,
     memory_limit: float | str | None = None,
     objective: str = "bytes",
@@ -153,8 +142,8 @@ class AutoFunction:
         self._fn = fn
         self._given_mesh = mesh if isinstance(mesh, Unsaid) else as_mesh(mesh)
         self.options = with_options_of(fn, options)
-        self._calls = _calls_of(_jax.inside_of_jit(fn), self.options)
-        self._planned: dict[Any, Runner] = {}
+        self._calls = calls_of(_jax.inside_of_jit(fn), self.options)
+        self._planned: dict[Any, Runner[Plan]] = {}
 
     @functools.cached_property
     def mesh(self) -> GivenMesh:
@@ -218,7 +207,7 @@ class AutoFunction:
         )
         return self._fn(*args, **kwargs)
 
-    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner[Plan]:
         key = call.key()
         if key not in self._planned:
             self._calls.check(args, kwargs)
@@ -229,77 +218,29 @@ class AutoFunction:
     def _plan_beside(self, call: Call, typed: bool) -> Plan:
         """The plan of a call, with the state of the function's first plan where that is, if memory allows it."""
         options = self.options
-        if options.verify is None:
-            options = replace(options, verify=_runs_on_gpus(self.mesh) and group_of(self.mesh) is None)
         if options.like is not None:
             like = layouts_like(_plan_of(options.like), call, self.mesh)
             options = replace(options, pins=as_pins(like, options.pins))
         kept = layouts_kept(next(iter(self._planned.values())).plan, call) if self._planned else {}
         if kept:
             try:
-                return _plan_call(call, self.mesh, replace(options, pins=as_pins(kept, options.pins)), typed)
+                return self._made(call, replace(options, pins=as_pins(kept, options.pins)), typed)
             except InfeasibleError:
                 LOG.warning("%s: the state does not fit where it lies with these arguments, and is moved", call.name)
-        return _plan_call(call, self.mesh, options, typed)
+        return self._made(call, options, typed)
+
+    def _made(self, call: Call, options: Options, typed: bool) -> Plan:
+        return Plan.of(plan_call(call, self.mesh, options, typed, refined))
 
     def traced(self, *args: Any, **kwargs: Any) -> tuple[Program, Options]:
         """The program for arguments of these shapes, before anything is planned, and the options that it is for."""
         self._calls.check(args, kwargs)
-        return _resolved(adapted(self._calls.take(args, kwargs)), self.mesh, self.options, typed=False)
+        return resolved_call(adapted(self._calls.take(args, kwargs)), self.mesh, self.options, typed=False)
 
     @property
     def first_plan(self) -> Plan | None:
         """The first plan of this function, whose state others share; None before there is one."""
         return next((runner.plan for runner in self._planned.values()), None)
-
-
-class PlannedFunction:
-    """What ``Plan.apply`` returns: a function that runs as one plan says, and refuses other arguments.
-
-    The first call traces the function and holds it against the plan.
-    """
-
-    def __init__(self, fn: Callable[..., Any], plan: Plan) -> None:
-        functools.update_wrapper(self, fn, updated=())
-        self._plan = plan
-        self._calls = _calls_of(fn, plan.recipe.options)
-        self._bound: dict[Any, Runner] = {}
-
-    @_jax.api_boundary
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
-        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
-        return runner.plan.lower(runner.mesh)
-
-    @_jax.api_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = adapted(self._calls.take(args, kwargs))
-        return call.finished(self._runner(call, args, kwargs)(call))
-
-    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner:
-        key = call.key()
-        if key not in self._bound:
-            self._calls.check(args, kwargs)
-            plan = rebuild(self._plan, _trace_for(self._plan, call))
-            self._bound[key] = Runner(plan, self._plan.mesh, axis_types_of(call, self._plan.mesh))
-        return self._bound[key]
-
-
-def bind_plan(plan: Plan, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Plan:
-    """A plan over ``fn``, traced anew; raises PlanMismatchError where that is another program."""
-    options = plan.recipe.options
-    return rebuild(plan, _trace_for(plan, checked_call(fn, args, kwargs, options)))
-
-
-def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Program:
-    """The program of a call whose arguments have been checked."""
-    return _trace(checked_call(fn, args, kwargs, options), options)[0]
-
-
-def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
-    calls = _calls_of(fn, options)
-    calls.check(args, kwargs)
-    return adapted(calls.take(args, kwargs))
 
 
 def _plan_of(like: Any) -> Plan:
@@ -312,15 +253,6 @@ def _plan_of(like: Any) -> Plan:
     return found
 
 
-def _runs_on_gpus(mesh: GivenMesh) -> bool:
-    return isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
-
-
-def _calls_of(fn: Callable[..., Any], options: Options) -> Calls:
-    names = options.static_argnames, options.donate_argnames
-    return Calls(fn, options.static_argnums, options.donate_argnums, *names)
-
-
 def options_from(given: dict[str, Any]) -> Options:
     try:
         return Options(**given)
@@ -330,80 +262,3 @@ def options_from(given: dict[str, Any]) -> Options:
         raise ArgumentError(
             f"there is no option {unknown}; there are {known}. Arguments of the step itself are given by position"
         ) from None
-
-
-def _plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
-    started = time.perf_counter()
-    with uncollected(), shown(call.name):
-        found = _traced_plan(call, mesh, options, typed)
-    log_planning(found, time.perf_counter() - started)
-    return found
-
-
-def _traced_plan(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> Plan:
-    started = time.perf_counter()
-
-    def decide(traced: Program, resolved: Options) -> Plan:
-        spent = time.perf_counter() - started
-
-        def make(chosen: Options) -> Plan:
-            return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
-
-        return refined(make, resolved) if resolved.refine > 1 else make(resolved)
-
-    return one_plan(mesh, partial(_resolved, call, mesh, options, typed), decide)
-
-
-def _resolved(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tuple[Program, Options]:
-    """The program of a call, and the options as they are for it alone: plain data."""
-    pins = as_pins(pins_of(options, call.args, mesh), options.pins)
-    pins = as_pins(boxed_layouts(call, mesh), pins)
-    resolved = replace(
-        options,
-        pins=with_explicit(pins or None, call.by_path(), mesh),
-        hardware=profile_of(mesh) if options.hardware is None else options.hardware,
-        results=typed_results(call, mesh) if typed and isinstance(mesh, (Mesh, AbstractMesh)) else None,
-        static_argnums=call.static_positions,
-        static_argnames=call.static_names or None,
-        donate_argnums=call.donated_positions,
-        donate_argnames=call.donated_names or None,
-    )
-    return _trace(call, resolved, mesh)
-
-
-def _trace_for(plan: Plan, call: Call) -> Program:
-    """The program of a call that is to run by a plan; where it cannot be traced, what differs from the planned call."""
-    try:
-        return _trace(call, plan.recipe.options, plan.mesh)[0]
-    except Exception as error:
-        different = plan.other_arguments(call.types())
-        if different:
-            raise PlanMismatchError(
-                f"the plan was made for {different}\nWith these the function fails: {error}"
-            ) from error
-        raise
-
-
-def _trace(call: Call, options: Options, mesh: GivenMesh | Unsaid = _UNSAID) -> tuple[Program, Options]:
-    """The program of a call with the layouts that its results shall have, and the options with what these make of them:
-    pins of what they replace, and none that is a tree."""
-    args, kwargs = call.shapes()
-    typed, given = options.results, options.out_shardings
-
-    def wanted(results: Any) -> Specs:
-        return {**(typed or {}), **specs_of(given, results, mesh, "out_shardings")}
-
-    layouts = wanted if typed is not None or given is not None else None
-    try:
-        traced, found = traced_with(call.fn, args, kwargs, layouts)
-    except ValueError as error:
-        if "Ref sharding" in str(error):  # those of arguments have none while it is traced
-            raise CallError(
-                f"`{name_of(call.fn)}` closes over a Ref on mesh axes of type Explicit: pass it as an argument"
-            ) from error
-        if "of type Auto" not in str(error) or not isinstance(mesh, (Mesh, AbstractMesh)):
-            raise
-        traced, found = traced_with(without_types(call, mesh), args, kwargs, layouts)
-    program, pins = settled(traced, found, options.pins)
-    resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
-    return replace(program, name=call.name), resolved

@@ -32,8 +32,8 @@ from shardplan.control import Links, links_of
 from shardplan.errors import ArgumentError
 from shardplan.layout import Layout, MeshAxes, replicated
 from shardplan.problem import Problem
-from shardplan.program import Operation, Program
-from shardplan.strategy import Strategy, operand_type
+from shardplan.program import Operation, Program, operand_type
+from shardplan.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,15 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from shardplan.collectives import CollectiveKind
 from shardplan.errors import ArgumentError
 from shardplan.hardware import HardwareProfile, Link, load
 from shardplan.measuring import Curve, collective, matrix_product, measure_curve, memory_traffic
 from shardplan.mesh import can_run, memory_for_arrays, with_auto_axes
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.tables import text_table
 
-_KINDS = ("all-reduce", "all-gather")
+_KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
 """What is measured over each mesh axis where no plan says what it sends; latencies are read off these two."""
 
 _LARGEST_BYTES = 2**28
@@ -79,7 +80,7 @@ class Calibration:
 
 def calibrate(
     mesh: Mesh,
-    plan: Plan | None = None,
+    plan: PlanData | None = None,
     path: str | os.PathLike[str] | None = None,
     *,
     largest_bytes: int = _LARGEST_BYTES,
@@ -147,7 +148,7 @@ def _name(kind: str, axes: tuple[str, ...]) -> str:
     return f"{kind} over {', '.join(axes)}"
 
 
-def _check(mesh: Mesh, plan: Plan | None) -> None:
+def _check(mesh: Mesh, plan: PlanData | None) -> None:
     if not isinstance(mesh, Mesh) or not all(can_run(device) for device in mesh.devices.flat):
         raise ArgumentError(f"calibrate measures devices that are there: a jax.sharding.Mesh of them, got `{mesh}`")
     if plan is not None and dict(mesh.shape) != plan.mesh_axes:
@@ -163,25 +164,18 @@ def _check_path(path: str | os.PathLike[str]) -> None:
         raise ArgumentError(f"cannot write the profile to `{path}`: there is no folder `{place.parent}`")
 
 
-def _dtypes(plan: Plan | None) -> tuple[str, ...]:
+def _dtypes(plan: PlanData | None) -> tuple[str, ...]:
     if plan is None:
         return ("float32", "bfloat16")
     products = [o for o in plan.program.operations if o.primitive.name == "dot_general"]
     return tuple(dict.fromkeys(str(plan.program.values[o.results[0]].dtype) for o in products)) or ("float32",)
 
 
-def _collectives(mesh: Mesh, plan: Plan | None) -> list[tuple[str, tuple[str, ...]]]:
+def _collectives(mesh: Mesh, plan: PlanData | None) -> list[tuple[CollectiveKind, tuple[str, ...]]]:
     """Kinds and axes to measure: those that tell an axis's rate and latency, and those of the plan."""
     found = [(kind, (axis,)) for axis in mesh.axis_names if mesh.shape[axis] > 1 for kind in _KINDS]
-    planned = [(c.kind, c.axes) for c in plan.collectives] if plan else []
+    planned = [(CollectiveKind(c.kind), c.axes) for c in plan.collectives] if plan else []
     return list(dict.fromkeys([*found, *planned]))
-
-
-def sent_bytes(kind: str, size: float, count: int) -> float:
-    """Bytes that one of ``count`` devices sends in a collective of ``size`` bytes, by ring algorithms."""
-    if kind == "collective-permute":
-        return size
-    return (2 if kind == "all-reduce" else 1) * (count - 1) / count * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +185,7 @@ class _Curves:
     side: int
     products: Mapping[str, Curve]
     memory: Curve
-    sent: Mapping[tuple[str, tuple[str, ...]], Curve]
+    sent: Mapping[tuple[CollectiveKind, tuple[str, ...]], Curve]
 
     def flops(self, rows: int) -> float:
         return 2.0 * rows * self.side**2
@@ -207,7 +201,7 @@ def _profile(mesh: Mesh, curves: _Curves) -> HardwareProfile:
             continue
         lines = {kind: _line(kind, curves.sent[kind, (axis,)], count) for kind in _KINDS}
         rate = float(np.mean([slope for slope, _ in lines.values()]))
-        around, gathered = lines["all-reduce"][1], lines["all-gather"][1]
+        around, gathered = lines[CollectiveKind.ALL_REDUCE][1], lines[CollectiveKind.ALL_GATHER][1]
         # the starts are launch + 2 (n-1) latency and launch + (n-1) latency
         latency = float(np.clip((around - gathered) / (count - 1), 1e-9, 1.0))
         launches.append(float(np.clip(gathered - (count - 1) * latency, 1e-9, 1.0)))
@@ -228,12 +222,12 @@ def _profile(mesh: Mesh, curves: _Curves) -> HardwareProfile:
     )
 
 
-def _line(kind: str, curve: Curve, count: int) -> tuple[float, float]:
+def _line(kind: CollectiveKind, curve: Curve, count: int) -> tuple[float, float]:
     """Seconds per byte sent and at the start, of the line through the smallest and the largest size.
 
     Two measured points, since a least-squares line would be that of the largest sizes alone.
     """
-    first, last = sent_bytes(kind, curve.sizes[0], count), sent_bytes(kind, curve.sizes[-1], count)
+    first, last = (kind.sent(count) * curve.sizes[end] for end in (0, -1))
     slope = max((curve.times[-1] - curve.times[0]) / (last - first), 1e-14) if last > first else 1e-14
     return slope, max(curve.times[0] - slope * first, 1e-9)
 
@@ -253,14 +247,13 @@ def _compared(mesh: Mesh, profile: HardwareProfile, curves: _Curves) -> list[Mea
     for (kind, axes), curve in curves.sent.items():
         count = math.prod(mesh.shape[axis] for axis in axes)
         links = [profile.link(axis, dict(mesh.shape)) for axis in axes]
-        hops = 1 if kind == "collective-permute" else (2 if kind == "all-reduce" else 1) * (count - 1)
-        start = profile.launch_seconds + hops * max(link.latency_seconds for link in links)
+        start = profile.launch_seconds + kind.hops(count) * max(link.latency_seconds for link in links)
         rate = min(link.bytes_per_second for link in links)
         found.append(
             _measured(
                 _name(kind, axes),
                 curve,
-                lambda size, k=kind, n=count, s=start, r=rate: s + sent_bytes(k, size, n) / r,
+                lambda size, k=kind, n=count, s=start, r=rate: s + k.sent(n) * size / r,
             )
         )
     return found

@@ -21,10 +21,10 @@ from shardplan.errors import InfeasibleError, warn
 from shardplan.feedback import target_of, verified
 from shardplan.hardware import load
 from shardplan.kept import kept_entry, restored
+from shardplan.layout import axes_of
 from shardplan.mesh import GivenMesh, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
 from shardplan.options import Options
-from shardplan.plan import Plan
-from shardplan.plan_report import axes_of
+from shardplan.plan_data import PlanData
 from shardplan.planning import (
     DEFAULT_HARDWARE,
     build_problem,
@@ -43,7 +43,7 @@ _NEAR = 0.02
 _SHARE = 0.2
 
 
-def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> Plan:
+def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> PlanData:
     """Plans a traced program over a checked mesh, or over the best of the meshes that a number of devices makes."""
     started = time.perf_counter()
     options = _with_hosts(mesh, options)
@@ -90,7 +90,7 @@ def _with_hosts(mesh: GivenMesh, options: Options) -> Options:
     return replace(options, hardware=replace(profile, devices_per_host=hosts_by_devices(mesh)[1]))
 
 
-def _again(program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]) -> Plan:
+def _again(program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]) -> PlanData:
     """Plans the program once more over one mesh, with excess bytes per operation."""
     return plan_program(program, mesh, options, excess=excess)
 
@@ -104,11 +104,11 @@ class _Candidate:
     seconds: float
 
 
-def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options) -> Plan:
+def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options) -> PlanData:
     """The best plan of all meshes. Raises InfeasibleError where it fits on none."""
     allowed = _SHARE * options.time_limit / len(meshes)
     candidates = sorted((_first_look(program, mesh, options, allowed) for mesh in meshes), key=lambda c: c.cost)
-    best: Plan | None = None
+    best: PlanData | None = None
     failure: InfeasibleError | None = None
     rows = []
     for candidate in candidates:

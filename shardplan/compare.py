@@ -25,7 +25,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan.annotate import annotate
-from shardplan.auto import options_from, trace_call
+from shardplan.auto import options_from
 from shardplan.baselines import BASELINES
 from shardplan.choosing import make_plan
 from shardplan.errors import ArgumentError, InfeasibleError
@@ -35,10 +35,12 @@ from shardplan.options import Options
 from shardplan.placing import PLACEMENT_METHODS, simulate_placement
 from shardplan.plan import Plan
 from shardplan.plan_report import mesh_text, objective_text
+from shardplan.planned_call import trace_call
 from shardplan.planning import DEFAULT_HARDWARE, RESERVED_MEMORY, build_problem, plan_program
 from shardplan.program import Program
 from shardplan.search import METHODS
-from shardplan.simulate import Simulation, simulate
+from shardplan.simulate import Simulation
+from shardplan.simulate_plan import simulate
 from shardplan.tables import html_table, size_cell, text_table
 
 DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
@@ -191,15 +193,15 @@ def _compared(program: Program, mesh: Mesh | AbstractMesh, options: Options, met
     started = time.perf_counter()
     try:
         if method in ("auto", "exact"):
-            plan = plan_program(program, mesh, options, method=method)
+            plan = Plan.of(plan_program(program, mesh, options, method=method))
             return ComparedPlan(method, plan, plan.lower_bound, time.perf_counter() - started)
         if method in PLACEMENT_METHODS:
             return _placed(program, mesh, options, method)
         unlimited = replace(options, memory_limit=math.inf)
         if method in BASELINES:
-            plan = plan_program(program, mesh, unlimited, prepare=BASELINES[method])
+            plan = Plan.of(plan_program(program, mesh, unlimited, prepare=BASELINES[method]))
         else:
-            plan = plan_program(program, mesh, unlimited, prepare=annotate, method=method)
+            plan = Plan.of(plan_program(program, mesh, unlimited, prepare=annotate, method=method))
     except (InfeasibleError, ArgumentError) as error:
         note = str(error).splitlines()[0]
         return ComparedPlan(method, None, -math.inf, time.perf_counter() - started, note)

@@ -22,7 +22,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardplan.errors import ArgumentError
-from shardplan.hlo.collectives import REDUCTIONS, CompiledCollective, collectives
+from shardplan.hlo.collectives import CompiledCollective, collectives
 from shardplan.hlo.live_ranges import LiveRanges
 from shardplan.hlo.module import Module
 from shardplan.tables import html_table, size_cell, size_text, text_table
@@ -113,7 +113,7 @@ class CompiledReport:
         """Bytes sent by reductions (all-reduce, reduce-scatter) per element type: the precision that they sum in."""
         sent: dict[str, float] = {}
         for found in self.collectives:
-            for tensor in found.tensors if found.kind in REDUCTIONS else ():
+            for tensor in found.tensors if found.kind.reduces else ():
                 share = found.bytes_sent * found.times * tensor.bytes / max(found.bytes, 1)
                 sent[tensor.dtype] = sent.get(tensor.dtype, 0) + share
         return sent
@@ -168,9 +168,7 @@ def origins(found: CompiledCollective) -> list[tuple[tuple[str, ...], float]]:
     shares = []
     for tensor in found.tensors:
         own = (found.op_name,) if len(found.tensors) == 1 else ()
-        around = (
-            (tensor.producers, tensor.consumers) if found.kind in REDUCTIONS else (tensor.consumers, tensor.producers)
-        )
+        around = (tensor.producers, tensor.consumers) if found.kind.reduces else (tensor.consumers, tensor.producers)
         known = tuple(path for path in (*own, *around[0], *around[1]) if operation_of(path) is not None)
         share = found.bytes_sent * found.times * tensor.bytes / found.bytes if found.bytes else 0.0
         shares.append((known, share))

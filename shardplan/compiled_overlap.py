@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardplan.compiled import CompiledReport, operations_of
 from shardplan.hlo.collectives import CompiledCollective
 from shardplan.overlap import time_prices, work_seconds
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.prices import Prices
 
 
@@ -30,7 +30,7 @@ class CompiledTime:
         return self.work + self.exposed
 
 
-def compiled_time(plan: Plan, report: CompiledReport) -> CompiledTime:
+def compiled_time(plan: PlanData, report: CompiledReport) -> CompiledTime:
     """The seconds of a compiled plan."""
     problem, program = plan.schedule.problem, plan.program
     prices, turns = time_prices(problem), {}

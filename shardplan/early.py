@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardplan.layout import Layout
 from shardplan.program import Constant
-from shardplan.schedule import REDUCTIONS, Schedule
+from shardplan.schedule import Schedule
 
 ADDITIONS = frozenset({"add", "add_any"})
 MOVING = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"})
@@ -29,7 +29,7 @@ def reduced_before_added(schedule: Schedule) -> frozenset[int]:
             if maker is None or strategy is None:
                 break
             steps = (*schedule.route(value, layout).steps, *schedule.result_steps(maker, maker.results.index(value)))
-            if any(step.kind in REDUCTIONS for step in steps):
+            if any(step.kind.reduces for step in steps):
                 return value
             if maker.primitive.name not in MOVING:
                 break

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardplan import _jax, rules
 from shardplan.alternatives import Alternative, alternatives
 from shardplan.errors import ArgumentError
 from shardplan.layout import Layout, to_spec
 from shardplan.overlap import memory_traffic
+from shardplan.plan_data import PlanData, PlannedCollective
 from shardplan.plan_report import glob_of, objective_text, sizes_text
-from shardplan.program import Constant, Operation
-from shardplan.strategy import Strategy, operand_type
+from shardplan.program import Constant, Operation, operand_type
+from shardplan.strategy import Strategy
 from shardplan.tables import megabytes, size_text
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan, PlannedCollective
 
 _SUBJECTS = 6
 """Arguments or operations that are explained at once; the rest is named."""
@@ -27,7 +24,7 @@ _LINES = 12
 """Readers, collectives and alternatives that are listed of each."""
 
 
-def explain_plan(plan: Plan, pattern: str, time_limit: float) -> str:
+def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
     """What ``Plan.explain`` gives; raises ArgumentError where nothing matches."""
     program = plan.program
     arguments = [i for i in program.inputs if fnmatchcase(program.values[i].name or "", pattern)]
@@ -70,7 +67,7 @@ def _place(operation: Operation) -> str:
 class _Explainer:
     """Texts on one plan; ``time_limit`` in seconds is for the searches of each subject."""
 
-    def __init__(self, plan: Plan, time_limit: float) -> None:
+    def __init__(self, plan: PlanData, time_limit: float) -> None:
         self._plan = plan
         self._schedule = plan.schedule
         self._program = plan.program

@@ -24,7 +24,7 @@ from shardplan.hardware import load
 from shardplan.memory.model import lifetimes_of
 from shardplan.mesh import can_run, has_gpus
 from shardplan.options import Options
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.planning import donated_leaves, donated_places, memory_limit_of
 from shardplan.progress import doing
 from shardplan.tables import size_text
@@ -40,11 +40,11 @@ RESERVE = 0.16
 """Where there is no compiler, the share of the limit that is kept free: 95 % of predicted peaks on programs that
 nothing was fitted to are nearer to the compiled ones (`python -m benchmarks.memory_ablation`)."""
 
-Replan = Callable[[Options, Mapping[int, float]], Plan]
+Replan = Callable[[Options, Mapping[int, float]], PlanData]
 """Plans the same program over the same mesh with other options, and with excess bytes per operation."""
 
 
-def verified(plan: Plan, options: Options, replan: Replan) -> Plan:
+def verified(plan: PlanData, options: Options, replan: Replan) -> PlanData:
     """The plan, or one that is planned again, whose compiled peak keeps within the memory limit.
 
     A plan far below its limit is given back as it is. ``options.time_limit`` bounds the searches of all rounds
@@ -63,7 +63,7 @@ def verified(plan: Plan, options: Options, replan: Replan) -> Plan:
             plan if plan.peak_bytes <= (1 - RESERVE) * limit else replan(_limited(options, (1 - RESERVE) * limit), {})
         )
     rounds = _Rounds(judge, options, replan, limit)
-    tried: Plan | None = plan
+    tried: PlanData | None = plan
     for _ in range(1 + MOST_ROUNDS):
         if tried is None:
             break
@@ -98,7 +98,7 @@ class _Judge:
     target: str
 
     @classmethod
-    def of(cls, plan: Plan, options: Options) -> _Judge:
+    def of(cls, plan: PlanData, options: Options) -> _Judge:
         """That of the mesh's own GPUs, or of the GPU type that the hardware profile is named after, else of an H100."""
         target = target_of(plan.mesh, options)
         if isinstance(plan.mesh, Mesh) and has_gpus(plan.mesh):
@@ -110,7 +110,7 @@ class _Judge:
         """Whether what is compiled can run here."""
         return can_run(self.mesh.devices.flat[0])
 
-    def compile(self, plan: Plan) -> CompiledReport:
+    def compile(self, plan: PlanData) -> CompiledReport:
         doing(f"compiling for {self.target}")
         with only_described():
             lowered = plan.lower(self.mesh)
@@ -127,7 +127,7 @@ class _Rounds:
         self._report: CompiledReport | None = None
         self.rows: list[dict[str, Any]] = []
 
-    def keeps_within(self, plan: Plan) -> bool:
+    def keeps_within(self, plan: PlanData) -> bool:
         """Compiles a plan, and says whether its compiled peak keeps within the limit."""
         self._left -= plan.statistics["seconds"]["search"]
         self._report = self._judge.compile(plan)
@@ -142,7 +142,7 @@ class _Rounds:
         )
         return peak <= self._limit
 
-    def plan_again(self, plan: Plan) -> Plan | None:
+    def plan_again(self, plan: PlanData) -> PlanData | None:
         """The next plan, in which what was compiled exceeds the limit; None where there is none, or no time is left."""
         if self._left <= 0:
             return None
@@ -153,7 +153,7 @@ class _Rounds:
         except InfeasibleError:
             return None
 
-    def leanest(self) -> Plan | None:
+    def leanest(self) -> PlanData | None:
         """The plan with the least predicted peak, with nothing cut off: what was cut off may be more than need be.
 
         None where there is none, or no time is left."""
@@ -169,7 +169,7 @@ class _Rounds:
                 break
         return None
 
-    def judged(self, plan: Plan) -> Plan:
+    def judged(self, plan: PlanData) -> PlanData:
         """The plan with its compiled peak, by which compiler, and what was compiled before it."""
         said = {"target": self._judge.target, "jaxlib": version("jaxlib"), "rounds": self.rows}
         statistics = {**plan.statistics, "verified": said}
@@ -178,11 +178,11 @@ class _Rounds:
         peak = self.rows[-1]["compiled_peak_bytes"]
         return replace(plan, peak_bytes=peak, statistics=statistics, executable=executable)
 
-    def _with(self, limit: float, excess: Mapping[int, float]) -> Plan:
+    def _with(self, limit: float, excess: Mapping[int, float]) -> PlanData:
         found = self._replan(replace(_limited(self._options, limit), time_limit=self._left), excess)
         return replace(found, recipe=replace(found.recipe, options=self._options))
 
-    def _excess_of(self, plan: Plan) -> dict[int, float]:
+    def _excess_of(self, plan: PlanData) -> dict[int, float]:
         """Per operation, the bytes that the compiled program holds there above the prediction."""
         assert self._report is not None
         schedule = plan.schedule

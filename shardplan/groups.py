@@ -14,16 +14,14 @@ With its own groups alone, a device gives zeros in the rows of the others: so th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardplan.layout import MeshAxes
 from shardplan.program import Operation
-
-if TYPE_CHECKING:
-    from shardplan.strategy import Strategy
+from shardplan.strategy import Strategy
 
 RAGGED = "ragged_dot_general"
 MATRICES = 1

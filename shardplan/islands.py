@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from shardplan.collectives import CollectiveKind, Step
 from shardplan.layout import Layout, MeshAxes, to_spec
 from shardplan.program import Operation
-from shardplan.steps import Step
 
 
 def run_on_blocks(
@@ -78,7 +78,7 @@ class Island:
         result, before = part.astype(self._travelling), own
         for step in self._steps:
             names = tuple(self._axes.names[axis] for axis in step.axes)
-            if step.kind == "all-reduce":
+            if step.kind == CollectiveKind.ALL_REDUCE:
                 result = jax.lax.psum(result, names)
             else:
                 dim = next(d for d, axes in enumerate(step.layout) if axes != before[d])

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.errors import ArgumentError
+from shardplan.layout import axes_of
 from shardplan.options import Options
-from shardplan.plan_report import axes_of
 from shardplan.tracing import path_name
 
 _PAIRS = (("static_argnums", "static_argnames"), ("donate_argnums", "donate_argnames"))

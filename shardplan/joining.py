@@ -2,7 +2,7 @@
 
 A mesh (2, 2, 2) can do what (2, 4) does: two of its axes always split the same dimension; and what (8,) does, where all
 three do. Of the layouts on three axes these are few, so that the best of them is soon found and proven. Where a search
-of all layouts does not close, it has that as an answer to begin with (`shardplan.search.restricting`).
+of all layouts does not close, it has that as an answer to begin with (`shardplan.search.structure.restricted_starts`).
 
 >>> mesh = MeshAxes(("a", "b", "c"), (2, 2, 2))
 >>> list(pairs_of_groups(mesh))

@@ -21,7 +21,7 @@ from shardplan.entries import MalformedError, check, read
 from shardplan.errors import PlanMismatchError
 from shardplan.mesh import mesh_axes
 from shardplan.options import Options
-from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
+from shardplan.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe, ScheduleToBe
 from shardplan.plan_file import Statistics, argument_entry, check_collectives, check_layouts, choices_of, plain
 from shardplan.planning import donated_places, schedule_of
 from shardplan.program import Program
@@ -44,7 +44,7 @@ class KeptEntries(TypedDict):
     remarks: tuple[bool, bool]
 
 
-def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
+def kept_entry(plan: PlanData, remarks: Sequence[bool]) -> dict[str, Any]:
     """A plan as plain data; ``remarks`` tells whether there is something to say each time of its operations, for which
     the schedule is needed, and of its layouts."""
     operations = (sent.operation and sent.operation.index for sent in plan.schedule.collectives())
@@ -65,7 +65,7 @@ def kept_entry(plan: Plan, remarks: Sequence[bool]) -> dict[str, Any]:
 
 def restored(
     program: Program, meshes: Sequence[Mesh | AbstractMesh], options: Options, content: Mapping[str, Any]
-) -> tuple[Plan, tuple[bool, bool]]:
+) -> tuple[PlanData, tuple[bool, bool]]:
     """The plan of an entry over the same program, traced anew, on one of these meshes; and its remarks.
 
     Raises MalformedError where the entry is not one that `kept_entry` has written for this program.
@@ -86,7 +86,7 @@ def restored(
     check({at for _, at in entry["collectives"]} <= known, "entry.collectives", len(known), "operations of the program")
     recipe = Recipe(options, choices_of(entry["choices"]), entry["network"])
     bound = entry["lower_bound"]
-    plan = Plan(
+    plan = PlanData(
         mesh=mesh,
         objective=entry["objective"],
         lower_bound=-np.inf if bound is None else bound,

@@ -211,6 +211,11 @@ def replicated(rank: int) -> Layout:
     return ((),) * rank
 
 
+def axes_of(entry: object) -> tuple[str, ...]:
+    """The mesh axes that one entry of a ``PartitionSpec`` names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]
+
+
 def to_spec(mesh: MeshAxes, layout: Layout) -> PartitionSpec:
     """The ``PartitionSpec`` of a layout, without trailing dimensions that nothing splits."""
     entries: list[Any] = []

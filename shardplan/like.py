@@ -15,16 +15,14 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardplan import _jax
 from shardplan.arguments import Call
 from shardplan.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan, PlannedArgument
+from shardplan.plan_data import PlanData, PlannedArgument
 
 _LISTED = 8
 
@@ -51,13 +49,13 @@ def _shared(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("/"), other.count("/")))
 
 
-def state_of(plan: Plan) -> dict[str, PlannedArgument]:
+def state_of(plan: PlanData) -> dict[str, PlannedArgument]:
     """The arguments that results replace; of a program that has none, all."""
     fed_back = {one.path: one for one in plan.arguments if one.fed_back}
     return fed_back or {one.path: one for one in plan.arguments}
 
 
-def layouts_like(reference: Plan, call: Call, mesh: Any) -> dict[str, PartitionSpec]:
+def layouts_like(reference: PlanData, call: Call, mesh: Any) -> dict[str, PartitionSpec]:
     """The layouts of arguments that are in the state of another plan.
 
     Raises ArgumentError where none is, or one has another type there; and where the plan is for another mesh.
@@ -79,7 +77,7 @@ def layouts_like(reference: Plan, call: Call, mesh: Any) -> dict[str, PartitionS
     return {path: state[place].spec for path, place in found.items()}
 
 
-def layouts_kept(first: Plan, call: Call) -> dict[str, PartitionSpec]:
+def layouts_kept(first: PlanData, call: Call) -> dict[str, PartitionSpec]:
     """The layouts that arguments have by the first plan of the same function: those of its state, and what lies so."""
     planned, given = {one.path: one for one in first.arguments}, call.types()
     found = {}

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,7 @@ from jax.lax import GatherScatterMode
 
 from shardplan.layout import MeshAxes
 from shardplan.program import Operation
-
-if TYPE_CHECKING:
-    from shardplan.strategy import Strategy
+from shardplan.strategy import Strategy
 
 
 def fills(operation: Operation) -> bool:

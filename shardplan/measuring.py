@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardplan.collectives import CollectiveKind
+
 # A further split is worth measuring while it saves this part of the time.
 _WORTHWHILE = 0.05
 # Each point is the least of so many timings, which other work on the machine disturbs least.
@@ -144,24 +146,24 @@ def memory_traffic(mesh: Mesh) -> Callable[[int], Repeated]:
     return lambda size: _one_by_one(lambda x: x * 2, _random((size // 4,), jnp.float32, device))
 
 
-def collective(mesh: Mesh, kind: str, axes: tuple[str, ...]) -> Callable[[int], Repeated]:
+def collective(mesh: Mesh, kind: CollectiveKind, axes: tuple[str, ...]) -> Callable[[int], Repeated]:
     """Per size b in bytes of float32 (a device's operand; of an all-gather, its result): one collective."""
     count = int(np.prod([mesh.shape[axis] for axis in axes]))
     rotated = [(place, (place + 1) % count) for place in range(count)]
-    bodies: dict[str, Callable[[Any], Any]] = {
-        "all-reduce": lambda x: jax.lax.psum(x, axes),
-        "all-gather": lambda x: jax.lax.all_gather(x, axes, tiled=True),
-        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, axes, tiled=True),
-        "all-to-all": lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
-        "collective-permute": lambda x: jax.lax.ppermute(x, axes, rotated),
+    bodies: dict[CollectiveKind, Callable[[Any], Any]] = {
+        CollectiveKind.ALL_REDUCE: lambda x: jax.lax.psum(x, axes),
+        CollectiveKind.ALL_GATHER: lambda x: jax.lax.all_gather(x, axes, tiled=True),
+        CollectiveKind.REDUCE_SCATTER: lambda x: jax.lax.psum_scatter(x, axes, tiled=True),
+        CollectiveKind.ALL_TO_ALL: lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+        CollectiveKind.PERMUTE: lambda x: jax.lax.ppermute(x, axes, rotated),
     }
     whole = PartitionSpec(tuple(mesh.axis_names))
     body = jax.shard_map(bodies[kind], mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
     def make(size: int) -> Repeated:
-        local = size // 4 // (count if kind == "all-gather" else 1)
+        local = size // 4 // (count if kind == CollectiveKind.ALL_GATHER else 1)
         operand = _random((local * mesh.size,), jnp.float32, NamedSharding(mesh, whole))
-        if kind in ("all-gather", "reduce-scatter"):
+        if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER):
             return _one_by_one(body, operand)
         return _on_results(body, operand)
 

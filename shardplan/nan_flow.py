@@ -25,9 +25,8 @@ from jax.lax import GatherScatterMode
 
 from shardplan import _jax, rules
 from shardplan.once import once
-from shardplan.program import Constant, Operation, Program, Value
+from shardplan.program import Constant, Operation, Program, Value, operand_type
 from shardplan.rules.expression import Affine, Read, Reduce, Term, children
-from shardplan.strategy import operand_type
 
 _PASSING_NAN = frozenset(
     {

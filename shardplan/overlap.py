@@ -20,17 +20,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from shardplan.collectives import CollectiveKind
 from shardplan.execution_order import execution_order
 from shardplan.hardware import HardwareProfile, load
 from shardplan.memory.kernels import whole_kernels
 from shardplan.prices import Prices, Timing
+from shardplan.problem import Problem
 from shardplan.program import Operation, Program, Region
-
-if TYPE_CHECKING:
-    from shardplan.problem import Problem
-    from shardplan.schedule import Schedule, Sent
+from shardplan.schedule import Schedule, Sent
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
@@ -200,7 +198,7 @@ def _values_that_hide(problem: Problem, memory_bytes: Mapping[int, int]) -> froz
     axes = mesh.splitting
     if not axes:
         return frozenset()
-    per_byte, fixed = 2 * prices.per_byte(axes), prices.per_collective("all-reduce", axes)
+    per_byte, fixed = 2 * prices.per_byte(axes), prices.per_collective(CollectiveKind.ALL_REDUCE, axes)
     seconds = {
         index: prices.work(choices.flops, memory_bytes[index], choices.dtype, mesh.device_count)
         for index, choices in problem.choices.items()

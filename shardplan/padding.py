@@ -20,8 +20,8 @@ from __future__ import annotations
 from shardplan import rules
 from shardplan.layout import LayoutSpace, MeshAxes
 from shardplan.partitioner import has_windows, usable_uneven_splits
-from shardplan.program import Operation, Program
-from shardplan.strategy import operand_type, split_sizes
+from shardplan.program import Operation, Program, operand_type
+from shardplan.strategies import split_sizes
 
 # Smaller dimensions (colours, coordinates) share no work worth the further layouts.
 _LEAST_SIZE = 6

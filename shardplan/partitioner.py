@@ -15,17 +15,15 @@ the bytes against the rule's: 175 of 203 agreed, and the others are here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardplan.groups import RAGGED, splits_rows_or_groups
 from shardplan.lookups import adds_whole_rows, fills_elements, looks_up_rows
 from shardplan.program import Operation
 from shardplan.reads import SLICES, gives_whole_windows, reads_place, reads_poorly
 from shardplan.rules.expression import Apply, Position, Term, children
+from shardplan.strategy import Strategy
 from shardplan.updates import runs_by_place, splits_moved_windows, splits_places, windows
-
-if TYPE_CHECKING:
-    from shardplan.strategy import Strategy
 
 ISLANDS = frozenset(
     {"dot_general", "ragged_dot_general", "reduce_sum", "conv_general_dilated", "gather", "scatter-add"}

@@ -1,8 +1,8 @@
 """Placing: a program with every operation whole on one device, simulated. `shardplan.compare` puts it beside plans.
 
-The operations of the step itself are placed, loops whole; `shardplan.search.placement` says where. An array of the
-state lies with what reads it and with its update. Operations take what the objective "time" says, at once on one
-device; tensors pass between devices of one host, or over the network where there are more than a host has.
+The operations of the step itself are placed, loops whole; `shardplan.search.rivals.operator_placement` says where. An
+array of the state lies with what reads it and with its update. Operations take what the objective "time" says, at once
+on one device; tensors pass between devices of one host, or over the network where there are more than a host has.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from shardplan.hardware import HardwareProfile, Link
 from shardplan.overlap import regions_left_out, time_prices, work_seconds
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
-from shardplan.search.placement import PLACEMENTS, WorkGraph, place
-from shardplan.simulate import Simulation, Task, simulate_tasks
+from shardplan.search.rivals.operator_placement import PLACEMENTS, WorkGraph, place
+from shardplan.simulate import Simulation, simulate_tasks
+from shardplan.task import Task
 
 PREFIX = "placement:"
 PLACEMENT_METHODS = tuple(f"{PREFIX}{name}" for name in PLACEMENTS)

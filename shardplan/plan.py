@@ -7,305 +7,41 @@ and applied (`apply`, `lower`).
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
-from shardplan import _jax, state
-from shardplan.arguments import type_text
-from shardplan.errors import PlanMismatchError, no_plan
-from shardplan.layout import to_spec
-from shardplan.libraries import check_libraries
-from shardplan.mesh import mesh_axes, with_auto_axes
-from shardplan.options import Options
-from shardplan.overlap import StepTime, step_time
-from shardplan.placement import place_captured
+from shardplan import planned_function, state
+from shardplan.errors import no_plan
+from shardplan.explain import explain_plan
+from shardplan.plan_data import PlanData
 from shardplan.plan_difference import PlanDifference, compare_plans
+from shardplan.plan_file import document_of, load_plan, plan_of_document, save_plan
 from shardplan.plan_report import donatable_bytes, plan_html, plan_line, plan_text
-from shardplan.program import Program
-from shardplan.replay import Replay
-from shardplan.results import of_type
-from shardplan.schedule import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedCollective:
-    """One collective of the plan.
-
-    ``axes`` are mesh axis names; ``bytes`` is what one device sends each time, ``times`` how often per step;
-    ``operation`` names the operation that makes or reads the tensor, as the compiled program's metadata does.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: float
-    times: int
-    tensor: str
-    operation: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedArgument:
-    """One leaf of the arguments: tree path, whole shape and layout; ``fed_back`` where a result replaces it.
-
-    ``memory_kind`` is that of JAX (``pinned_host``), None for the memory of the devices; ``is_ref`` tells that it is a
-    reference (``jax.new_ref``), which a step changes in place.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    total_bytes: int
-    spec: PartitionSpec
-    fed_back: bool
-    memory_kind: str | None = None
-    is_ref: bool = False
-
-    @property
-    def type_text(self) -> str:
-        """Its type, as messages say it."""
-        return type_text(self.shape, self.dtype, memory_kind=self.memory_kind, is_ref=self.is_ref)
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What makes a plan's schedule again from its program: the options, and a choice per variable of the network.
-
-    ``network`` is a digest of those variables; ``fingerprint`` is that of the program, where it is not at hand.
-    """
-
-    options: Options
-    choices: tuple[int, ...] = field(repr=False)
-    network: str
-    fingerprint: str | None = None
-
-
-class ScheduleToBe:
-    """The schedule of a program that is traced, made when it is first asked for."""
-
-    def __init__(self, program: Program, make: Callable[[], Schedule]) -> None:
-        self.program = program
-        self._make = make
-
-    @functools.cached_property
-    def schedule(self) -> Schedule:
-        return self._make()
+from shardplan.planned_function import PlannedFunction
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
-    """How one program is split over one mesh.
-
-    ``objective``, ``lower_bound`` and ``gap`` speak of the whole objective (bytes sent and work repeated);
-    ``communication_bytes`` is what one device sends per step. ``peak_bytes`` is predicted, or compiled where the plan
-    is ``verified``. ``layouts`` maps the path of every argument leaf to its ``PartitionSpec``. ``statistics`` holds
-    counts and seconds of the stages. ``donated`` are positions among the arguments that are not static. ``host_bytes``
-    is what a device's parts of all tensors in host memory take there at the peak; ``peak_bytes`` is without them.
+class Plan(PlanData):
+    """How one program is split over one mesh; see `PlanData` for what it holds.
 
     A plan that was read from a file knows no program until it meets its function (``bind``, or the first call of what
     ``apply`` gives); until then what needs one raises PlanMismatchError and says so.
     """
 
-    mesh: Mesh | AbstractMesh
-    objective: float
-    lower_bound: float
-    peak_bytes: float
-    collectives: tuple[PlannedCollective, ...]
-    statistics: Mapping[str, Any]
-    arguments: tuple[PlannedArgument, ...] = field(repr=False)
-    recipe: Recipe = field(repr=False)
-    built: Schedule | ScheduleToBe | None = field(repr=False)
-    donated: tuple[int | str, ...] = ()
-    host_bytes: float = 0.0
-    executable: jax.stages.Compiled | None = field(default=None, repr=False)
-    """The compiled step, where the plan was verified on the devices of its mesh."""
-
-    @property
-    def verified(self) -> Mapping[str, Any] | None:
-        """By which compiler ``peak_bytes`` was compiled: the ``target``, the version of ``jaxlib``, and a row per plan
-        of the ``rounds`` (predicted and compiled peak, bytes sent, seconds to compile). None where it is predicted."""
-        return self.statistics.get("verified")
-
-    @property
-    def mesh_axes(self) -> dict[str, int]:
-        """Mesh axis names and sizes."""
-        axes = mesh_axes(self.mesh)
-        return dict(zip(axes.names, axes.sizes, strict=True))
-
-    @property
-    def device_count(self) -> int:
-        return mesh_axes(self.mesh).device_count
-
-    @property
-    def communication_bytes(self) -> float:
-        """Bytes that one device sends per step."""
-        return float(sum(c.bytes * c.times for c in self.collectives))
-
-    @property
-    def gap(self) -> float:
-        """How far above the optimum of the cost model the plan can be: 0.001 is a tenth of a percent."""
-        if self.objective <= self.lower_bound:
-            return 0.0
-        return (self.objective - self.lower_bound) / self.objective
+    @classmethod
+    def of(cls, data: PlanData) -> Plan:
+        """The plan of what planning found."""
+        return cls(**{one.name: getattr(data, one.name) for one in fields(data)})
 
     @property
     def donatable_bytes(self) -> dict[int | str, float]:
         """Bytes per device that donating an argument would save at most, by its position or name in a call: those that
         results replace. Arguments that are donated, or of which results replace nothing, are left out."""
         return donatable_bytes(self)
-
-    @property
-    def step_time(self) -> StepTime:
-        """Where the time of a step goes: its work, the collectives that it waits for, those that work hides.
-
-        Estimated by the rates of the hardware profile; the objective "time" is ``step_time.seconds``.
-        """
-        return step_time(self.schedule)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The routes of every tensor through the program."""
-        built = self._built
-        return built.schedule if isinstance(built, ScheduleToBe) else built
-
-    @property
-    def program(self) -> Program:
-        return self._built.program
-
-    @property
-    def _built(self) -> Schedule | ScheduleToBe:
-        if self.built is None:
-            raise PlanMismatchError(
-                "this plan was read from a file and knows no program yet: give it its function and arguments, "
-                "plan.bind(fn, *args), or run it by plan.apply(fn)"
-            )
-        return self.built
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the program that was planned, the same on every machine."""
-        return self.recipe.fingerprint or self.program.fingerprint()
-
-    @property
-    def layouts(self) -> dict[str, PartitionSpec]:
-        """The ``PartitionSpec`` of every argument leaf, by its tree path."""
-        return {argument.path: argument.spec for argument in self.arguments}
-
-    @property
-    def in_shardings(self) -> Any:
-        """``NamedSharding``s in the structure of the arguments."""
-        args, kwargs = self._in_shardings(self.mesh)
-        return args if not kwargs else (args, kwargs)
-
-    @property
-    def out_shardings(self) -> Any:
-        """``NamedSharding``s in the structure of the results."""
-        return self._out_shardings(with_auto_axes(self.mesh))
-
-    def trace(self, mesh: Mesh | None = None) -> jax.stages.Traced:
-        """The planned step, traced for the plan's own mesh or another one of the same axes and sizes.
-
-        Raises PlanMismatchError where the mesh is another one, or has no devices.
-        """
-        shardings = self.leaf_shardings(self._with_devices(mesh))
-        leaves: list[Any] = []
-        for position, (index, sharding) in enumerate(zip(self.program.inputs, shardings, strict=True)):
-            value, is_ref = self.program.values[index], position in self.program.refs
-            type_of_ref = _jax.ref_type(value.shape, value.dtype, value.weak_type)
-            leaves.append(type_of_ref if is_ref else _jax.shape_of(value, sharding))
-        args, kwargs = jax.tree.unflatten(self.program.in_tree, leaves)
-        return self.jitted(mesh).trace(*args, **kwargs)
-
-    def lower(self, mesh: Mesh | None = None) -> jax.stages.Lowered:
-        """The planned step, lowered for the plan's own mesh or another one of the same axes and sizes.
-
-        Raises PlanMismatchError where the mesh is another one, or has no devices.
-        """
-        shardings, kinds = self.leaf_shardings(self._with_devices(mesh)), [one.memory_kind for one in self.arguments]
-        lowered = self.trace(mesh).lower()
-        dropped = any(kind and kind != s.memory_kind for kind, s in zip(kinds, shardings, strict=True))
-        return _jax.with_memory_kinds(lowered, kinds) if dropped else lowered
-
-    def jitted(self, mesh: Mesh | None = None) -> Any:
-        """The planned step as a ``jax.jit`` function of the arguments that were planned, without the static ones.
-
-        Results are laid out over ``mesh`` as it is, its axes of type Explicit too, unless `retyped` says otherwise.
-        With keyword arguments, for which ``jax.jit`` takes no shardings, the arguments must lie as the plan has them.
-        """
-        concrete = self._with_devices(mesh)
-        program = self.program
-        place_captured(program.captured_refs.values(), concrete)
-
-        def planned(*args: Any, **kwargs: Any) -> Any:
-            check_libraries(program)
-            leaves = jax.tree.leaves((args, kwargs))
-            refs = {program.inputs[position]: leaves[position] for position in program.refs} | program.captured_refs
-            with _jax.automatic_mesh():
-                arrays = [leaf[...] if position in program.refs else leaf for position, leaf in enumerate(leaves)]
-                results = Replay(self.schedule, concrete)(arrays)
-                for number, value in program.written.items():
-                    refs[value][...] = results[number]
-            return jax.tree.unflatten(program.out_tree, results[: len(program.results)])
-
-        planned.__name__ = planned.__qualname__ = program.name
-        args, kwargs = self._in_shardings(concrete)
-        options = self.recipe.options
-        return jax.jit(
-            planned,
-            in_shardings=None if kwargs else args,
-            out_shardings=self._out_shardings(concrete if self.retyped(mesh) else mesh or concrete),
-            donate_argnums=[position for position in self.donated if isinstance(position, int)],
-            donate_argnames=[name for name in self.donated if isinstance(name, str)],
-            keep_unused=options.keep_unused,
-            compiler_options=dict(options.compiler_options or {}) or None,
-        )
-
-    def retyped(self, mesh: Mesh | None = None) -> Any:
-        """Where results are to be brought, the same places with the types of ``mesh``; None for nowhere else.
-
-        A program that is lowered for its devices takes no mesh but that with axes of type Auto, which is also that of
-        the executable.
-        """
-        if mesh is None or with_auto_axes(mesh) == mesh:
-            return None
-        for_devices = self.executable is not None or any(
-            _jax.is_lowered_for_devices(o.equation) for o in self.program.operations
-        )
-        return self._out_shardings(mesh) if for_devices else None
-
-    def leaf_shardings(self, mesh: Mesh | AbstractMesh | None = None) -> tuple[NamedSharding, ...]:
-        """The sharding of every argument leaf, in the order of the flattened arguments."""
-        chosen = with_auto_axes(self.mesh if mesh is None else mesh)
-        return tuple(NamedSharding(chosen, one.spec, memory_kind=one.memory_kind) for one in self.arguments)
-
-    def check_program(self, program: Program) -> None:
-        """Raises PlanMismatchError where ``program`` is not the one that was planned."""
-        if program.fingerprint() == self.fingerprint:
-            return
-        found = {}
-        for position, value in enumerate(program.values[index] for index in program.inputs):
-            kind, is_ref = value.memory_kind, position in program.refs
-            found[value.name or ""] = type_text(value.shape, value.dtype, memory_kind=kind, is_ref=is_ref)
-        different = self.other_arguments(found)
-        what = different or "another function or version of JAX"
-        raise PlanMismatchError(f"the plan was made for another program ({self.fingerprint[:12]}), {what}")
-
-    def other_arguments(self, found: Mapping[str, str]) -> str:
-        """How arguments (types by path) differ from the planned ones; nothing where they do not."""
-        planned = {argument.path: argument.type_text for argument in self.arguments}
-        different = [
-            f"\n  `{path}` was planned as {planned.get(path, 'no argument')} and is {found.get(path, 'no argument')}"
-            for path in dict.fromkeys((*planned, *found))
-            if planned.get(path) != found.get(path)
-        ]
-        more = f"\n  and {len(different) - 8} more" if len(different) > 8 else ""
-        return f"other arguments:{''.join(different[:8])}{more}" if different else ""
 
     @property
     def shardings(self) -> Any:
@@ -341,23 +77,17 @@ class Plan:
         Raises PlanMismatchError where that is another program than the planned one. Values of literals and of
         closed-over arrays may differ: those of ``fn`` count.
         """
-        from shardplan.auto import bind_plan
-
-        return bind_plan(self, fn, args, kwargs)
+        return Plan.of(planned_function.bind_plan(self, fn, args, kwargs))
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` as this plan splits it: a function of the planned arguments' shapes, like ``shardplan.auto``.
 
         Raises PlanMismatchError when it is called with arguments that make another program.
         """
-        from shardplan.auto import PlannedFunction
-
         return PlannedFunction(fn, self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, whole or not at all; raises ArgumentError where the path cannot be written."""
-        from shardplan.plan_file import save_plan
-
         save_plan(self, path)
 
     @staticmethod
@@ -366,9 +96,7 @@ class Plan:
 
         Raises PlanMismatchError where the file is torn, of another version, or for another mesh.
         """
-        from shardplan.plan_file import load_plan
-
-        return load_plan(path, mesh)
+        return Plan.of(load_plan(path, mesh))
 
     def explain(self, path: str, time_limit: float = 5.0) -> str:
         """Why an argument (a path glob) or an operation (``op12``, a glob of its source line or module) is laid out so.
@@ -376,33 +104,23 @@ class Plan:
         Its layout, what reads it, the collectives that it takes part in, and what other layouts would cost: those that
         can be searched anew within ``time_limit`` seconds exactly, the others at most.
         """
-        from shardplan.explain import explain_plan
-
         return explain_plan(self, path, time_limit)
 
-    def diff(self, other: Plan) -> PlanDifference:
+    def diff(self, other: PlanData) -> PlanDifference:
         """What ``other`` does in another way: layouts of arguments, collectives, objective, memory.
 
         Raises ArgumentError for what is no plan.
         """
-        if not isinstance(other, Plan):
+        if not isinstance(other, PlanData):
             raise no_plan(other)
         return compare_plans(self, other)
 
     def __repr__(self) -> str:
         return f"<{plan_line(self)}>"
 
-    def __copy__(self) -> Plan:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Plan:
-        return self
-
     def __reduce__(self) -> Any:
         """Pickled as ``save`` keeps it: without its program and devices."""
-        from shardplan.plan_file import document_of, plan_of_document
-
-        return plan_of_document, (document_of(self),)
+        return _unpickled, (document_of(self),)
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -410,28 +128,6 @@ class Plan:
     def _repr_html_(self) -> str:
         return plan_html(self)
 
-    def _with_devices(self, mesh: Mesh | None) -> Mesh:
-        chosen = self.mesh if mesh is None else mesh
-        if not isinstance(chosen, Mesh):
-            raise PlanMismatchError(
-                f"the plan's mesh {self.mesh_axes} has no devices of its own, and of the {self.device_count} that it "
-                f"takes {len(jax.devices())} are here: pass a mesh of devices of the same axes, such as "
-                "jax.make_mesh(sizes, names) or shardplan.target.gpu_mesh('h100', sizes, names)"
-            )
-        if mesh_axes(chosen) != mesh_axes(self.mesh):
-            raise PlanMismatchError(
-                f"the plan is for the mesh {self.mesh_axes}, got {dict(chosen.shape)}: plan anew for it"
-            )
-        return with_auto_axes(chosen)
 
-    def _in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
-        return jax.tree.unflatten(self.program.in_tree, self.leaf_shardings(mesh))
-
-    def _out_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
-        axes, values, found = mesh_axes(self.mesh), self.program.values, []
-        for number, output in enumerate(self.program.results):
-            spec = to_spec(axes, self.schedule.layout_of_output(number))
-            spec = of_type(spec, (self.recipe.options.results or {}).get(self.program.output_names[number]), mesh)
-            kind = values[output].kind_as_result if isinstance(output, int) else None
-            found.append(NamedSharding(mesh, spec, memory_kind=kind))
-        return jax.tree.unflatten(self.program.out_tree, found)
+def _unpickled(document: Mapping[str, Any]) -> Plan:
+    return Plan.of(plan_of_document(document))

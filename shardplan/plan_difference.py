@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
 
+from shardplan.plan_data import PlanData
 from shardplan.plan_report import glob_of, mesh_text, objective_text, planned_traffic
 from shardplan.tables import size_cell, text_table
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan
 
 _ABSENT = (0, 0.0)
 
@@ -62,7 +59,7 @@ class PlanDifference:
         ]
 
 
-def compare_plans(one: Plan, other: Plan) -> PlanDifference:
+def compare_plans(one: PlanData, other: PlanData) -> PlanDifference:
     """What ``other`` does in another way than ``one``."""
     paths = dict.fromkeys((*one.layouts, *other.layouts))
     layouts = {path: (one.layouts.get(path), other.layouts.get(path)) for path in paths}
@@ -81,7 +78,7 @@ def compare_plans(one: Plan, other: Plan) -> PlanDifference:
     )
 
 
-def _measures(plan: Plan) -> dict[str, str]:
+def _measures(plan: PlanData) -> dict[str, str]:
     return {
         "mesh": mesh_text(plan.mesh_axes),
         "MB sent": size_cell(plan.communication_bytes),

@@ -28,10 +28,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from shardplan.entries import FREE, MalformedError, check, read
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import HardwareProfile, load, profiles
+from shardplan.layout import axes_of
 from shardplan.mesh import mesh_axes, with_auto_axes
 from shardplan.options import Options
-from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
-from shardplan.plan_report import axes_of
+from shardplan.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.writing import replacing
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ _FORMAT = "shardplan plan"
 _FORMAT_VERSION = 4
 
 
-def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
+def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
     """Writes a plan as JSON: into a file beside the wanted one, which then takes its place.
 
     Raises ArgumentError where that cannot be written.
@@ -162,32 +162,32 @@ def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
         raise ArgumentError(f"cannot write the plan to `{path}`: {getattr(error, 'strerror', None) or error}") from None
 
 
-def document_of(plan: Plan) -> dict[str, Any]:
+def document_of(plan: PlanData) -> dict[str, Any]:
     """All that a file holds of a plan."""
     content = _content(plan)
     return {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
 
 
-def plan_of_document(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None = None) -> Plan:
+def plan_of_document(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None = None) -> PlanData:
     """The plan of such content, as plain data; raises PlanMismatchError where it cannot be trusted."""
     return _understood(lambda: _checked(json.loads(json.dumps(document)), "the pickled plan"), mesh, "the pickled plan")
 
 
-def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:
+def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> PlanData:
     """Reads a plan; raises PlanMismatchError where the file cannot be trusted or is for another mesh."""
     return _understood(lambda: _read(path), mesh, path)
 
 
-def _understood(content: Callable[[], dict[str, Any]], mesh: Mesh | AbstractMesh | None, path: Any) -> Plan:
+def _understood(content: Callable[[], dict[str, Any]], mesh: Mesh | AbstractMesh | None, path: Any) -> PlanData:
     try:
         return _plan_of(content(), mesh, path)
     except (MalformedError, ArgumentError) as error:
-        raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. Plan anew") from None
+        raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. PlanData anew") from None
     except RecursionError:
         raise PlanMismatchError(f"`{path}` is no plan of shardplan: its entries are nested too deep") from None
 
 
-def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path: str | PathLike[str]) -> Plan:
+def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path: str | PathLike[str]) -> PlanData:
     entries: PlanEntries = read(PlanEntries, document, "plan")
     axes, figures = dict(entries["mesh"]), entries["figures"]
     check(len(axes) == len(entries["mesh"]) > 0, "plan.mesh", document["mesh"], "a list of axes of different names")
@@ -202,7 +202,7 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
     check(all(map(math.isfinite, known)), "plan.figures", known, "finite numbers")
     check_layouts(entries["arguments"], axes)
     check_collectives(entries["collectives"], axes)
-    return Plan(
+    return PlanData(
         mesh=with_auto_axes(mesh),
         objective=figures["objective"],
         lower_bound=-np.inf if figures["lower_bound"] is None else figures["lower_bound"],
@@ -255,7 +255,7 @@ def library_version() -> str:
         return "not installed"
 
 
-def _content(plan: Plan) -> dict[str, Any]:
+def _content(plan: PlanData) -> dict[str, Any]:
     return {
         "shardplan_version": library_version(),
         "jax_version": jax.__version__,

@@ -13,15 +13,14 @@ import math
 import re
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from shardplan.layout import axes_of
+from shardplan.plan_data import PlanData, PlannedArgument
 from shardplan.repeated_report import repeated_text
 from shardplan.tables import html_table, size_cell, size_text, text_table
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan, PlannedArgument
 
 _ROWS = 40
 """Rows of a table of layouts; the rest is counted."""
@@ -63,11 +62,6 @@ def glob_of(path: str) -> str:
     return "/".join([first, *(re.sub(r"\d+", "*", component) for component in rest)])
 
 
-def axes_of(entry: object) -> tuple[str, ...]:
-    """The mesh axes that one entry of a ``PartitionSpec`` names."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)  # type: ignore[arg-type]
-
-
 def sizes_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
     """A shape with the mesh axes that split its dimensions.
 
@@ -83,7 +77,7 @@ def bytes_on_device(argument: PlannedArgument, mesh_axes: dict[str, int]) -> flo
     return argument.total_bytes / prod(mesh_axes[axis] for entry in argument.spec for axis in axes_of(entry))
 
 
-def layout_groups(plan: Plan) -> list[LayoutGroup]:
+def layout_groups(plan: PlanData) -> list[LayoutGroup]:
     """The arguments in groups, in the order of their first members."""
     mesh_axes = plan.mesh_axes
     globs: dict[tuple[str, Any], list[PlannedArgument]] = {}
@@ -140,7 +134,7 @@ def _place(pattern: str, home: str) -> str:
     return "/".join(pattern.split("/")[1:-shared])
 
 
-def planned_traffic(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+def planned_traffic(plan: PlanData) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
     """Times and bytes that one device sends per step, by kind of collective and mesh axes, most bytes first."""
     found: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
     for collective in plan.collectives:
@@ -150,12 +144,12 @@ def planned_traffic(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, 
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
 
-def objective_text(plan: Plan, amount: float) -> str:
+def objective_text(plan: PlanData, amount: float) -> str:
     """An amount of the plan's objective in its unit."""
     return f"{1e3 * amount:,.3f} ms" if plan.recipe.options.objective == "time" else f"{size_text(amount)}"
 
 
-def evidence(plan: Plan) -> str:
+def evidence(plan: PlanData) -> str:
     """One line: what is sent, and how near the optimum the plan is."""
     sent = f"{size_text(plan.communication_bytes)} sent per device and step"
     if plan.lower_bound == float("-inf"):
@@ -164,7 +158,7 @@ def evidence(plan: Plan) -> str:
     return f"{sent}; objective {objective_text(plan, plan.objective)}, {share}"
 
 
-def time_text(plan: Plan) -> str:
+def time_text(plan: PlanData) -> str:
     """One line: where the time of a step goes, where it is planned for that and its program is at hand."""
     if plan.recipe.options.objective != "time" or plan.built is None:
         return ""
@@ -175,7 +169,7 @@ def time_text(plan: Plan) -> str:
     )
 
 
-def memory_text(plan: Plan) -> str:
+def memory_text(plan: PlanData) -> str:
     """One line: what one device holds, and what its parts of tensors in host memory take there."""
     mesh_axes = plan.mesh_axes
     arguments = sum(bytes_on_device(one, mesh_axes) for one in plan.arguments if one.memory_kind is None)
@@ -184,7 +178,7 @@ def memory_text(plan: Plan) -> str:
     return f"{size_text(arguments)} of arguments per device{peak}{host}"
 
 
-def _peak_source(plan: Plan) -> str:
+def _peak_source(plan: PlanData) -> str:
     """Where the figure of the peak comes from."""
     if plan.verified is None:
         return "predicted"
@@ -193,7 +187,7 @@ def _peak_source(plan: Plan) -> str:
     return f"compiled for {plan.verified['target']} by jaxlib {plan.verified['jaxlib']}{tried}"
 
 
-def pins_text(plan: Plan) -> str:
+def pins_text(plan: PlanData) -> str:
     """One line: what the pins cost, where there are some."""
     price = plan.statistics.get("pins")
     if price is None:
@@ -208,7 +202,7 @@ def mesh_text(mesh_axes: dict[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in mesh_axes.items())
 
 
-def plan_record(plan: Plan) -> dict[str, Any]:
+def plan_record(plan: PlanData) -> dict[str, Any]:
     """The same as plain data, for JSON: bytes per device and step, layouts as entries per dimension."""
     return {
         "mesh": plan.mesh_axes,
@@ -230,7 +224,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _time_record(plan: Plan) -> dict[str, Any]:
+def _time_record(plan: PlanData) -> dict[str, Any]:
     """The seconds of a step, where it is planned for them."""
     if not time_text(plan):
         return {}
@@ -245,7 +239,7 @@ _MESH_HEADER = ("mesh", "MB sent", "objective", "at least")
 _LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "also in")
 
 
-def results_text(plan: Plan) -> str:
+def results_text(plan: PlanData) -> str:
     """How many results are held to layouts."""
     held = len(plan.recipe.options.results or {})
     return (
@@ -253,13 +247,13 @@ def results_text(plan: Plan) -> str:
     )
 
 
-def plan_line(plan: Plan) -> str:
+def plan_line(plan: PlanData) -> str:
     """The plan in a few words: what ``repr`` shows."""
     name = f" of {plan.built.program.name}" if plan.built is not None else ""
-    return f"Plan{name} over mesh ({mesh_text(plan.mesh_axes)}): {evidence(plan)}"
+    return f"PlanData{name} over mesh ({mesh_text(plan.mesh_axes)}): {evidence(plan)}"
 
 
-def donatable_bytes(plan: Plan) -> dict[int | str, float]:
+def donatable_bytes(plan: PlanData) -> dict[int | str, float]:
     """Bytes per device of the arguments that results replace and that are not donated, by place in a call."""
     found: dict[int | str, float] = {}
     static = plan.recipe.options.static
@@ -274,9 +268,9 @@ def donatable_bytes(plan: Plan) -> dict[int | str, float]:
     return found
 
 
-def donating_text(plan: Plan) -> str:
+def donating_text(plan: PlanData) -> str:
     """What donating the state would save, where it is not donated."""
-    saved = plan.donatable_bytes
+    saved = donatable_bytes(plan)
     if not sum(saved.values()):
         return ""
     positions, names = [one for one in saved if isinstance(one, int)], [one for one in saved if isinstance(one, str)]
@@ -289,7 +283,7 @@ def donating_text(plan: Plan) -> str:
     return f"{' and '.join(said)} would save up to {size}: results replace what comes in there"
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: PlanData) -> str:
     """What ``print(plan)`` shows."""
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices{repeated_text(plan)}",
@@ -317,7 +311,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def plan_html(plan: Plan) -> str:
+def plan_html(plan: PlanData) -> str:
     """What a notebook shows: the same, with each layout drawn as the blocks that it makes."""
     groups = layout_groups(plan)
     drawn = "".join(
@@ -335,13 +329,13 @@ def plan_html(plan: Plan) -> str:
     )
 
 
-def _traffic_rows(plan: Plan) -> list[tuple[str, ...]]:
+def _traffic_rows(plan: PlanData) -> list[tuple[str, ...]]:
     traffic = planned_traffic(plan)
     rows = [(kind, ", ".join(axes), str(times), size_cell(sent)) for (kind, axes), (times, sent) in traffic.items()]
     return [*rows, ("total", "", str(sum(t for t, _ in traffic.values())), size_cell(plan.communication_bytes))]
 
 
-def _mesh_rows(plan: Plan) -> list[tuple[str, ...]]:
+def _mesh_rows(plan: PlanData) -> list[tuple[str, ...]]:
     """The meshes that were compared; of those that cannot be the best, the bound alone."""
 
     def text(amount: float | None) -> str:
@@ -358,7 +352,7 @@ def _mesh_rows(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _refined_rows(plan: Plan) -> list[tuple[str, ...]]:
+def _refined_rows(plan: PlanData) -> list[tuple[str, ...]]:
     """The ways in which the step was planned and compiled, and which plan this is."""
     rows = []
     for row in plan.statistics["refined"]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from shardplan.optimize.solve_once import Search
 from shardplan.options import Options, as_positions
 from shardplan.overlap import timing_of
 from shardplan.padding import padded_sizes
-from shardplan.plan import Plan, PlannedArgument, PlannedCollective, Recipe
+from shardplan.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.prices import Prices
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
@@ -68,7 +69,7 @@ def plan_program(
     prepare: Callable[[Problem], None] | None = None,
     method: str = "auto",
     excess: Mapping[int, float] = MappingProxyType({}),
-) -> Plan:
+) -> PlanData:
     """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices.
 
     ``excess``: per operation, by index, bytes that a compiled program held there above what was counted."""
@@ -92,7 +93,7 @@ def plan_problem(
     method: str = "auto",
     rebuild: Callable[..., Problem] | None = None,
     excess: Mapping[int, float] = MappingProxyType({}),
-) -> Plan:
+) -> PlanData:
     """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
     with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
     started = time.perf_counter()
@@ -121,7 +122,7 @@ def plan_problem(
         "search_processor_seconds": solution.processor_seconds,
         "seconds": {"build": spent_seconds + built - started, "search": solved - built},
     }
-    return Plan(
+    return PlanData(
         mesh=mesh,
         objective=float(solution.cost),
         lower_bound=float(min(solution.lower_bound, solution.cost)),
@@ -136,7 +137,10 @@ def plan_problem(
     )
 
 
-def rebuild(plan: Plan, program: Program) -> Plan:
+Made = TypeVar("Made", bound=PlanData)
+
+
+def rebuild(plan: Made, program: Program) -> Made:
     """A plan over the same program, traced anew.
 
     Raises PlanMismatchError where the program is another one, or this version builds another problem of it.
@@ -229,7 +233,7 @@ def _planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
         operation = sent.operation
         found.append(
             PlannedCollective(
-                kind=sent.step.kind,
+                kind=sent.step.kind.value,
                 axes=tuple(mesh.names[axis] for axis in sorted(sent.step.axes)),
                 bytes=sent.bytes,
                 times=sent.times,

@@ -9,7 +9,7 @@ seconds.
 >>> from shardplan.hardware import load
 >>> mesh = MeshAxes(("data", "model"), (2, 4))
 >>> prices = Prices("bytes", load("h100"), mesh)
->>> prices.per_byte((0, 1)), prices.per_collective("all-gather", (0,)) < 0.1
+>>> prices.per_byte((0, 1)), prices.per_collective(CollectiveKind.ALL_GATHER, (0,)) < 0.1
 (1.0, True)
 >>> seconds = Prices("time", load("h100"), mesh)
 >>> round(seconds.per_byte((0,)) * 450e9, 6)
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan import _jax
+from shardplan.collectives import CollectiveKind
 from shardplan.hardware import HardwareProfile
 from shardplan.layout import MeshAxes
 
@@ -83,14 +84,12 @@ class Prices:
             return seconds
         return self.share * seconds + (1 - self.share) * self.memory_seconds_per_byte
 
-    def per_collective(self, kind: str, axes: Sequence[int]) -> float:
+    def per_collective(self, kind: CollectiveKind, axes: Sequence[int]) -> float:
         """Of one collective, whatever its size: in seconds, its launch and the latencies of a ring of n devices."""
         if self.objective == "bytes":
             return _BYTES_SENT_PER_COLLECTIVE
-        hops = 1 if kind == "collective-permute" else self.mesh.degree(axes) - 1
-        rounds = 2 if kind == "all-reduce" else 1
         latency = max(self._link(axis).latency_seconds for axis in axes)
-        seconds = self.hardware.launch_seconds + rounds * hops * latency
+        seconds = self.hardware.launch_seconds + kind.hops(self.mesh.degree(axes)) * latency
         return self.share * seconds if self.share is not None and self.beside else seconds
 
     @property

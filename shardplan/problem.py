@@ -16,6 +16,7 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.beginnings import beginning_prices
+from shardplan.collectives import Step
 from shardplan.control import Links, layouts_read, links_of
 from shardplan.deferred import DeferredSums
 from shardplan.joining import joined
@@ -28,8 +29,9 @@ from shardplan.prices import Prices, Timing
 from shardplan.program import Operation, Program, Value
 from shardplan.search import Network
 from shardplan.spreading import spread_values
-from shardplan.steps import Step, called_steps, halo_steps
-from shardplan.strategy import Choices, Strategy, StrategyMaker, barrier_strategy, passing_on, waiting
+from shardplan.steps import called_steps, halo_steps
+from shardplan.strategies import StrategyMaker
+from shardplan.strategy import Choices, Strategy, barrier_strategy, passing_on, waiting
 from shardplan.sum_dtypes import deferred_dtype, reduction_dtype
 from shardplan.transition import Partial, Transitions, over_trips
 from shardplan.twins import mirrored, twins

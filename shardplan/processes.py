@@ -32,7 +32,7 @@ from shardplan.cache import code_files, described
 from shardplan.errors import ArgumentError, InfeasibleError, ProcessesError
 from shardplan.mesh import GivenMesh, can_run, hosts_by_devices, mesh_axes
 from shardplan.options import Options
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.plan_file import document_of, library_version, options_entries, plan_of_document
 from shardplan.planning import rebuild
 from shardplan.program import Program
@@ -183,8 +183,8 @@ def _count(mesh: AbstractMesh | int | str | None) -> int:
 def one_plan(
     mesh: GivenMesh,
     trace: Callable[[], tuple[Program, Options]],
-    make: Callable[[Program, Options], Plan],
-) -> Plan:
+    make: Callable[[Program, Options], PlanData],
+) -> PlanData:
     """The plan that ``make`` gives of what ``trace`` gives: in several processes, that of the first one in all."""
     group = group_of(mesh)
     if group is None:
@@ -205,7 +205,7 @@ def plain_of_first(mesh: GivenMesh, make: Callable[[], Made], searching: float) 
     return make() if group is None else cast(Made, group.from_first(make, lambda made: made, searching)[1])
 
 
-def check_plan(plan: Plan, mesh: Mesh | None) -> None:
+def check_plan(plan: PlanData, mesh: Mesh | None) -> None:
     """Raises ProcessesError in all processes where they are about to run different plans."""
     group = group_of(mesh)
     if group is not None:
@@ -228,7 +228,7 @@ def _told(mesh: GivenMesh, program: Program, options: Options) -> dict[str, str]
     }
 
 
-def _told_of_plan(plan: Plan) -> dict[str, str]:
+def _told_of_plan(plan: PlanData) -> dict[str, str]:
     chosen = (plan.recipe.network, plan.recipe.choices)
     shown = {f"the layout of `{one.path}`": str(one.spec) for one in plan.arguments}
     return {

@@ -243,3 +243,8 @@ def _makers(program: Program) -> dict[int, Operation]:
 @once
 def _replaced(program: Program) -> dict[int, int]:
     return {number: program.inputs[position] for number, position in program.ties.items()} | {**program.written}
+
+
+def operand_type(program: Program, operand: int | Constant) -> Any:
+    """What has the shape and dtype of an operand."""
+    return program.values[operand] if isinstance(operand, int) else operand.aval

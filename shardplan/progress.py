@@ -12,10 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan
 
 LOG = logging.getLogger("shardplan")
 
@@ -61,8 +57,7 @@ def shown(name: str) -> Iterator[None]:
         display.join()
 
 
-def log_planning(plan: Plan, seconds: float) -> None:
+def log_planning(line: str, seconds: float, cached: bool) -> None:
     """The line of a planning: what was planned, how long that took, what it sends, how near the optimum it is."""
     if LOG.isEnabledFor(logging.INFO):
-        where = ", from the cache" if plan.statistics["cached"] else ""
-        LOG.info("%s (%.2f s%s)", repr(plan)[1:-1], seconds, where)
+        LOG.info("%s (%.2f s%s)", line, seconds, ", from the cache" if cached else "")

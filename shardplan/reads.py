@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ from jax.lax import GatherScatterMode
 from shardplan.layout import MeshAxes
 from shardplan.lookups import between, lookup_block
 from shardplan.program import Operation
-
-if TYPE_CHECKING:
-    from shardplan.strategy import Strategy
+from shardplan.strategy import Strategy
 
 SLICES = frozenset({"slice", "dynamic_slice"})
 

@@ -21,7 +21,7 @@ from shardplan.compiled_overlap import compiled_time
 from shardplan.errors import InfeasibleError, ShardplanError, warn
 from shardplan.hardware import load
 from shardplan.options import Options
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.tables import size_text
 from shardplan.target import gpu_mesh, targets
 
@@ -35,7 +35,7 @@ _TIED = 1e-3
 _MARGIN = 0.995
 
 
-def refined(make: Callable[[Options], Plan], options: Options) -> Plan:
+def refined(make: Callable[[Options], PlanData], options: Options) -> PlanData:
     """The best of ``options.refine`` plans by their compiled programs; ``make`` plans for options.
 
     ``statistics["refined"]`` of the plan has a row for each: how it was made, its predicted and compiled bytes and
@@ -64,19 +64,19 @@ def refined(make: Callable[[Options], Plan], options: Options) -> Plan:
 class _Compared:
     """Plans with what the compiler made of them; ``rows`` has those too that are infeasible or double."""
 
-    make: Callable[[Options], Plan]
+    make: Callable[[Options], PlanData]
     target: str
     limit: float
     rows: list[dict[str, Any]] = field(default_factory=list)
-    plans: list[tuple[Plan, dict[str, Any]]] = field(default_factory=list)
+    plans: list[tuple[PlanData, dict[str, Any]]] = field(default_factory=list)
     tightest: float = float("inf")
 
-    def add(self, name: str, way: Plan | Options) -> None:
+    def add(self, name: str, way: PlanData | Options) -> None:
         """Plans in a way, unless it is a plan already, and compiles what comes of it."""
         row: dict[str, Any] = {"way": name, "kept": False}
         self.rows.append(row)
         try:
-            plan = way if isinstance(way, Plan) else self.make(way)
+            plan = way if isinstance(way, PlanData) else self.make(way)
         except InfeasibleError:
             row["result"] = "infeasible"
             return
@@ -98,7 +98,7 @@ class _Compared:
         self.tightest = allowed
         return _peak_below(allowed), replace(options, refine=1, memory_limit=allowed)
 
-    def best(self, measure: str) -> Plan:
+    def best(self, measure: str) -> PlanData:
         """The plan that is kept; its row says so."""
         within = [one for one in self.plans if one[1]["result"] == "compiled"]
         if within:
@@ -114,7 +114,7 @@ class _Compared:
         return plan
 
 
-def _first_of_best(plans: list[tuple[Plan, dict[str, Any]]], measure: str) -> tuple[Plan, dict[str, Any]]:
+def _first_of_best(plans: list[tuple[PlanData, dict[str, Any]]], measure: str) -> tuple[PlanData, dict[str, Any]]:
     """Of the plans that compile to about the least, the first of those whose predicted bytes are about the truest."""
     least = min(row[measure] for _, row in plans)
     tied = [one for one in plans if one[1][measure] <= (1 + _TIED) * least]
@@ -122,7 +122,7 @@ def _first_of_best(plans: list[tuple[Plan, dict[str, Any]]], measure: str) -> tu
     return next(one for one, by in zip(tied, off, strict=True) if by <= min(off) + _TIED * one[1]["compiled_bytes"])
 
 
-def _ways(options: Options, first: Plan) -> Iterator[tuple[str, Options]]:
+def _ways(options: Options, first: PlanData) -> Iterator[tuple[str, Options]]:
     """Names and options of the ways to plan beside the one that was asked for, the simplest first."""
     other = "bytes" if options.objective == "time" else "time"
     less = _LESS_MEMORY * min(first.peak_bytes, options.memory_limit or first.peak_bytes)
@@ -146,12 +146,12 @@ def _target(options: Options) -> str:
     return name if name in targets() else "h100"
 
 
-def _same(plan: Plan, other: Plan) -> bool:
+def _same(plan: PlanData, other: PlanData) -> bool:
     same_variables = plan.recipe.network == other.recipe.network and plan.recipe.choices == other.recipe.choices
     return same_variables and plan.collectives == other.collectives
 
 
-def _measured(plan: Plan, target: str) -> dict[str, Any]:
+def _measured(plan: PlanData, target: str) -> dict[str, Any]:
     try:
         found = audit(plan, target)
     except ShardplanError as error:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shardplan.hardware import load
+from shardplan.plan_data import PlanData
 from shardplan.tables import size_text
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan
 
 _MOSTLY = 0.5
 """The share of repeated work from which on a plan says so."""
@@ -17,7 +13,7 @@ _PROVEN = 1e-6
 """The gap to the bound up to which no other plan costs less."""
 
 
-def repeated_text(plan: Plan) -> str:
+def repeated_text(plan: PlanData) -> str:
     """That a plan splits nothing, or that its devices repeat more than half of their work, and why."""
     found = plan.statistics.get("repeated")
     if found is None or plan.device_count == 1:

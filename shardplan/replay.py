@@ -19,6 +19,7 @@ from shardplan import _jax
 from shardplan.anew import awaited, wait_behind
 from shardplan.beginnings import in_parts
 from shardplan.carries import fill_late
+from shardplan.collectives import CollectiveKind, Step, ends_of
 from shardplan.control import Link, Links, scope_of_trips
 from shardplan.early import reduced_before_added
 from shardplan.groups import on_blocks, splits_rows_or_groups
@@ -31,14 +32,13 @@ from shardplan.partitioner import axes_apart, params_of_block, runs_apart
 from shardplan.program import Constant, Operation
 from shardplan.reads import read_block, reads_place
 from shardplan.regions._jax import by_hand
-from shardplan.reversing import bring
-from shardplan.schedule import REDUCTIONS, Schedule
+from shardplan.schedule import Schedule
+from shardplan.sent_dtype import sent_dtype, sent_in
 from shardplan.stacking import begun_apart, scan_begun
-from shardplan.stacks import held_in_order, in_order, is_gathered_out_of_order, ordered, stacked_in_order
-from shardplan.steps import Step, ends_of
+from shardplan.stacks import in_order, is_gathered_out_of_order, ordered
 from shardplan.strategy import Strategy
 from shardplan.updates import splits_places, update_block
-from shardplan.widened import sent_dtype, sent_in, unrounded
+from shardplan.widened import unrounded
 
 
 class Replay:
@@ -50,7 +50,6 @@ class Replay:
         self._mesh = mesh
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
-        self._ordered = held_in_order(schedule)
         self._behind = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
         self._unrounded = unrounded(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
 
@@ -120,10 +119,9 @@ class Replay:
         constants, carries = params["num_consts"], params["num_carry"]
 
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
-            inputs = (*operands[:constants], *carry, *self._ordered_slices(operation, slices))
+            inputs = (*operands[:constants], *carry, *slices)
             results = self._body(operation.bodies[0], links.inside, inputs)
-            stacked = stacked_in_order(links.inside[carries:], results[carries:], self._schedule, self._mesh)
-            return tuple(results[:carries]), tuple(stacked)
+            return tuple(results[:carries]), tuple(results[carries:])
 
         if operation.index in begun_apart(self._schedule):
             return scan_begun(self._schedule, self._mesh, operation, operands, body)
@@ -131,13 +129,6 @@ class Replay:
         entering, slices = tuple(operands[constants : constants + carries]), tuple(operands[constants + carries :])
         carry, stacks = jax.lax.scan(body, entering, slices, **settings)
         return (*carry, *stacks)
-
-    def _ordered_slices(self, operation: Operation, slices: Sequence[Any]) -> Iterator[Any]:
-        """The slices that a scan runs over, held to the order of their stacks where XLA would copy these."""
-        values = self._program.regions[operation.bodies[0]].inputs
-        for value, one in zip(values[len(values) - len(slices) :], slices, strict=True):
-            layout = self._schedule.assignment.values.get(value, ())
-            yield in_order(one, layout, self._schedule, self._mesh) if value in self._ordered else one
 
     def _while(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
         condition, body = operation.bodies
@@ -217,17 +208,16 @@ class Replay:
             for step in ends_of(steps):
                 if step.layout != strategy.results[position] or not strategy.pending[position]:
                     held = self._in_own_memory(index, self._constrain(_jax.moved(held, None), step.layout))
-                if extreme and step.kind in REDUCTIONS:
+                if extreme and step.kind.reduces:
                     held = self._constrain(from_integers(held, self._program.values[index].dtype), step.layout)
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
-            held = in_order(held, planned, self._schedule, self._mesh) if index in self._ordered else held
             self._held[index, planned] = self._apart(index, held, planned)
 
     def _scatters(self, operation: Operation) -> bool:
         """Whether the partial results of an operation with one result are scattered."""
-        return any(step.kind == "reduce-scatter" for step in self._schedule.result_steps(operation, 0))
+        return any(step.kind == CollectiveKind.REDUCE_SCATTER for step in self._schedule.result_steps(operation, 0))
 
     def _read_operands(self, operation: Operation, strategy: Strategy) -> Sequence[Any]:
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):
@@ -253,7 +243,7 @@ class Replay:
         self, operation: Operation, strategy: Strategy, operands: Sequence[Any], travelling: Any
     ) -> tuple[tuple[Any, ...], list[int]]:
         """Runs an operation block by block, with explicit reductions; gives its results and how many steps it did."""
-        steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind in REDUCTIONS]
+        steps = [s for s in self._schedule.result_steps(operation, 0) if s.kind.reduces]
         island = Island(self._mesh, self._schedule.space.mesh, tuple(sorted(strategy.pending[0])), steps, travelling)
         own, dtype = strategy.results[0], self._program.values[operation.results[0]].dtype
         blocks = self._on_blocks(operation, strategy, travelling)
@@ -351,7 +341,7 @@ class Replay:
         stacked = list(self._on_all_blocks(run, operation, strategy, parts) if apart else run(*parts))
         done = []
         for number, (index, layout) in enumerate(zip(operation.results, strategy.results, strict=True)):
-            steps = [step for step in self._schedule.result_steps(operation, number) if step.kind in REDUCTIONS]
+            steps = [step for step in self._schedule.result_steps(operation, number) if step.kind.reduces]
             done.append(len(steps))
             if steps:
                 stacked[number] = self._reduced(index, self._constrain(stacked[number], layout), layout, steps)
@@ -372,19 +362,18 @@ class Replay:
         route = self._schedule.route(value, layout)
         held, steps = self._read(value, route.source), list(route.steps)
         if self._schedule.is_partial(value, route.source) and steps:
-            reducing = [step for step in steps if step.kind in REDUCTIONS]
+            reducing = [step for step in steps if step.kind.reduces]
             reduced = self._reduced(value, held, route.source, reducing)
             held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
             steps = steps[len(reducing) :]
-        before = route.source
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
                 passed = _jax.moved(sent_in(self._schedule, value, held), None) if step.fraction else held
-                brought = bring(self._schedule, value, passed, (before, step.layout), self._constrain)
+                brought = self._constrain(passed, step.layout)
                 if is_gathered_out_of_order(self._schedule, value, step.layout):
                     brought = in_order(brought, step.layout, self._schedule, self._mesh)
                 self._held[value, step.layout] = self._in_own_memory(value, brought)
-            held, before = self._held[value, step.layout], step.layout
+            held = self._held[value, step.layout]
 
     def _generate(self, value: int, layout: Layout) -> Any:
         tensor = self._program.values[value]

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from shardplan import _jax
 from shardplan.hard import hard_layouts
 from shardplan.options import Options
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.planning import plan_problem, plan_program
 from shardplan.program import Program
-from shardplan.schedule import REDUCTIONS, Schedule, Sent
+from shardplan.schedule import Schedule, Sent
 from shardplan.sum_dtypes import deferred_dtype
 
 COMPARED = ("bfloat16", "float32")
@@ -24,7 +24,7 @@ def reduction_bytes(schedule: Schedule) -> dict[str, float]:
 
     The plan stays the same; planned anew for that type, it can send less.
     """
-    sent = [found for found in schedule.collectives() if found.step.kind in REDUCTIONS]
+    sent = [found for found in schedule.collectives() if found.step.kind.reduces]
     found = {"as planned": float(sum(one.bytes * one.times for one in sent))}
     return found | {name: float(sum(_bytes_in(schedule, one, name) for one in sent)) for name in COMPARED}
 
@@ -41,7 +41,7 @@ def _bytes_in(schedule: Schedule, sent: Sent, name: str) -> float:
     return sent.step.fraction * elements * _jax.item_bytes(travelling) * sent.times
 
 
-def with_reports(plan: Plan, program: Program, options: Options) -> Plan:
+def with_reports(plan: PlanData, program: Program, options: Options) -> PlanData:
     """The plan, its statistics with ``reductions`` (bytes by precision) and, where there are pins, their price.
 
     The price is what the pinned plan costs above the best one without pins, in ``communication_bytes`` and in the unit
@@ -57,7 +57,7 @@ def with_reports(plan: Plan, program: Program, options: Options) -> Plan:
     return replace(plan, statistics=statistics)
 
 
-def _without_pins(plan: Plan, program: Program, options: Options) -> Plan:
+def _without_pins(plan: PlanData, program: Program, options: Options) -> PlanData:
     """The plan of the same program without pins."""
     if options.objective == "time":  # the problem at hand may be priced at another share
         return plan_program(program, plan.mesh, options)

@@ -23,7 +23,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardplan import _jax
-from shardplan.plan_report import axes_of
+from shardplan.layout import axes_of
 from shardplan.program import Program
 from shardplan.tracing import path_name, trace_program
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -14,7 +14,7 @@ from shardplan.errors import ArgumentError, warn
 from shardplan.libraries import saying_what_is_missing
 from shardplan.mesh import GivenMesh, can_run, memory_for_arrays, with_auto_axes, with_axis_types
 from shardplan.placement import place_captured, put, referred
-from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
 from shardplan.plan_report import bytes_on_device
 from shardplan.planning import RESERVED_MEMORY
 from shardplan.processes import check_plan
@@ -24,13 +24,16 @@ from shardplan.tables import size_text
 _SECOND = 2
 
 
-class Runner:
+Made = TypeVar("Made", bound=PlanData)
+
+
+class Runner(Generic[Made]):
     """A plan with its compiled step and the devices that it runs on.
 
     Results are over axes of the types ``axis_types``, of type Auto where it is None (`shardplan.typed`).
     """
 
-    def __init__(self, plan: Plan, mesh: GivenMesh, axis_types: tuple[AxisType, ...] | None = None) -> None:
+    def __init__(self, plan: Made, mesh: GivenMesh, axis_types: tuple[AxisType, ...] | None = None) -> None:
         self.plan = plan
         self.mesh = with_auto_axes(mesh) if isinstance(mesh, Mesh) else devices_for(plan)
         if self.mesh is not None and axis_types is not None:
@@ -114,7 +117,7 @@ class Runner:
             )
 
 
-def devices_for(plan: Plan) -> Mesh | None:
+def devices_for(plan: PlanData) -> Mesh | None:
     """The devices for a plan that was made for a number of them; None where the plan's mesh has its own."""
     if not isinstance(plan.mesh, AbstractMesh):
         return None

@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 
 from shardplan.beginnings import beginnings
+from shardplan.collectives import CollectiveKind, Step
 from shardplan.control import Link, layouts_read
 from shardplan.layout import Layout, replicated
 from shardplan.partitioner import may_be_island, needs_island, scatters
 from shardplan.problem import Assignment, Problem
 from shardplan.program import Operation, Value
-from shardplan.steps import Step
 from shardplan.strategy import Strategy
 
 _LARGE_BYTES = 2**16
 """From here on it pays to split what costs nothing to split."""
 
-REDUCTIONS = ("all-reduce", "reduce-scatter")
 """The kinds of steps that turn partial results into whole ones."""
 
 
@@ -185,12 +184,12 @@ class Schedule:
             return dtype if needs_island(operation, strategy) else None
         travelling = self.problem.reduced_in(operation, strategy, 0, self.problem.reduce_dtype)
         steps = self.result_steps(operation, 0)
-        reducing = [step for step in steps if step.kind in REDUCTIONS]
+        reducing = [step for step in steps if step.kind.reduces]
         if not reducing:
             return travelling  # the result stays partial, which only an island can say
-        followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == "slice"
+        followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == CollectiveKind.SLICE
         needed = len(reducing) > 1 or needs_island(operation, strategy)
-        if reducing[0].kind == "reduce-scatter":
+        if reducing[0].kind == CollectiveKind.REDUCE_SCATTER:
             # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
             axes, among = reducing[0].axes, len(self.space.mesh.names)
             alone = len(axes) < 2 or (axes == strategy.pending[0] and scatters(operation, strategy, axes, among))
@@ -213,7 +212,7 @@ class Schedule:
         layout = self.assignment.strategies[operation.index].results[0]
         shape = self.program.values[operation.results[0]].shape
         for step in self.result_steps(operation, 0):
-            if step.kind == "reduce-scatter":
+            if step.kind == CollectiveKind.REDUCE_SCATTER:
                 dim = next(dim for dim, split in enumerate(step.layout) if split != layout[dim])
                 return any(size > 1 for size in shape[:dim])
         return False
@@ -236,9 +235,9 @@ class Schedule:
             tensor = self.program.values[value]
             pending = frozenset(route.source[0] if len(route.source) > len(tensor.shape) else ())
             for step in route.steps:
-                pending -= frozenset(step.axes if step.kind in REDUCTIONS else ())
+                pending -= frozenset(step.axes if step.kind.reduces else ())
                 if step.fraction > 0 and (value, step.layout, pending, by) not in done:
-                    width = self.problem.domain(value).width if step.kind in REDUCTIONS else 1.0
+                    width = self.problem.domain(value).width if step.kind.reduces else 1.0
                     size = step.fraction * self.problem.sent_bytes[value] * width
                     found.append(Sent(step, tensor, reader, size, self.problem.times_of_value(value), region))
                 done.add((value, step.layout, pending, by))
@@ -276,7 +275,7 @@ class Schedule:
             ).width
             for step in self.result_steps(operation, position):
                 if step.fraction > 0:
-                    size = step.fraction * self.problem.sent_bytes[result] * (width if step.kind in REDUCTIONS else 1.0)
+                    size = step.fraction * self.problem.sent_bytes[result] * (width if step.kind.reduces else 1.0)
                     yield Sent(step, tensor, operation, size, times, region)
 
     def _links_with_regions(self, operation: Operation) -> Iterator[tuple[Link, int]]:

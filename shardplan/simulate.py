@@ -21,48 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from shardplan.errors import ArgumentError, no_plan
-from shardplan.hardware import HardwareProfile, Link
+from shardplan.errors import ArgumentError
+from shardplan.hardware import Link
 from shardplan.tables import size_cell, text_table
+from shardplan.task import Event, Task
 from shardplan.timeline import timeline_html, write_chrome_trace
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What one worker does in one go.
-
-    Attributes:
-        name: for the timeline.
-        worker: its number.
-        seconds: how long it takes.
-        reads, makes: tensors by number; one that no task makes is wherever it is read, from the start.
-        sent_bytes: of a collective, which takes the worker's way out and leaves it free to compute; None for work.
-    """
-
-    name: str
-    worker: int
-    seconds: float
-    reads: tuple[int, ...] = ()
-    makes: tuple[int, ...] = ()
-    sent_bytes: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that a worker did: ``kind`` is "compute", "collective" or "transfer" (to the worker ``receiver``)."""
-
-    kind: str
-    name: str
-    worker: int
-    start: float
-    end: float
-    bytes: float = 0.0
-    receiver: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,37 +63,11 @@ class Simulation:
         return f"{1e3 * self.seconds:.2f} ms\n{text_table(header, rows, numbers=range(5))}"
 
     def _repr_html_(self) -> str:
-        return timeline_html(self)
+        return timeline_html(self.events, self.seconds, len(self.busy_seconds))
 
     def save_trace(self, path: str | Path) -> None:
         """Writes the timeline as a trace that `chrome://tracing` and ui.perfetto.dev show."""
-        write_chrome_trace(self, path)
-
-
-def simulate(plan: Plan, hardware: HardwareProfile | str | Path | None = None) -> Simulation:
-    """Runs a plan on simulated devices of a hardware profile, by default the one that it was planned for.
-
-    All devices of a plan do the same, so there is one worker. Work takes its operations over the peak rate, or its
-    bytes over the memory's bandwidth, and collectives what the objective "time" says; they wait for what they send and
-    run beside other work. A loop counts as its body run once, each operation as long as all its turns. ``peak_bytes``
-    is the plan's own prediction. Raises ArgumentError for what is no plan, or no hardware profile.
-
-    >>> import jax
-    >>> import shardplan
-    >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    >>> square = jax.ShapeDtypeStruct((4096, 4096), "float32")
-    >>> plan = shardplan.plan(lambda x, w: (x @ w) @ w.T, mesh, square, square)
-    >>> result = shardplan.simulate(plan)
-    >>> result.sent_bytes[0] == plan.communication_bytes, result.seconds >= result.busy_seconds[0]
-    (True, True)
-    """
-    from shardplan.tasks import tasks_of_plan
-
-    if not hasattr(plan, "schedule"):
-        raise no_plan(plan)
-    tasks = tasks_of_plan(plan, hardware)
-    ran = simulate_tasks(tasks, {}, Link(1.0, 0.0))
-    return Simulation(ran.seconds, ran.busy_seconds, ran.sent_bytes, (float(plan.peak_bytes),), ran.events)
+        write_chrome_trace(self.events, len(self.busy_seconds), path)
 
 
 def simulate_tasks(

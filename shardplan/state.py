@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import starmap
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,25 +29,25 @@ from shardplan.arguments import type_text
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.options import Options
 from shardplan.placement import placed
-
-if TYPE_CHECKING:
-    from shardplan.plan import Plan
+from shardplan.plan_data import PlanData
+from shardplan.planned_call import checked_call, plan_call
+from shardplan.runner import Runner, devices_for
 
 _LISTED = 6
 
 
-def shardings_of(plan: Plan) -> Any:
+def shardings_of(plan: PlanData) -> Any:
     """``NamedSharding``s over devices that are there, in the structure of the arguments."""
     return _in_call(plan, plan.leaf_shardings(_devices(plan)))
 
 
-def abstract_of(plan: Plan) -> Any:
+def abstract_of(plan: PlanData) -> Any:
     """``jax.ShapeDtypeStruct``s with these shardings, in the structure of the arguments."""
     values = [plan.program.values[index] for index in plan.program.inputs]
     return _in_call(plan, list(map(_jax.shape_of, values, plan.leaf_shardings(_devices(plan)))))
 
 
-def place(plan: Plan, tree: Any) -> Any:
+def place(plan: PlanData, tree: Any) -> Any:
     """A part of a call where the plan has it: arrays of any kind, or, where there are several processes, the rows of
     this one. Raises ArgumentError for what is no part of a call."""
     shapes = jax.tree.map(_shape_of, tree)
@@ -60,10 +60,8 @@ def place(plan: Plan, tree: Any) -> Any:
     return jax.tree.map(_from_own, tree, local)
 
 
-def init(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What a function makes, made split as the plan has it: nothing of it is whole on any device on the way."""
-    from shardplan.auto import AutoFunction
-
     shapes = jax.eval_shape(fn, *args)
     found = _part_like(plan, jax.tree.map(_shape_of, shapes))
     if found is None:
@@ -71,10 +69,12 @@ def init(plan: Plan, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     given, own = plan.recipe.options, Options()
     options = replace(own, hardware=given.hardware, memory_limit=given.memory_limit, time_limit=given.time_limit)
     layouts = jax.tree.map(lambda one: one.sharding, found)
-    return AutoFunction(fn, _devices(plan), replace(options, out_shardings=layouts))(*args)
+    mesh, call = _devices(plan), checked_call(fn, args, {}, options)
+    made = plan_call(call, mesh, replace(options, out_shardings=layouts), typed=False)
+    return call.finished(Runner(made, mesh)(call))
 
 
-def moving_bytes(plan: Plan, tree: Any) -> int:
+def moving_bytes(plan: PlanData, tree: Any) -> int:
     """What all devices together receive where a part of a call is brought to the plan: the elements of each device's
     part that it does not hold already."""
     found = _part_like(plan, jax.tree.map(_shape_of, tree))
@@ -98,9 +98,7 @@ def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> list[tuple[int, in
     return [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
 
 
-def _devices(plan: Plan) -> Mesh:
-    from shardplan.runner import devices_for
-
+def _devices(plan: PlanData) -> Mesh:
     found = plan.mesh if isinstance(plan.mesh, Mesh) else devices_for(plan)
     if found is None:
         raise PlanMismatchError(
@@ -109,7 +107,7 @@ def _devices(plan: Plan) -> Mesh:
     return found
 
 
-def _in_call(plan: Plan, leaves: Any) -> Any:
+def _in_call(plan: PlanData, leaves: Any) -> Any:
     args, kwargs = jax.tree.unflatten(plan.program.in_tree, leaves)
     return args if not kwargs else (args, kwargs)
 
@@ -118,7 +116,7 @@ def _shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype)
 
 
-def _parts(plan: Plan) -> dict[str, Any]:
+def _parts(plan: PlanData) -> dict[str, Any]:
     """What may be given: each argument, first those that no result replaces, and all positional ones together."""
     leaves = jax.tree.leaves(abstract_of(plan))
     args, kwargs = jax.tree.unflatten(plan.program.in_tree, leaves)
@@ -127,7 +125,7 @@ def _parts(plan: Plan) -> dict[str, Any]:
     return {**dict(sorted(parts.items(), key=lambda part: part[0] in state)), "all": args}
 
 
-def _part_like(plan: Plan, shapes: Any, own: bool = False) -> Any:
+def _part_like(plan: PlanData, shapes: Any, own: bool = False) -> Any:
     """The part of a call with this structure and these shapes, or those of this process's rows; None where none is."""
     for part in _parts(plan).values():
         structures: list[Any] = [jax.tree.structure(part), jax.tree.structure(shapes)]
@@ -151,7 +149,7 @@ def _from_own(leaf: Any, wanted: Any) -> Any:
     return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), wanted.shape)
 
 
-def _no_part(plan: Plan, shapes: Any, what: str = "this") -> ArgumentError:
+def _no_part(plan: PlanData, shapes: Any, what: str = "this") -> ArgumentError:
     """The error of what is no part of a call: what differs from the argument that it is most like, by path, or, where
     it is like none, what the arguments are."""
     differing = _differing(plan, shapes)
@@ -171,7 +169,7 @@ def _no_part(plan: Plan, shapes: Any, what: str = "this") -> ArgumentError:
     )
 
 
-def _differing(plan: Plan, shapes: Any) -> str:
+def _differing(plan: PlanData, shapes: Any) -> str:
     """What differs by path from the argument that has the most of the same paths; nothing where none has a third."""
     found = _types_by_path(shapes)
     parts = {name: _types_by_path(part) for name, part in _parts(plan).items() if name != "all"}

@@ -1,35 +1,13 @@
-"""The single steps of what is sent: of transitions, exchanges between neighbours, and what operations call by name."""
+"""The collectives of operations: exchanges of halos between neighbours, and what operations call by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from shardplan.collectives import CollectiveKind, Step
 from shardplan.layout import Domain, Layout, MeshAxes
 from shardplan.program import Value
 from shardplan.strategy import Halo, Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a transition: a collective (or a free slice) that ends in ``layout``.
-
-    ``fraction`` is what one device sends, as a fraction of the bytes of the whole tensor.
-    """
-
-    kind: str
-    axes: tuple[int, ...]
-    layout: Layout
-    fraction: float
-
-
-def ends_of(steps: Sequence[Step]) -> list[Step]:
-    """The steps at whose end a constraint stands: each collective, and the last of free slices in a row."""
-    return [
-        step
-        for step, after in zip(steps, (*steps[1:], None), strict=False)
-        if step.fraction > 0 or after is None or after.fraction > 0
-    ]
 
 
 def called_steps(mesh: MeshAxes, strategy: Strategy, results: Sequence[Value]) -> list[tuple[Step, Value]]:
@@ -56,4 +34,4 @@ def halo_steps(mesh: MeshAxes, domain: Domain, layout: Layout, halos: Sequence[H
         if halo.dim != dim:
             carried, rows_got, dim = carried * (1 + rows_got), 0.0, halo.dim
         rows_got += halo.rows / block
-        yield Step("collective-permute", halo.axes, layout, local * carried * halo.rows / block)
+        yield Step(CollectiveKind.PERMUTE, halo.axes, layout, local * carried * halo.rows / block)

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import fsum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.layout import Layout
 from shardplan.once import once
+from shardplan.problem import Problem
 from shardplan.strategy import Strategy
 from shardplan.twins import in_any_order
-
-if TYPE_CHECKING:
-    from shardplan.problem import Problem
 
 _Parts = tuple[tuple[Layout, ...], tuple[object, ...]]
 

@@ -11,22 +11,21 @@ from pathlib import Path
 from shardplan.hardware import HardwareProfile
 from shardplan.layout import Layout
 from shardplan.overlap import regions_left_out, sent_seconds, time_prices, work_seconds
-from shardplan.plan import Plan
 from shardplan.program import Operation
-from shardplan.schedule import Sent
-from shardplan.simulate import Task
+from shardplan.schedule import Schedule, Sent
+from shardplan.task import Task
 
 
-def tasks_of_plan(plan: Plan, hardware: HardwareProfile | str | Path | None = None) -> list[Task]:
-    """The tasks of a plan's devices in the order of the program; a loop's body once, as long as all its turns."""
-    return _PlanTasks(plan, hardware).tasks
+def tasks_of(schedule: Schedule, hardware: HardwareProfile | str | Path | None = None) -> list[Task]:
+    """The tasks of the devices of a plan in the order of the program; a loop's body once, as long as all its turns."""
+    return _Tasks(schedule, hardware).tasks
 
 
-class _PlanTasks:
+class _Tasks:
     """Numbers for what tasks read and make: values, and what collectives make of them for some reader."""
 
-    def __init__(self, plan: Plan, hardware: HardwareProfile | str | Path | None) -> None:
-        self.schedule = plan.schedule
+    def __init__(self, schedule: Schedule, hardware: HardwareProfile | str | Path | None) -> None:
+        self.schedule = schedule
         self.problem, self.program = self.schedule.problem, self.schedule.program
         self.prices = time_prices(self.problem, hardware)
         self.numbers: dict[object, int] = {}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from shardplan.simulate import Simulation
+from shardplan.task import Event
 
 _COLOURS = {"compute": "#4c78a8", "collective": "#f58518", "transfer": "#e45756"}
 _WIDTH = 900
@@ -16,13 +16,13 @@ _ROW = 16
 _MOST_DRAWN = 3000
 
 
-def timeline_html(simulation: Simulation) -> str:
+def timeline_html(events: Sequence[Event], seconds: float, workers: int) -> str:
     """A drawing: per worker a line for what it computes and one for what it sends; the longest events have names.
 
     Where there is more than can be drawn, the shortest events are left out.
     """
-    longest = sorted(simulation.events, key=lambda event: event.start - event.end)[:_MOST_DRAWN]
-    scale = _WIDTH / simulation.seconds if simulation.seconds else 0.0
+    longest = sorted(events, key=lambda event: event.start - event.end)[:_MOST_DRAWN]
+    scale = _WIDTH / seconds if seconds else 0.0
     drawn = []
     for event in longest:
         row = 2 * event.worker + (event.kind != "compute")
@@ -37,28 +37,27 @@ def timeline_html(simulation: Simulation) -> str:
         drawn.append(
             f'<rect {place} height="{_ROW - 4}" fill="{_COLOURS[event.kind]}"><title>{html.escape(what)}</title></rect>'
         )
-    workers = len(simulation.busy_seconds)
     labels = "".join(
         f'<text x="0" y="{2 * _ROW * worker + 12}" font-size="11">worker {worker}</text>' for worker in range(workers)
     )
     legend = ", ".join(f'<span style="color:{colour}">{kind}</span>' for kind, colour in _COLOURS.items())
     return (
-        f"<div>{1e3 * simulation.seconds:.2f} ms: {legend}</div>"
+        f"<div>{1e3 * seconds:.2f} ms: {legend}</div>"
         f'<svg width="{_WIDTH + 60}" height="{2 * _ROW * workers}">{labels}{"".join(drawn)}</svg>'
     )
 
 
-def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
+def write_chrome_trace(events: Sequence[Event], workers: int, path: str | Path) -> None:
     """Writes the events in the Trace Event Format: a process per worker, a thread for its work and one for its sending.
 
     Times there are in microseconds.
     """
-    events: list[dict[str, Any]] = [
+    rows: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": worker, "args": {"name": f"worker {worker}"}}
-        for worker in range(len(simulation.busy_seconds))
+        for worker in range(workers)
     ]
-    for event in simulation.events:
-        events.append(
+    for event in events:
+        rows.append(
             {
                 "name": event.name,
                 "cat": event.kind,
@@ -70,4 +69,4 @@ def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
                 "args": {"bytes": event.bytes, "receiver": event.receiver},
             }
         )
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}), encoding="utf-8")

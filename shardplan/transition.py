@@ -10,7 +10,7 @@ found over all layouts of the tensor, so that no recipe is fixed. Costs are ring
 >>> space = transitions.space
 >>> domain = space.domain((16, 16))
 >>> rows, columns = ((0,), ()), ((), (0,))
->>> [step.kind for step in transitions.path(domain, rows, columns)]
+>>> [str(step.kind) for step in transitions.path(domain, rows, columns)]
 ['all-to-all']
 >>> round(float(transitions.table(domain, (columns,), 1024)[domain.position[rows], 0]))   # of 1024 bytes
 112
@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
+from shardplan.collectives import CollectiveKind, Step
 from shardplan.layout import Domain, Layout, LayoutSpace
 from shardplan.paths import Priced, cheapest_paths
 from shardplan.prices import Prices
-from shardplan.steps import Step
 
 # Among paths of equal price the shorter one: a step costs a little more, as a part of the price of what is sent.
 _LONGER_PATH = 1e-12
@@ -96,7 +96,7 @@ class Transitions:
             first = np.where(onward, before[first], first)
         sliced = np.zeros(len(domain), dtype=bool)
         for node in np.unique(first[first != start]).tolist():
-            sliced[node] = steps[start, node].kind == "slice"
+            sliced[node] = steps[start, node].kind == CollectiveKind.SLICE
         return sliced[first]
 
     def gathered_last(self, domain: Domain) -> np.ndarray:
@@ -107,7 +107,7 @@ class Transitions:
             whole = domain.whole or domain
             _, previous, steps = self._solve(whole)
             for (before, target), step in steps.items():
-                if step.kind == "all-gather":
+                if step.kind == CollectiveKind.ALL_GATHER:
                     [dim] = [n for n, axes in enumerate(whole.layouts[before]) if axes != step.layout[n]]
                     found[: len(whole), target][previous[:, target] == before] = dim
             np.fill_diagonal(found, -1)
@@ -121,7 +121,7 @@ class Transitions:
         _, previous, steps = self._solve(whole)
         shares, sent = np.zeros((2, len(whole), len(whole)))
         for (before, target), step in steps.items():
-            if step.kind == "all-to-all" and behind(whole.layouts[before], step.layout):
+            if step.kind == CollectiveKind.ALL_TO_ALL and behind(whole.layouts[before], step.layout):
                 shares[before, target] = 1.0 / whole.degrees[before]
         nodes = np.arange(len(whole))
         sources, passed = np.broadcast_arrays(nodes[:, None], nodes)
@@ -179,23 +179,23 @@ class Transitions:
         for dim, axes in enumerate(layout):
             for axis in mesh.splitting:
                 if axis not in used and self._line_up(domain, dim, axes, (*axes, axis)):
-                    yield Step("slice", (axis,), _with(layout, dim, (*axes, axis)), 0.0)
+                    yield Step(CollectiveKind.SLICE, (axis,), _with(layout, dim, (*axes, axis)), 0.0)
             if not axes and domain.shape is not None:  # blocks over some axes need not lie within those over the first
                 free = [axis for axis in mesh.splitting if axis not in used]
                 for group in (group for size in range(2, len(free) + 1) for group in combinations(free, size)):
                     for order in self.space.orders(group):
-                        yield Step("slice", order, _with(layout, dim, order), 0.0)
+                        yield Step(CollectiveKind.SLICE, order, _with(layout, dim, order), 0.0)
             for kept in range(len(axes)):
                 gone = axes[kept:]
                 n = mesh.degree(gone)
                 whole = local * n
                 if self._line_up(domain, dim, axes[:kept], axes):
-                    yield Step("all-gather", gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n)
+                    yield Step(CollectiveKind.ALL_GATHER, gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n)
             if axes:
                 yield from self._exchanges(domain, layout, dim, local)
             for order in self.space.orders(tuple(sorted(axes))):
                 if order != axes:
-                    yield Step("collective-permute", tuple(sorted(axes)), _with(layout, dim, order), local)
+                    yield Step(CollectiveKind.PERMUTE, tuple(sorted(axes)), _with(layout, dim, order), local)
 
     def _line_up(self, domain: Domain, dim: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
         """Whether a dimension's blocks over ``inner`` axes make up those over ``outer``; even ones always do."""
@@ -218,12 +218,12 @@ class Transitions:
                     domain, other, layout[other], joined
                 ):
                     sent = local * self._padding(domain, other, layout[other], joined)
-                    yield Step("all-to-all", moved, target, sent * (n - 1) / n)
+                    yield Step(CollectiveKind.ALL_TO_ALL, moved, target, sent * (n - 1) / n)
         for position, axis in enumerate(axes):
             for free in mesh.splitting:
                 if free not in used and mesh.sizes[free] == mesh.sizes[axis]:
                     swapped = (*axes[:position], free, *axes[position + 1 :])
-                    yield Step("collective-permute", (axis, free), _with(layout, dim, swapped), local)
+                    yield Step(CollectiveKind.PERMUTE, (axis, free), _with(layout, dim, swapped), local)
 
     def _padding(self, domain: Domain, dim: int, before: Sequence[int], after: Sequence[int]) -> float:
         """By how much a block of a dimension grows where it is padded to be split further."""
@@ -269,9 +269,9 @@ class Reductions:
     >>> domain = transitions.space.domain((16, 16))
     >>> reductions = transitions.reductions
     >>> wanted, nothing = ((0,), (1,)), ((), ())
-    >>> [step.kind for step in reductions.path(domain, Partial(nothing, (0, 1), island=False), wanted)]
+    >>> [str(step.kind) for step in reductions.path(domain, Partial(nothing, (0, 1), island=False), wanted)]
     ['reduce-scatter', 'all-to-all']
-    >>> [step.kind for step in reductions.path(domain, Partial(nothing, (0, 1), island=True), wanted)]
+    >>> [str(step.kind) for step in reductions.path(domain, Partial(nothing, (0, 1), island=True), wanted)]
     ['reduce-scatter', 'reduce-scatter']
     """
 
@@ -296,7 +296,7 @@ class Reductions:
         if key not in self._rows:
             ways = self._ways(domain, partial.layout, partial.pending, partial.island)
             if not (partial.island or partial.scatters):
-                ways = tuple(way for way in ways if way.steps[-1].kind == "all-reduce")
+                ways = tuple(way for way in ways if way.steps[-1].kind == CollectiveKind.ALL_REDUCE)
             after = self._transitions.priced(domain)
             places = [domain.position[way.layout] for way in ways]
             per_byte = after.per_byte[places] + [[way.per_byte * partial.width] for way in ways]
@@ -312,7 +312,7 @@ class Reductions:
         """bool [ways, targets]: where XLA fuses a slice behind a reduce-scatter with it, and then sees no scatter."""
         nowhere = np.zeros(len(domain), dtype=bool)
         begins = self._transitions.begins_with_slice
-        scatters = [way.steps[-1].kind != "all-reduce" for way in ways]
+        scatters = [way.steps[-1].kind != CollectiveKind.ALL_REDUCE for way in ways]
         return np.array([begins(domain, w.layout) if s else nowhere for w, s in zip(ways, scatters, strict=True)])
 
     def _ways(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> tuple[_Reduced, ...]:
@@ -344,12 +344,12 @@ class Reductions:
         """Ways to reduce over a group of axes at once; onto an uneven dimension nothing is scattered."""
         local = 1.0 / float(domain.degrees[domain.position[own]])
         n = self._mesh.degree(group)
-        yield Step("all-reduce", group, own, 2 * local * (n - 1) / n)
+        yield Step(CollectiveKind.ALL_REDUCE, group, own, 2 * local * (n - 1) / n)
         for dim, axes in enumerate(own):
             scattered = _with(own, dim, (*axes, *group))
             uneven = domain.shape is not None and domain.shape[dim] % self._mesh.degree(scattered[dim])
             if scattered in domain.position and not uneven:
-                yield Step("reduce-scatter", group, scattered, local * (n - 1) / n)
+                yield Step(CollectiveKind.REDUCE_SCATTER, group, scattered, local * (n - 1) / n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Twins: layouts and strategies that differ in the names of mesh axes of equal size alone.
 
 On a mesh (2, 2, 2) a matrix split over `a` and `b` costs what it costs over `c` and `a`, where all else is renamed in
-the same way. The search takes twins together at first (`shardplan.search.coarsening`). Where no two axes are equal,
+the same way. The search takes twins together at first (`shardplan.search.structure.symmetry_coarsening`). Where no two
+axes are equal,
 twins differ in the order of axes on a dimension: it is the same to most operations, as long as all keep to one.
 
 >>> mesh = MeshAxes(("a", "b", "c"), (2, 2, 4))
@@ -11,7 +12,7 @@ twins differ in the order of axes on a dimension: it is the same to most operati
 True
 
 Two equal axes that split a mesh alone may even change places: what that makes of a layout is its mirror image. The
-search looks at one half of the assignments then (`shardplan.search.mirroring`).
+search looks at one half of the assignments then (`shardplan.search.graph.mirror_symmetry`).
 """
 
 from __future__ import annotations

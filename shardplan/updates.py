@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from jax.lax import GatherScatterMode
 from shardplan.layout import MeshAxes
 from shardplan.lookups import between
 from shardplan.program import Operation
-
-if TYPE_CHECKING:
-    from shardplan.strategy import Strategy
+from shardplan.strategy import Strategy
 
 Bind = Callable[[dict[str, Any], Sequence[Any]], Any]
 """Runs the operation with other parameters on some operands; gives its result."""

@@ -17,17 +17,13 @@ may not: such values count as they are. Sums of several devices' parts are made 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
 from shardplan import _jax
 from shardplan.once import once
-from shardplan.program import Operation, Program, Value
-from shardplan.strategy import operand_type
-
-if TYPE_CHECKING:
-    from shardplan.schedule import Schedule
+from shardplan.program import Operation, Program, Value, operand_type
 
 _PASSED = frozenset(
     {"reshape", "squeeze", "expand_dims", "stop_gradient", "transpose", "slice"}
@@ -47,18 +43,6 @@ def reduced_width(tensor: Value, sent: int, dtype: Any) -> float:
     """The size of an element while a tensor is reduced in a type, in units of that in which parts of it are sent:
     ``sent`` bytes for the whole tensor."""
     return _jax.item_bytes(dtype) * tensor.elements / sent if sent else 1.0
-
-
-def sent_dtype(schedule: Schedule, value: int) -> Any:
-    """The type that a value had before it was converted to a wider one, and still fits: not that of sums. Else None."""
-    return None if value in schedule.problem.deferred.values else widened_from(schedule.program).get(value)
-
-
-def sent_in(schedule: Schedule, value: int, array: Any) -> Any:
-    """A value before a collective, back in the type that it had before it was converted to a wider one: XLA moves that
-    conversion behind the collective where nothing else reads its result, and no collective has brought it here."""
-    dtype = sent_dtype(schedule, value)
-    return array if dtype is None else array.astype(dtype).astype(array.dtype)
 
 
 @once

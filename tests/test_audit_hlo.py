@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from shardplan.hlo.collectives import bytes_sent, collectives
+from shardplan.collectives import CollectiveKind
+from shardplan.hlo.collectives import collectives
 
 HEADER = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -126,15 +127,11 @@ def test_forms(line, kind, size, sent, dtypes, synchronous):
 
 
 def test_formulas():
-    assert [bytes_sent(kind, 800, 8) for kind in ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")] == [
-        1400,
-        700,
-        700,
-        700,
-    ]
-    assert bytes_sent("collective-permute", 800, 2) == 800
-    assert bytes_sent("all-reduce", 800, 1) == 0
-    assert bytes_sent("all-reduce", 1, 8) == 1.75
+    kinds = map(CollectiveKind, ("all-reduce", "reduce-scatter", "all-gather", "all-to-all"))
+    assert [800 * kind.sent(8) for kind in kinds] == [1400, 700, 700, 700]
+    assert CollectiveKind("collective-permute").sent(2) == 1
+    assert CollectiveKind("all-reduce").sent(1) == 0
+    assert CollectiveKind("all-reduce").sent(8) == 1.75
 
 
 def test_no_groups_are_one_group_of_all_devices():

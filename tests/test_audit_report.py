@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardplan.attribution import attribute
 from shardplan.audit import Audit, CompiledMemory, CompiledReport, audit
+from shardplan.collectives import CollectiveKind
 from shardplan.errors import ArgumentError, ShardplanError
-from shardplan.hlo.collectives import bytes_sent, collectives
+from shardplan.hlo.collectives import collectives
 from shardplan.target import gpu_mesh
 
 MESH = {"data": 2, "model": 4}
@@ -54,7 +55,7 @@ class HandMadePlan:
         return step.lower(jax.ShapeDtypeStruct((64, 256), jnp.float32), jax.ShapeDtypeStruct((256, 128), jnp.float32))
 
 
-SENT = bytes_sent("all-reduce", 32 * 128 * 4, 4)
+SENT = CollectiveKind.ALL_REDUCE.sent(4) * 32 * 128 * 4
 
 
 def plan(*found: Planned) -> HandMadePlan:

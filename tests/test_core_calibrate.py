@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.calibrate import Calibration, calibrate, profile_toml, sent_bytes
+from shardplan.calibrate import Calibration, calibrate, profile_toml
+from shardplan.collectives import CollectiveKind
 from shardplan.hardware import load
 from shardplan.measuring import collective, matrix_product, measure_curve, memory_traffic
 from shardplan.target import gpu_mesh
@@ -74,9 +75,10 @@ def test_repetitions_are_all_there_when_compiled(kind, monkeypatch):
 
 
 def test_bytes_sent_are_those_of_rings():
-    assert sent_bytes("all-reduce", 80, 4) == 120
-    assert sent_bytes("all-gather", 80, 4) == sent_bytes("reduce-scatter", 80, 4) == 60
-    assert sent_bytes("collective-permute", 80, 4) == 80
+    kind = CollectiveKind
+    assert 80 * kind.ALL_REDUCE.sent(4) == 120
+    assert 80 * kind.ALL_GATHER.sent(4) == 80 * kind.REDUCE_SCATTER.sent(4) == 60
+    assert 80 * kind.PERMUTE.sent(4) == 80
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ import pytest
 from ortools.sat.python import cp_model
 
 import shardplan
-from shardplan.search.cpsat import solve_model
 from shardplan.search.run import Run
+from shardplan.search.solver.interruptible_cp_sat import solve_model
 from tests.core_programs import mesh_of
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"))

@@ -8,7 +8,7 @@ import pytest
 
 import shardplan
 from shardplan import InfeasibleError
-from shardplan.search.pricing import Pricing
+from shardplan.search.limits.usage_prices import Pricing
 from tests.core_limited import MESH, least_peak, plan_within, training
 
 
@@ -56,7 +56,7 @@ def test_prices_are_evaluated_for_the_work_that_is_left(monkeypatch):
     def watched(pricing, prices):
         solver = inner(pricing, prices)
         left = max(pricing.until - pricing.estimate, 2 * pricing.longest)
-        allowed.append(solver.effort.seconds <= left < 60)
+        allowed.append(solver.budget.seconds <= left < 60)
         return solver
 
     monkeypatch.setattr(Pricing, "_inner", watched)

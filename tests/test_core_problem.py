@@ -15,7 +15,7 @@ import shardplan
 from shardplan.layout import LayoutSpace, MeshAxes, from_spec, replicated, to_spec
 from shardplan.problem import Problem
 from shardplan.search import Network
-from shardplan.strategy import StrategyMaker
+from shardplan.strategies import StrategyMaker
 from shardplan.tracing import trace_program
 from tests.core_programs import inputs_of, random_step
 

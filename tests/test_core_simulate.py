@@ -17,7 +17,8 @@ from shardplan.options import Options
 from shardplan.overlap import time_prices, work_seconds
 from shardplan.placing import PLACEMENT_METHODS, simulate_placement
 from shardplan.planning import build_problem
-from shardplan.simulate import Task, simulate_tasks
+from shardplan.simulate import simulate_tasks
+from shardplan.task import Task
 from shardplan.tracing import trace_program
 
 LINK = Link(1.0, 0.5)  # bytes per second, seconds

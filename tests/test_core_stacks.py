@@ -1,7 +1,5 @@
 """Orders in memory to which values are held (`shardplan.stacks`)."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.models import load
 from shardplan.stacking import begun_apart
-from shardplan.stacks import held_in_order, slices_gathered_behind, updated_in_place
 
 SCALE, X = jnp.linspace(0.0, 1.0, 16 * 64).reshape(16, 64), jnp.linspace(-1.0, 1.0, 16 * 64 * 8).reshape(16, 64, 8)
 
@@ -44,19 +41,6 @@ def test_a_sum_over_the_last_dimension_that_is_scattered_behind_its_first_is_hel
     np.testing.assert_allclose(planned(x), shares(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("rank", "held"), [(3, True), (2, False)])
-def test_what_a_loop_stacks_is_held_to_the_order_of_the_stack(rank, held):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def stacked(x):
-        return jax.lax.scan(lambda x, _: (jnp.sin(x), jnp.cos(x)), x, None, length=3)[1]
-
-    x = jnp.linspace(-1.0, 1.0, 8 * 16 * 4).reshape((8, 16, 4)[: rank - 1] + ((64,) if rank == 2 else (4,)))
-    planned = shardplan.auto(stacked, mesh, pins={"0": P("x")})
-    assert ("LayoutConstraint" in planned.lower(x).as_text()) == held
-    np.testing.assert_allclose(planned(x), stacked(x), rtol=1e-6)
-
-
 @pytest.mark.parametrize(("numbers", "held"), [(("NHWC", "HWIO", "NHWC"), True), (("NCHW", "HWIO", "NCHW"), False)])
 def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_order(numbers, held):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -70,110 +54,6 @@ def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_o
     planned = shardplan.auto(convolved, mesh, pins=pins)
     assert ("LayoutConstraint" in planned.lower(image, kernel).as_text()) == held
     np.testing.assert_allclose(planned(image, kernel), convolved(image, kernel), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("spec", "held"), [(P(None, None, "x"), 2), (P(None, "x"), 0)])
-@pytest.mark.parametrize("gathered_before", [False, True])
-def test_slices_that_are_put_beside_gathered_ones_are_held_to_the_order_of_their_stack(spec, held, gathered_before):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def step(w, v, x):
-        def body(x, both):
-            w, v = (one.astype(x.dtype) for one in both)  # gathered behind that, slice by slice
-            if gathered_before:
-                w = jax.lax.with_sharding_constraint(w, jax.NamedSharding(mesh, P()))
-            return jnp.tanh(x @ jnp.sin(w)) + jnp.sin(x @ v), None
-
-        return jax.lax.scan(body, x, (w, v))[0]
-
-    stack, x = jax.ShapeDtypeStruct((4, 64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "bfloat16")
-    pins = {"0": spec, "1": P(), "2": P("x")}
-    plan = shardplan.plan(step, mesh, stack, stack, x, pins=pins)
-    assert len(slices_gathered_behind(plan.schedule)) == held
-
-
-def decode(cache, new, queries, place, scatter=False):
-    if scatter:
-        cache = cache.at[:, place + jnp.arange(new.shape[1])].set(new)
-    else:
-        cache = jax.lax.dynamic_update_slice(cache, new, (0, place, 0, 0))
-    return cache, jnp.einsum("bqnd,btnd->bnqt", queries, cache)
-
-
-def decoding(step, queries):
-    """The plan of a step over a cache, and new keys."""
-    cache, new = (jax.ShapeDtypeStruct((16, length, 8, 128), "bfloat16") for length in (1024, queries))
-    mesh, place = jax.sharding.AbstractMesh((8,), ("x",)), jax.ShapeDtypeStruct((), "int32")
-    return shardplan.plan(step, mesh, cache, new, new, place, pins={str(n): P("x") for n in range(3)})
-
-
-def in_loop(cache, new, queries, place):
-    def body(carry, _):
-        cache, place = carry
-        cache, scores = decode(cache, new, queries, place)
-        return (cache, place + 1), jnp.max(scores)
-
-    return jax.lax.scan(body, (cache, place), None, length=8)
-
-
-def not_left(cache, new, queries, place):
-    return decode(cache, new, queries, place)[1]
-
-
-def of_zeros(cache, new, queries, place):
-    return decode(jnp.zeros_like(cache), new, queries, place)
-
-
-@pytest.mark.parametrize(
-    ("step", "queries", "held"),
-    [
-        (decode, 4, 1),
-        (partial(decode, scatter=True), 4, 1),
-        (not_left, 4, 0),
-        (of_zeros, 4, 0),
-        (in_loop, 1, 1),
-        (in_loop, 4, 0),  # a library's products would copy the cache in each iteration
-    ],
-)
-def test_caches_are_held_to_their_order_where_what_is_written_into_them_leaves(step, queries, held):
-    schedule = decoding(step, queries).schedule
-    assert len(updated_in_place(schedule)) == held
-    assert len(held_in_order(schedule)) == held
-
-
-def layers(caches, x, place, w=None):
-    """Three layers of attention over caches, each with the queries of the last one as keys."""
-    new = []
-    for cache in caches:
-        keys = x if w is None else (x.reshape(*x.shape[:2], -1) @ w).reshape(x.shape)
-        cache, scores = decode(cache, keys, x, place)
-        new.append(cache)
-        x = x + jnp.einsum("bnqt,btnd->bqnd", jax.nn.softmax(scores), cache)
-    return new, x
-
-
-def decoding_layers(step, *w, **options):
-    cache, x = (jax.ShapeDtypeStruct((16, length, 8, 128), "bfloat16") for length in (1024, 4))
-    mesh, place = jax.sharding.AbstractMesh((8,), ("x",)), jax.ShapeDtypeStruct((), "int32")
-    pins = {"0/*": P("x"), "1": P("x")} | ({"3": P(None, "x")} if w else {})
-    return shardplan.plan(step, mesh, [cache] * 3, x, place, *w, pins=pins, donate_argnums=0, **options)
-
-
-def test_caches_of_layers_are_updated_in_place_and_turned_for_a_product_alone():
-    plan = decoding_layers(layers, jax.ShapeDtypeStruct((1024, 1024), "bfloat16"))
-    compiled = shardplan.audit(plan, target="h100").compiled.memory
-    cache = 16 * 1024 * 8 * 128 * 2 / 8
-    assert compiled.peak < compiled.arguments + 2.5 * cache  # of three caches and their results, updated in place
-
-
-@pytest.mark.parametrize("step", [decode, in_loop])
-def test_what_is_held_to_its_order_is_updated_as_without_a_plan(step):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    cache, new = (jnp.sin(jnp.arange(8.0 * rows * 32)).reshape(8, rows, 4, 8) for rows in (16, 1))
-    planned = shardplan.auto(step, mesh, pins={"0": P("x")})
-    assert "LayoutConstraint" in planned.lower(cache, new, new, 3).as_text()
-    got, expected = planned(cache, new, new, 3), step(cache, new, new, 3)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5), got, expected)
 
 
 @pytest.mark.long

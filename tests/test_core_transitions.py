@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardplan
+from shardplan.collectives import Step
 from shardplan.compiled import measure
 from shardplan.hardware import load
 from shardplan.hlo.collectives import collectives
@@ -24,7 +25,7 @@ from shardplan.paths import cheapest_paths
 from shardplan.prices import Prices
 from shardplan.program import Value
 from shardplan.schedule import Schedule
-from shardplan.steps import Step, halo_steps
+from shardplan.steps import halo_steps
 from shardplan.strategy import Halo
 from shardplan.target import compile_for, gpu_mesh
 from shardplan.transition import Partial, Reductions, Transitions

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.audit import measure
 from shardplan.schedule import Schedule
+from shardplan.sent_dtype import sent_dtype
 from shardplan.target import gpu_mesh
 from shardplan.tracing import trace_program
-from shardplan.widened import sent_dtype, widened_from
+from shardplan.widened import widened_from
 from tests.core_programs import assert_equal_trees, mesh_of, run, with_schedule
 
 compiles_for_gpus = pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")

@@ -20,7 +20,7 @@ import shardplan
 from shardplan import rules
 from shardplan.layout import LayoutSpace, MeshAxes
 from shardplan.partitioner import axes_apart
-from shardplan.strategy import StrategyMaker
+from shardplan.strategies import StrategyMaker
 from shardplan.tracing import trace_program
 from tests.convolution_programs import Drawn, compares, drawn, plans_of
 from tests.core_programs import assert_equal_trees, mesh_of, run

@@ -17,8 +17,8 @@ from shardplan.optimize.state import Clock, State, Task, highest
 from shardplan.optimize.within_memory import STAGES, _fitting, run_stages
 from shardplan.schedule import Schedule
 from shardplan.search import Network
-from shardplan.search.graph import Graph
-from shardplan.search.relaxation import Relaxation
+from shardplan.search.bounds.lagrangian import Relaxation
+from shardplan.search.graph.graph import Graph
 from tests.core_limited import MESH, plan_within, training
 
 

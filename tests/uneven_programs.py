@@ -33,7 +33,7 @@ def padded_plan(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, args: Any, se
     axes = mesh_axes(mesh)
     sizes = frozenset(size for value in program.values for size in value.shape)
     problem = Problem(program, LayoutSpace(axes, sizes), Prices("bytes", load("h100"), axes), {})
-    plan = plan_problem(problem, mesh, Options())
+    plan = shardplan.Plan.of(plan_problem(problem, mesh, Options()))
     network, costs = problem.network, list(problem.network.costs)
     draw = np.random.default_rng(seed)
     network.costs[:] = [

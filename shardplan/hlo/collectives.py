@@ -30,6 +30,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from shardplan.collectives import CollectiveKind
 from shardplan.control import trips_stated_around
 from shardplan.hlo.groups import Groups as Groups
 from shardplan.hlo.groups import mesh_axes as mesh_axes
@@ -38,16 +39,7 @@ from shardplan.hlo.groups import replica_groups
 from shardplan.hlo.module import Instruction, Module, elements
 from shardplan.hlo.origin import consumers, producers, users_of
 
-KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "ragged-all-to-all",
-)
-REDUCTIONS = ("all-reduce", "reduce-scatter")
+KINDS = tuple(kind for kind in CollectiveKind if kind != CollectiveKind.SLICE)
 
 _NO_KERNELS = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
@@ -101,7 +93,7 @@ class CompiledCollective:
         name, computation: where it stands in the HLO text.
     """
 
-    kind: str
+    kind: CollectiveKind
     groups: Groups
     pairs: tuple[tuple[int, int], ...]
     group_size: int
@@ -134,20 +126,9 @@ class CompiledCollective:
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
         """The mesh axes that it runs over; None where it runs over part of an axis."""
-        if self.kind == "collective-permute":
+        if self.kind == CollectiveKind.PERMUTE:
             return permute_axes(self.pairs, mesh_shape)
         return mesh_axes(self.groups, mesh_shape)
-
-
-def bytes_sent(kind: str, size: int, group_size: int) -> float:
-    """Bytes that one device sends in a collective of `size` bytes, by ring algorithms over `group_size` devices.
-
-    `size` is the bytes of the operand on one device; for an all-gather, of its result on one device.
-    """
-    if kind in ("collective-permute", "collective-broadcast"):
-        return size
-    rounds = 2 if kind == "all-reduce" else 1
-    return rounds * (group_size - 1) * size / group_size
 
 
 def collectives(hlo_text: str) -> tuple[CompiledCollective, ...]:
@@ -203,11 +184,11 @@ class _Reader:
         return tuple(inner)
 
     def _collective(self, instruction: Instruction, computation: str) -> CompiledCollective:
-        kind = instruction.opcode.removesuffix("-start")
+        kind = CollectiveKind(instruction.opcode.removesuffix("-start"))
         line = instruction.line
         pairs: tuple[tuple[int, int], ...] = ()
         groups: Groups = ()
-        if kind == "collective-permute":
+        if kind == CollectiveKind.PERMUTE:
             printed_pairs = _PAIRS.search(line)
             numbers = [int(n) for n in re.findall(r"\d+", printed_pairs[1])] if printed_pairs else []
             pairs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
@@ -216,10 +197,10 @@ class _Reader:
             printed = _GROUPS.search(line)
             groups = replica_groups(printed[1] if printed else "{}", self.module.device_count)
             group_size = max(map(len, groups))
-        tensors = self._tensors(instruction, computation, group_size if kind == "all-gather" else 1)
+        tensors = self._tensors(instruction, computation, group_size if kind == CollectiveKind.ALL_GATHER else 1)
         size = sum(tensor.bytes for tensor in tensors)
-        moved = bytes_sent(kind, size, group_size)
-        if kind == "collective-permute" and all(source == target for source, target in pairs):
+        moved = kind.sent(group_size) * size
+        if kind == CollectiveKind.PERMUTE and all(source == target for source, target in pairs):
             moved = 0.0
         return CompiledCollective(
             kind=kind,

@@ -29,10 +29,11 @@ from shardplan.layout import Layout
 from shardplan.memory.convolutions import is_cut_out, neighbour_bytes
 from shardplan.memory.graph import Item
 from shardplan.memory.lifetimes import Buffer
-from shardplan.memory.operations import CONVOLUTION, computes_operand, fusible_operations, is_multiplied, readers_in
+from shardplan.memory.operations import computes_operand, fusible_operations, is_multiplied
 from shardplan.memory.products import masked_rows, partial_sums
 from shardplan.memory.timeline import Span, Timeline
 from shardplan.once import once
+from shardplan.operation_kinds import CONVOLUTION, readers_in
 from shardplan.problem import Problem
 from shardplan.program import Operation, Program
 from shardplan.sizes import layout_left

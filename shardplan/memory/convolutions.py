@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import NamedTuple
 
-from shardplan.memory.operations import CONVOLUTION
 from shardplan.once import once
+from shardplan.operation_kinds import CONVOLUTION
 from shardplan.problem import Problem
-from shardplan.program import Operation, Program
-from shardplan.strategy import Strategy, operand_type
+from shardplan.program import Operation, Program, operand_type
+from shardplan.strategy import Strategy
 
 _PLANE = 2
 """Images with more dimensions than this are read with their channels outermost."""

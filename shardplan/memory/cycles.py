@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 from shardplan.memory.gpu import H100
-from shardplan.program import Constant, Operation, Program
-from shardplan.strategy import operand_type
+from shardplan.program import Constant, Operation, Program, operand_type
 
 _MOVING = frozenset(
     {"broadcast_in_dim", "transpose", "rev", "pad", "iota", "slice", "dynamic_slice", "split", "gather", "squeeze"}

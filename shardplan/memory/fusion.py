@@ -20,10 +20,10 @@ from math import inf
 
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.gpu import H100
-from shardplan.memory.operations import CUMULATIVE, PRODUCT, REDUCTIONS, computed_in_rows, is_view
+from shardplan.memory.operations import computed_in_rows
+from shardplan.operation_kinds import CUMULATIVE, PRODUCT, REDUCTIONS, is_view
 from shardplan.problem import Problem
-from shardplan.program import Operation
-from shardplan.strategy import operand_type
+from shardplan.program import Operation, operand_type
 
 _LAUNCH_BYTES = H100.fusion.launch_microseconds * H100.reading.bytes_per_microsecond
 """Bytes that are read in the time in which a kernel starts."""

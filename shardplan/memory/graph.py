@@ -12,26 +12,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardplan import _jax
+from shardplan.collectives import CollectiveKind, Step
 from shardplan.control import Link
 from shardplan.layout import Layout
 from shardplan.memory.convolutions import ConvolutionCopy, convolution_copies
 from shardplan.memory.gpu import H100
 from shardplan.memory.kernels import Kernels
-from shardplan.memory.operations import (
-    POOLING_GRADIENT,
-    REDUCTIONS,
-    UPDATES,
-    computes_operand,
-    fusible_operations,
-    is_view,
-    merged_scatters,
-    pointwise_operations,
-)
+from shardplan.memory.operations import computes_operand, fusible_operations, merged_scatters, pointwise_operations
 from shardplan.memory.products import ProductOperand, product_operands
+from shardplan.operation_kinds import POOLING_GRADIENT, REDUCTIONS, UPDATES, is_view
 from shardplan.program import Operation
 from shardplan.schedule import Route, Schedule
 from shardplan.sizes import bytes_in, layout_left
-from shardplan.steps import Step
 
 
 class Item(NamedTuple):
@@ -368,7 +360,7 @@ class Graph:
         layouts, before = [route.source, *(step.layout for step in route.steps)], source
         for number, step in enumerate(steps):
             last = step is steps[-1]
-            layout = layouts[route.steps.index(step)] if step.kind == "reduce-scatter" else step.layout
+            layout = layouts[route.steps.index(step)] if step.kind == CollectiveKind.REDUCE_SCATTER else step.layout
             made = target if last else Item(target.value, f"step {number}", step.layout, target.reader)
             dtype = self.program.values[target.value].dtype
             size = bytes_in(self.schedule, target.value, layout)

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from shardplan.memory.convolutions import unreversed
 from shardplan.memory.fusion import Fusion, stored_values
-from shardplan.memory.operations import CONVOLUTION, computes_operand, fusible_operations
+from shardplan.memory.operations import computes_operand, fusible_operations
 from shardplan.memory.products import product_operands
 from shardplan.once import once
+from shardplan.operation_kinds import CONVOLUTION
 from shardplan.problem import Problem
 from shardplan.repeated import repeated_results
 from shardplan.schedule import Schedule

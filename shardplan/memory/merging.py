@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardplan.collectives import CollectiveKind
 from shardplan.memory.gpu import H100
 from shardplan.memory.graph import Graph, Item, Node
-from shardplan.memory.kernels import kernels_of
-from shardplan.memory.operations import PRODUCT, is_multiplied
-from shardplan.once import once
-from shardplan.schedule import Schedule
+from shardplan.memory.operations import is_multiplied
+from shardplan.operation_kinds import PRODUCT
+from shardplan.program import operand_type
 from shardplan.sizes import bytes_in
-from shardplan.strategy import operand_type
 
-_COMBINED = frozenset({"all-reduce", "reduce-scatter", "all-gather"})
+_COMBINED = frozenset({CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER})
 
 _JOINED = frozenset({"stored", "left"})
 
@@ -112,16 +111,6 @@ def products_merged(graph: Graph) -> list[list[int]]:
                 merged.append(alone)
                 taken.update(alone)
     return merged
-
-
-@once
-def merged_anywhere(schedule: Schedule) -> list[list[int]]:
-    """The products that XLA merges into one, as lists of operations' indices."""
-    kernels, alias, found = kernels_of(schedule), dict[int, Item | None](), list[list[int]]()
-    for region in schedule.program.regions:
-        graph = Graph(schedule, kernels, region.index, alias)
-        found += [[graph.nodes[number].place for number in group] for group in products_merged(graph)]
-    return found
 
 
 def _bytes_moved(graph: Graph, node: Node) -> float:

@@ -24,8 +24,8 @@ from shardplan.memory.gpu import H100
 from shardplan.memory.operations import multiplied
 from shardplan.once import once
 from shardplan.problem import Problem
-from shardplan.program import Operation, Program
-from shardplan.strategy import Strategy, operand_type
+from shardplan.program import Operation, Program, operand_type
+from shardplan.strategy import Strategy
 
 _SIZES = 2
 """The position of the groups' sizes among the operands of a product of rows in groups."""

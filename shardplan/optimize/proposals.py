@@ -71,7 +71,7 @@ def searched(task: Task, base: Found, state: State, limit: float) -> Proposal:
 
 
 def mixture(task: Task, base: Found, state: State, limit: float) -> Proposal:
-    """The cheapest mixture of a schedule and all others that are known (`shardplan.search.mixing`)."""
+    """The cheapest mixture of a schedule and all others that are known (`shardplan.search.improve.mixtures`)."""
     whole, order, own = task.problem.network, base.lifetimes, base.solution.choices
     others = [one for key, one in state.known.items() if key != own.tobytes() and np.isfinite(whole.cost(one))]
     if not others:
@@ -93,8 +93,8 @@ def mixture(task: Task, base: Found, state: State, limit: float) -> Proposal:
 
 
 def descent(task: Task, base: Found, state: State, limit: float) -> Proposal:
-    """A schedule with cheaper single choices (`shardplan.search.descending`), those that save most first, as they
-    fit."""
+    """A schedule with cheaper single choices (`shardplan.search.improve.coordinate_descent`), those that save most
+    first, as they fit."""
     whole, order, own = task.problem.network, base.lifetimes, base.solution.choices
     changes = sorted(descents(whole, own), key=lambda change: -change.gain)
     choices, left = own, sum(change.gain for change in changes)

@@ -21,17 +21,18 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardplan import _jax
+from shardplan.collectives import CollectiveKind
 from shardplan.control import stated_trip_count, while_trip_count
 from shardplan.layout import Layout, MeshAxes, from_spec
 from shardplan.program import Constant
 from shardplan.regions._jax import shard_map_specs
 
 _KINDS = {
-    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), "all-reduce"),
-    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all-gather"),
-    "reduce_scatter": "reduce-scatter",
-    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), "all-to-all"),
-    "ppermute": "collective-permute",
+    **dict.fromkeys(("psum", "psum2", "psum_invariant", "pmax", "pmin"), CollectiveKind.ALL_REDUCE),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), CollectiveKind.ALL_GATHER),
+    "reduce_scatter": CollectiveKind.REDUCE_SCATTER,
+    **dict.fromkeys(("all_to_all", "ragged_all_to_all"), CollectiveKind.ALL_TO_ALL),
+    "ppermute": CollectiveKind.PERMUTE,
 }
 
 
@@ -42,7 +43,7 @@ class Named:
     ``assumed`` tells that nobody knows how often a loop around it runs: once is what is counted.
     """
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: float
     assumed: bool = False
@@ -54,11 +55,12 @@ def layouts_of(own: MeshAxes, tensors: Sequence[Any], specs: Sequence[PartitionS
 
 def gathers(mesh: MeshAxes, tensors: Iterable[tuple[Any, Layout]]) -> Iterator[Named]:
     """What makes tensors whole that have these layouts."""
+    gather = CollectiveKind.ALL_GATHER
     for var, layout in tensors:
         axes = [axis for dim in layout for axis in dim]
         n = mesh.degree(axes)
         if n > 1:
-            yield Named("all-gather", tuple(mesh.names[axis] for axis in axes), (n - 1) / n * _bytes(var))
+            yield Named(gather, tuple(mesh.names[axis] for axis in axes), gather.sent(n) * _bytes(var))
 
 
 def _bytes(var: Any) -> int:
@@ -118,8 +120,8 @@ def _named(equation: Any, sizes: Mapping[str, int]) -> Iterator[Named]:
     groups = params.get("axis_index_groups")
     n = len(groups[0]) if groups else prod(sizes[axis] for axis in axes)
     kind = _KINDS[equation.primitive.name]
-    moved = equation.outvars if kind == "all-gather" else equation.invars[: None if kind == "all-reduce" else 1]
+    reduced = kind == CollectiveKind.ALL_REDUCE
+    moved = equation.outvars if kind == CollectiveKind.ALL_GATHER else equation.invars[: None if reduced else 1]
     size = sum(map(_bytes, moved))
     if axes and n > 1:
-        around = 1.0 if kind == "collective-permute" else (n - 1) / n * (1 + (kind == "all-reduce"))
-        yield Named(kind, axes, size * around)
+        yield Named(kind, axes, size * kind.sent(n))

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardplan.memory.merging import join, kernels_joined, merge_collectives, merged_anywhere, ordered, products_merged
+from shardplan.memory.graph import Graph
+from shardplan.memory.kernels import kernels_of
+from shardplan.memory.merging import join, kernels_joined, merge_collectives, ordered, products_merged
 from shardplan.memory.order import Nodes, placed_backwards
 from shardplan.memory.timeline import Timeline
 from tests.memory.programs import MESH, graph_of, planned, shape
@@ -50,6 +52,15 @@ def test_reductions_of_different_kinds_are_apart():
     """A maximum and a sum of one array are two collectives."""
     plan = planned(lambda x: (x.max(0), x.sum(0)), shape(4096, 64), mesh=MESH, pins={"0": jax.P("x", None)})
     assert _groups(plan) == [1, 1]
+
+
+def merged_anywhere(schedule):
+    """The products that are merged, as lists of operations' indices."""
+    kernels, found = kernels_of(schedule), []
+    for region in schedule.program.regions:
+        graph = Graph(schedule, kernels, region.index, {})
+        found += [[graph.nodes[number].place for number in group] for group in products_merged(graph)]
+    return found
 
 
 def test_products_of_one_operand_are_merged():

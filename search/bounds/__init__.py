@@ -1,0 +1,1 @@
+"""Lower bounds: message passing (TRW-S), Lagrangian relaxation, cycle tightening."""

@@ -1,0 +1,271 @@
+"""Opening cycles: short cycles of variables whose choices fit each other pair by pair, but not all the way round.
+
+A contraction and the two that give its gradients make such a cycle of six: each reads two of three tensors, and on a
+mesh with equal axes each pair of tensors has a split that suits one contraction with either axis in either place, but
+hardly one split of all three suits all. Messages see edges, so they take what half of each of two such splits would
+cost. With many layers, that is most of what they leave open.
+
+A cycle contradicts itself by the least over its assignments of the most that any of their pairs raises the bound: no
+assignment of the graph can do without. Most cycles do not: that is seen in products of the few choices of each variable
+whose pairs hardly raise the bound, and only the others are measured.
+
+Where a cycle does, it is opened at its variable of fewest choices: that one's choice becomes part of the choices of all
+others, and neighbours have to agree on it. What was a cycle is then a path, along which messages are exact.
+
+>>> import numpy as np
+>>> from shardplan.search.graph.graph import Graph
+>>> from shardplan.search.network import Network
+>>> net = Network()
+>>> a, b, c = (net.add_variable([0.0, 0.0]) for _ in range(3))
+>>> for u, v in ((a, b), (b, c), (a, c)):
+...     net.add_edge(u, v, np.array([[3.0, 0.0], [0.0, 4.0]]))
+>>> graph = Graph.of(net)
+>>> open_cycles(graph, Relaxation(graph), 3.0, 1000).cycles
+1
+>>> relaxation = Relaxation(graph)
+>>> relaxation.improve(3.0)
+>>> graph.live(), relaxation.bound
+([1, 2], 3.0)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.bounds.lagrangian import Relaxation
+from shardplan.search.graph.graph import Graph, Keep
+from shardplan.search.graph.reductions import fold_follower
+
+__all__ = ["Opened", "open_cycles"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+Cycle = list[int]
+Rises = dict[tuple[int, int], Array]
+Fitting = dict[tuple[int, int], NDArray[np.float32]]
+"""Per edge, 1 for pairs that hardly raise the bound and 0 for others, of the choices that are in such pairs."""
+_LONGEST = 8
+"""Edges of a cycle."""
+_MOST = 20_000
+"""Cycles that are looked at."""
+_LARGEST, _MOST_ENTRIES = 2e7, 2e9
+"""Table entries that are read to measure by how much a cycle contradicts itself, each once per choice it is opened at:
+of one cycle, and of all."""
+_SECONDS_PER_CYCLE, _SECONDS_PER_ENTRY = 3e-5, 1e-9
+"""What looking at a cycle takes, about, and reading such an entry."""
+_NOTHING = 1e-4
+"""The share of the gap up to which a contradiction is only that messages have not settled."""
+_WORTH = 0.02
+"""The share of the gap by which all cycles that are opened must contradict themselves together."""
+_OF_MOST = 0.1
+"""The share of the greatest contradiction that is worth opening a cycle for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """How many cycles were opened, and the seconds that it should have taken, the same on every machine."""
+
+    cycles: int
+    seconds: float
+
+
+def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> Opened:
+    """Opens the cycles that contradict themselves most, no two with a variable in common.
+
+    relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
+    many table entries the graph may grow.
+    """
+    bound, _ = relaxation.reduced_costs()
+    gap = upper - bound
+    allowed = gap + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
+    rises: Rises = {}
+    for v, w, rise in relaxation.pair_costs():
+        rises[v, w], rises[w, v] = rise, rise.T
+    found, seconds = _contradicting(graph, rises, _NOTHING * gap)
+    chosen: list[tuple[Cycle, list[tuple[Index, Index]]]] = []
+    used: set[int] = set()
+    total = 0.0
+    for by, cycle in found:
+        if by < _OF_MOST * found[0][0] or not used.isdisjoint(cycle):
+            continue
+        pairs = _pairs(graph, rises, cycle, allowed)
+        growth = _growth(graph, cycle, pairs)
+        if all(len(first) for first, _ in pairs) and growth <= room:
+            chosen.append((cycle, pairs))
+            used.update(cycle)
+            room -= max(0, growth)
+            total += by
+    if total < _WORTH * gap:
+        return Opened(0, seconds)
+    relaxation.reparametrise()
+    for cycle, pairs in chosen:
+        _open(graph, cycle, pairs)
+    graph.forget()
+    return Opened(len(chosen), seconds)
+
+
+def _contradicting(graph: Graph, rises: Rises, least: float) -> tuple[list[tuple[float, Cycle]], float]:
+    """Cycles whose pairs do not all raise the bound by up to `least`, those that raise it most first, with by how much;
+    and the seconds that looking for them should have taken."""
+    fitting = _fitting(graph, rises, least)
+    found: list[tuple[float, Cycle]] = []
+    count = entries = 0
+    for cycle in itertools.islice(_cycles(graph), _MOST):
+        edges = _edges(cycle)
+        count += 1
+        if _fits(fitting, edges):
+            continue
+        own = graph.size(cycle[0]) * sum(rises[edge].size for edge in edges)
+        if own > _LARGEST:
+            continue
+        entries += own
+        if entries > _MOST_ENTRIES:
+            break
+        by = _contradiction(rises, edges)
+        if by > 0:
+            found.append((by, cycle))
+    found.sort(key=lambda pair: (-pair[0], pair[1]))
+    return found, count * _SECONDS_PER_CYCLE + entries * _SECONDS_PER_ENTRY
+
+
+def _fitting(graph: Graph, rises: Rises, least: float) -> Fitting:
+    """The pairs that raise the bound by up to `least`. A cycle has two edges at each variable, so it takes none of the
+    choices that have such a pair at fewer: few are left, of many."""
+    pairs = {(v, w): rise <= least for (v, w), rise in rises.items() if v < w}
+    edges = {v: np.zeros(graph.size(v), dtype=np.intp) for v in graph.live()}
+    for (v, w), fits in pairs.items():
+        edges[v] += fits.any(axis=1)
+        edges[w] += fits.any(axis=0)
+    left = {v: np.flatnonzero(count > 1) for v, count in edges.items()}
+    fitting: Fitting = {}
+    for (v, w), fits in pairs.items():
+        fitting[v, w] = fits[left[v][:, None], left[w]].astype(np.float32)
+        fitting[w, v] = fitting[v, w].T
+    return fitting
+
+
+def _cycles(graph: Graph) -> Iterator[Cycle]:
+    """All cycles that are short enough, each once, from its variable of fewest choices on."""
+    for v in graph.live():
+        for cycle in _cycles_from(graph, v, _distances(graph, v)):
+            first = min(range(len(cycle)), key=lambda i: (graph.size(cycle[i]), cycle[i]))
+            yield cycle[first:] + cycle[:first]
+
+
+def _distances(graph: Graph, v: int) -> dict[int, int]:
+    """How far from `v` the variables of higher ids are that a cycle through both can have, on ways through such."""
+    distances, front = {v: 0}, [v]
+    for distance in range(1, _LONGEST // 2 + 1):
+        reached = {y for x in front for y in graph.neighbours[x] if y > v and y not in distances}
+        front = sorted(reached)
+        distances.update(dict.fromkeys(front, distance))
+    return distances
+
+
+def _cycles_from(graph: Graph, v: int, distances: dict[int, int]) -> Iterator[Cycle]:
+    """The cycles of `v` and variables at these distances, each in one of its two directions."""
+    waiting = [[v]]
+    while waiting:
+        path = waiting.pop()
+        for y in graph.neighbours[path[-1]]:
+            if y == v and len(path) > 2 and path[1] < path[-1]:
+                yield path
+            elif y in distances and y not in path and len(path) + distances[y] <= _LONGEST:
+                waiting.append([*path, y])
+
+
+def _edges(cycle: Cycle) -> list[tuple[int, int]]:
+    return list(itertools.pairwise([*cycle, cycle[0]]))
+
+
+def _fits(fitting: Fitting, edges: list[tuple[int, int]]) -> bool:
+    """Whether choices of a cycle's variables fit each other all the way round."""
+    fits = fitting[edges[0]]
+    for edge in edges[1:-1]:
+        fits = np.minimum(fits @ fitting[edge], np.float32(1.0))
+    return bool((fits * fitting[edges[-1]].T).any())
+
+
+def _contradiction(rises: Rises, edges: list[tuple[int, int]]) -> float:
+    """By how much the bound rises at least whatever the variables of a cycle take."""
+    found = math.inf
+    for choice in np.argsort(rises[edges[0]].min(axis=1), kind="stable").tolist():
+        reached = rises[edges[0]][choice]
+        for edge in edges[1:]:
+            low = np.flatnonzero(reached < found)  # others come out no lower
+            reached = np.maximum(reached[low, None], rises[edge][low]).min(axis=0, initial=np.inf)
+        found = min(found, float(reached[choice]))
+    return found
+
+
+def _along(rises: Rises, edges: list[tuple[int, int]], choice: int, most: float) -> list[Array]:
+    """Per edge of a path from a choice on, and choice of its far end, the least rise of the pairs on the way there; or
+    infinity, where it is above `most`."""
+    reached = [rises[edges[0]][choice]]
+    for edge in edges[1:]:
+        low = np.flatnonzero(reached[-1] <= most)
+        reached.append(np.maximum(reached[-1][low, None], rises[edge][low]).min(axis=0, initial=np.inf))
+    return reached
+
+
+def _pairs(graph: Graph, rises: Rises, cycle: Cycle, allowed: float) -> list[tuple[Index, Index]]:
+    """Per variable but the first: the choices of the first one and of its own that may go together in a better one."""
+    there, back = _edges(cycle), _edges([cycle[0], *cycle[:0:-1]])
+    hint = graph.hint
+    ways = [[_along(rises, edges, k, allowed) for edges in (there, back)] for k in range(graph.size(cycle[0]))]
+    pairs = []
+    for i, u in enumerate(cycle[1:]):
+        fits = np.stack([np.maximum(ahead[i], behind[-2 - i]) <= allowed for ahead, behind in ways])
+        if hint is not None:
+            fits[hint[cycle[0]], hint[u]] = True
+        pairs.append(np.nonzero(fits))
+    return pairs  # type: ignore[return-value]
+
+
+def _growth(graph: Graph, cycle: Cycle, pairs: list[tuple[Index, Index]]) -> int:
+    """By how many table entries the graph grows where the cycle is opened."""
+    sizes = {u: len(first) for u, (first, _) in zip(cycle[1:], pairs, strict=True)}
+    within = {frozenset(edge) for edge in _edges(cycle)}
+    growth = sum(sizes[u] * sizes[w] for u, w in itertools.pairwise(cycle[1:]))
+    growth -= sum(graph.neighbours[u][w].size for u, w in _edges(cycle))
+    for place, u in enumerate(cycle):
+        more = sizes[u] - graph.size(u) if place else sizes[cycle[1]] - graph.size(u)
+        growth += more * sum(graph.size(x) for x in graph.neighbours[u] if frozenset((u, x)) not in within)
+    return growth
+
+
+def _open(graph: Graph, cycle: Cycle, pairs: list[tuple[Index, Index]]) -> None:
+    """Lets every variable of a cycle but the first stand for itself and the first: its choice k is the pair of choices
+    `first[k]` of the first one and `second[k]` of its own."""
+    opened, path = cycle[0], cycle[1:]
+    neighbours, hint = graph.neighbours, graph.hint
+    closing = neighbours[path[-1]][opened]
+    tables = [neighbours[u][w] for u, w in itertools.pairwise(path)]
+    for u, w in [(opened, path[-1]), *itertools.pairwise(path)]:
+        del neighbours[u][w], neighbours[w][u]
+    for u, (first, second) in zip(path, pairs, strict=True):
+        graph.undo.append(Keep(u, second))
+        costs = graph.costs[u]
+        assert costs is not None
+        graph.costs[u] = costs[second] + closing[second, first] if u == path[-1] else costs[second]
+        for w, table in list(neighbours[u].items()):
+            graph.set_edge(u, w, table[second])
+        graph.spans[u] = [(amounts[second], start, end) for amounts, start, end in graph.spans[u]]
+        graph.twins.pop(u, None)
+        if hint is not None:
+            hint = {**hint, u: int(np.flatnonzero((first == hint[opened]) & (second == hint[u]))[0])}
+    graph.exclusions = True
+    for (u, w), table, (first, second), (other, third) in zip(
+        itertools.pairwise(path), tables, pairs, pairs[1:], strict=False
+    ):
+        agree = first[:, None] == other[None, :]
+        graph.set_edge(u, w, np.where(agree, table[second[:, None], third[None, :]], np.inf))
+    graph.hint = hint
+    graph.touch(path)
+    fold_follower(graph, opened, path[0], pairs[0][0])

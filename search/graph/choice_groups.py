@@ -1,0 +1,168 @@
+"""Choices in groups: a graph over groups of each variable's choices, of which those that matter are split.
+
+A group costs the least that any of its choices does, and with a group of another variable the least of any pair. So no
+assignment of choices costs less than the best one of groups. Where that takes a group of several choices, it may cost
+too little: each neighbour has another one of them in mind. Such a group is split in two, and neighbours that ask for
+different choices have to agree on one. Where it takes groups of one choice alone, it is the best assignment of choices.
+
+>>> from shardplan.search.network import Network
+>>> net = Network()
+>>> a, b, c = net.add_variable([0.0, 0.0]), net.add_variable([0.0, 0.0]), net.add_variable([0.0])
+>>> net.add_edge(a, b, np.array([[0.0, 9.0], [9.0, 4.0]]))
+>>> net.add_edge(a, c, np.array([[5.0], [0.0]]))
+>>> groups = Groups(Graph.of(net), {a: np.array([0, 0]), b: np.array([0, 1]), c: np.array([0])})
+>>> groups.small.neighbours[a][b].tolist(), groups.small.neighbours[a][c].tolist()
+([[0.0, 4.0]], [[0.0]])
+>>> groups.split({a: 0, b: 0, c: 0})
+True
+>>> groups.small.neighbours[a][b].tolist(), groups.small.neighbours[a][c].tolist()
+([[0.0, 9.0], [9.0, 4.0]], [[5.0], [0.0]])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardplan.search.graph.graph import Graph
+
+__all__ = ["Groups", "coarse"]
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+_SPLITS = 3
+"""Times that a group is split at once: its neighbours' groups mostly stay what they are."""
+
+
+@dataclass(slots=True)
+class Groups:
+    """places: per variable of a graph, the group of each of its choices. small: the graph over groups."""
+
+    graph: Graph
+    places: dict[int, Index]
+    small: Graph = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.small = coarse(self.graph, self.places)
+
+    def choices(self, found: dict[int, int]) -> dict[int, int]:
+        """An assignment of groups, as one of choices: of each group the one that its neighbours' groups suit best."""
+        every = {v: self._members(v, found) for v in found}
+        return {
+            v: int(members[self._costs(v, found).sum(axis=0).argmin() if len(members) > 1 else 0])
+            for v, members in every.items()
+        }
+
+    def split(self, found: dict[int, int]) -> bool:
+        """Splits the groups of several choices that an assignment takes; False where there are none."""
+        several = [v for v in found if np.count_nonzero(self.places[v] == found[v]) > 1]
+        parts = [[self._members(v, found)[part] for part in _parts(self._costs(v, found))] for v in several]
+        for v, new in zip(several, parts, strict=True):
+            self.places[v] = self.places[v].copy()
+            for part in new:
+                self.places[v][part] = self.places[v].max() + 1
+        changed = set(several)
+        runs = {v: _Runs.of(self.places[v]) for v in changed.union(*(self.graph.neighbours[v] for v in several))}
+        for v in several:
+            costs = self.graph.costs[v]
+            assert costs is not None
+            self.small.costs[v] = runs[v].least(costs)
+            for w, table in self.graph.neighbours[v].items():
+                if w > v or w not in changed:
+                    self.small.set_edge(v, w, runs[v].least_pairs(table, runs[w]))
+        return bool(several)
+
+    def _members(self, v: int, found: dict[int, int]) -> Index:
+        return np.flatnonzero(self.places[v] == found[v])
+
+    def _costs(self, v: int, found: dict[int, int]) -> Array:
+        """Per member of a variable's group, what it costs by itself, and least with each neighbour's group."""
+        members, costs = self._members(v, found), self.graph.costs[v]
+        assert costs is not None
+        rows = [costs[members]]
+        for w, table in self.graph.neighbours[v].items():
+            rows.append(table[members[:, None], self._members(w, found)].min(axis=1))
+        return np.array(rows)
+
+
+def _parts(costs: Array) -> list[Index]:
+    """The groups to part from one, whose members cost this much: it is split, then the cheaper part, and so on."""
+    cheapest, parts = np.arange(costs.shape[1]), []
+    for _ in range(_SPLITS):
+        if len(cheapest) == 1:
+            break
+        part = np.zeros(len(cheapest), dtype=bool)
+        part[_apart(costs[:, cheapest])] = True
+        halves = sorted((cheapest[part], cheapest[~part]), key=lambda half: float(costs[:, half].min(axis=1).sum()))
+        cheapest, other = halves
+        parts.append(other)
+    return parts
+
+
+def _apart(costs: Array) -> Index:
+    """Which members of a group to part from the others, so that the cheaper of the two groups costs the most: those up
+    to some place in the order of one of their costs. costs: [terms, members]."""
+    best: tuple[tuple[float, float], Index] | None = None
+    for term in costs:
+        order = np.argsort(term, kind="stable")
+        first = np.minimum.accumulate(costs[:, order], axis=1).sum(axis=0)[:-1]
+        others = np.minimum.accumulate(costs[:, order[::-1]], axis=1).sum(axis=0)[-2::-1]
+        cheaper = np.minimum(first, others)
+        place = int(cheaper.argmax())
+        key = (float(cheaper[place]), float(first[place] + others[place]))
+        if best is None or key > best[0]:
+            best = key, order[: place + 1]
+    assert best is not None
+    return best[1]
+
+
+def coarse(graph: Graph, places: dict[int, Index]) -> Graph:
+    """The graph where each choice of each variable becomes the one that ``places`` says, which costs the least that any
+    of them does."""
+    small = graph.copy()
+    small.twins, small.hint = {}, None
+    keys = {v: place.tobytes() for v, place in places.items()}
+    known = {key: _Runs.of(places[v]) for v, key in keys.items()}
+    runs = {v: known[key] for v, key in keys.items()}
+    made: dict[tuple[object, ...], Array] = {}
+
+    for v, own in runs.items():
+        costs = graph.costs[v]
+        assert costs is not None
+        key: tuple[object, ...] = (id(costs), keys[v])
+        if key not in made:
+            made[key] = own.least(costs)
+        small.costs[v] = made[key]
+        for w, table in graph.neighbours[v].items():
+            if v < w:
+                key = (id(table), keys[v], keys[w])
+                if key not in made:
+                    made[key] = own.least_pairs(table, runs[w])
+                small.set_edge(v, w, made[key])
+    return small
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Choices by their groups: `order` puts those of a group side by side, which begin at `starts`."""
+
+    order: Index
+    starts: Index
+
+    @staticmethod
+    def of(places: Index) -> _Runs:
+        order = np.argsort(places, kind="stable")
+        ordered = places[order]
+        return _Runs(order, np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1]))
+
+    def least(self, array: Array) -> Array:
+        """The least of the rows that become one, per group."""
+        if len(self.starts) == len(self.order):
+            return array[self.order]
+        return np.minimum.reduceat(array[self.order], self.starts, axis=0)
+
+    def least_pairs(self, table: Array, others: _Runs) -> Array:
+        """The least of the entries that become one. table: `[choice, choice of the other variable]`."""
+        return np.ascontiguousarray(others.least(self.least(table).T).T)

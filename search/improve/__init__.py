@@ -1,0 +1,1 @@
+"""Primal heuristics and branch and bound."""

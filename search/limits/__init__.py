@@ -1,0 +1,1 @@
+"""Usage limits by prices: Lagrange multipliers of usage, and mixtures of assignments that fit."""

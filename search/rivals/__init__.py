@@ -1,0 +1,1 @@
+"""Rivals for comparisons: Tofu's search and operator placement."""

@@ -1,0 +1,1 @@
+"""The solver of one graph: rounds of bounds, dynamic programming, diving and CP-SAT."""

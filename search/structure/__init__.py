@@ -1,0 +1,1 @@
+"""Starts that use structure: repeated layers, symmetric mesh axes, coarser meshes."""

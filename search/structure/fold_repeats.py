@@ -1,0 +1,202 @@
+"""Starting the search on a graph with repeated layers from the same graph with few of them.
+
+`shardplan.search.structure.find_repeats` leaves out all layers but a few at either end. That small graph is searched
+first. What it
+gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest one
+that stayed; the messages are then made to suit a layer between its like
+(`shardplan.search.structure.periodic_messages`). Where choices that were lifted exclude each other, more layers are
+kept at either end. Lifted choices are an assignment like any other, whose cost is counted on the whole graph. Lifted
+messages are a start like any other: whatever the messages are, the bound of a sweep is true. So nothing rests on the
+layers being equal; where they are, a few sweeps of the whole graph reach the bound that took a hundred of the small
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from shardplan.search.bounds.lagrangian import Messages
+from shardplan.search.budget import Budget, Callbacks
+from shardplan.search.graph.graph import Graph
+from shardplan.search.run import Stop
+from shardplan.search.solver.diving import dive
+from shardplan.search.solver.graph_solver import GraphSolver
+from shardplan.search.structure.find_repeats import FEW_ENDS, MORE_ENDS, Folded, fold
+from shardplan.search.structure.periodic_messages import Ring
+from shardplan.search.structure.shared_variables import excess_of_shared, means, weighted
+from shardplan.search.structure.unfold_repeats import filled
+
+__all__ = ["Start", "begin_folded", "folded_start"]
+
+_CLOSE = 2e-4
+"""The gap at which the small graph has given what it can: pruning the whole one is quicker from there on."""
+
+_CLOSER = 0.6
+"""The gap asked of the small graph and of rings, as a share of that of the whole one, which may come out larger."""
+
+_SWEEPS_OF_ALL = 80
+"""The work of sweeping the small graph is held to that of so many sweeps of the whole one, which pruning makes cheaper
+as it goes on."""
+_LAST_SWEEPS = 20
+_WORTH_AGAIN = 0.4
+"""The share of the whole graph's table entries up to which the small one is searched a second time: sweeps of the whole
+one find what its layers share as well."""
+_SWEEPS_TO_ASK, _MISLED = 20, 0.1
+"""After so many sweeps of the small graph, what layers share may have choices that cost all of them more by this share
+of all costs: it is not searched to its end then."""
+_SHARE_OF_TIME = 0.2
+"""Of the time that is left, what is kept for the whole graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Messages and, where one was found, an assignment of a graph, to search on from.
+
+    sweeps: that it took. estimate: seconds that these should have taken, the same on every machine.
+    lower_bound: of the graph, as far as it is known. stalled: whether sweeps of these messages would not help any more.
+    """
+
+    messages: Messages
+    choices: dict[int, int] | None
+    sweeps: int
+    estimate: float
+    lower_bound: float = -math.inf
+    stalled: bool = False
+
+
+def folded_start(graph: Graph, budget: Budget, gap: float, callbacks: Callbacks) -> Start | None:
+    """A start for a graph by its repeated layers; `None` where it has none.
+
+    Where usage is limited, layers are not alike: they use memory at other times. There is no start then. Where it has
+    a price instead (`shardplan.search.limits.usage_prices`), layers that use as much at the priced times are alike.
+    """
+    folded = None if any(graph.spans) else fold(graph, FEW_ENDS)
+    if folded is None:
+        return None
+    start = _start_of(graph, folded, budget, gap, callbacks, settles=True)
+    cost, more = math.inf if start.choices is None else graph.cost(start.choices), None
+    if start.choices is None or cost == math.inf:
+        more = fold(graph, MORE_ENDS)
+    elif _excess(graph, folded, start) > _CLOSE * abs(cost):
+        more = weighted(graph, folded)
+    if more is not None:
+        first, folded = start, more
+        start = _start_of(graph, folded, budget, gap, callbacks, settles=bool(more.weight))
+        start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)
+    return _steadied(graph, folded, start, gap, callbacks)
+
+
+def _start_of(graph: Graph, folded: Folded, budget: Budget, gap: float, callbacks: Callbacks, settles: bool) -> Start:
+    """What a folded graph gives the whole one."""
+    small = folded.graph
+    if not folded.weight:  # the same share of the graph's constant cost, so that gaps compare
+        small.constant = graph.constant * len(small.live()) / len(graph.live())
+    sweeps = min(budget.sweeps, math.ceil(_SWEEPS_OF_ALL * graph.entries() / max(small.entries(), 1)))
+
+    def misled(found: Start) -> bool:
+        start = _lifted(graph, folded, found)
+        known = start.choices is not None and not folded.weight
+        return known and _excess(graph, folded, start) > _MISLED * abs(graph.cost(start.choices or {}))
+
+    return _lifted(graph, folded, _search(small, replace(budget, sweeps=sweeps), gap, callbacks, settles, misled))
+
+
+def _excess(graph: Graph, folded: Folded, start: Start) -> float:
+    """What choices of what layers share cost too much, where the folded graph is worth searching a second time."""
+    if start.choices is None or folded.graph.entries() > _WORTH_AGAIN * graph.entries():
+        return 0.0
+    return excess_of_shared(graph, folded, start.messages, start.choices)
+
+
+def _steadied(graph: Graph, folded: Folded, start: Start, gap: float, callbacks: Callbacks) -> Start:
+    """The start, with messages of layers in rings for those that were left out."""
+    if start.choices is None:
+        return start
+    choices = filled(graph, folded, start.choices)
+    start = replace(start, choices=choices)
+    allowed = _SHARE_OF_TIME * callbacks.seconds_left()
+    for found, layers in folded.repetitions:
+        ring = Ring(graph, found, start.messages, choices)
+        ring.sweep(_CLOSER * gap, lambda: callbacks.seconds_left() > allowed)
+        start = replace(
+            start,
+            messages=start.messages | ring.messages(layers),
+            sweeps=start.sweeps + ring.sweeps,
+            estimate=start.estimate + ring.estimate,
+        )
+    return start
+
+
+def begin_folded(solver: GraphSolver, budget: Budget) -> None:
+    """Reduces a solver's graph, without a usage limit, and starts from what its repeated layers say."""
+    solver.reduce(dominance=False)  # what others beat is found by messages sooner
+    start = folded_start(solver.graph, budget, solver.gap, solver.callbacks)
+    if start is not None:
+        solver.begin(start.messages, start.choices)
+        solver.sweeps, solver.estimate = start.sweeps, start.estimate
+
+
+def _search(
+    small: Graph, budget: Budget, gap: float, callbacks: Callbacks, settles: bool, misled: Callable[[Start], bool]
+) -> Start:
+    """Messages and an assignment of a small graph, as good as they get.
+
+    settles: whether it is searched on for the assignment where messages leave it open. misled: asked after some sweeps
+    whether what is found then is of no use.
+    """
+    allowed = _SHARE_OF_TIME * callbacks.seconds_left()
+
+    def tick() -> None:
+        if callbacks.seconds_left() < allowed:
+            raise Stop
+
+    def report() -> None:
+        nonlocal settles
+        tick()
+        if solver.sweeps == _SWEEPS_TO_ASK and solver.relaxation is not None and misled(_found(small, solver)):
+            settles = False
+            raise Stop
+
+    small.tick = tick
+    solver = GraphSolver(
+        small.copy(), math.inf, budget, max(_CLOSER * gap, _CLOSE), Callbacks(report, callbacks.seconds_left)
+    )
+    solver.prunes, solver.patience = False, 1
+    # Where the time is over, what was found by then is lifted all the same.
+    with contextlib.suppress(Stop):
+        solver.sweep_until_prunable()
+    found = _found(small, solver)
+    if settles and solver.relaxation is not None and not solver.closed:
+        # What stays open is mostly at the ends, and little beside the cost of all layers.
+        solver.budget = replace(budget, sweeps=solver.sweeps + _LAST_SWEEPS, closing=0.1 * budget.closing)
+        with contextlib.suppress(Stop):
+            solver.prune(solver.relaxation)
+            solver.reduce()
+            if solver.graph.live():
+                dive(solver, solver.relax_again())
+            solver.prunes = True
+            solver.solve()
+        found = replace(_found(small, solver), messages=found.messages)
+    return found
+
+
+def _found(small: Graph, solver: GraphSolver) -> Start:
+    """What a solver of the small graph has found."""
+    messages = {} if solver.relaxation is None else solver.relaxation.messages()
+    hint = solver.graph.hint
+    full = None if hint is None else solver.graph.expand(hint)
+    choices = None if full is None else {v: int(full[v]) for v in small.live()}
+    return Start(messages, choices, solver.sweeps, solver.estimate)
+
+
+def _lifted(graph: Graph, folded: Folded, found: Start) -> Start:
+    """A start for the whole graph."""
+    each = {edge: into / folded.weight.get(edge, 1.0) for edge, into in found.messages.items()}
+    messages = {edge: each[w] for edge, w in folded.edge.items() if w in each} | means(graph, folded, each)
+    if found.choices is None:
+        return Start(messages, None, found.sweeps, found.estimate)
+    choices = {v: found.choices[stand_in] for v, stand_in in folded.variable.items()}
+    return Start(messages, choices, found.sweeps, found.estimate)

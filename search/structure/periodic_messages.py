@@ -1,0 +1,105 @@
+"""Messages that suit a layer wherever it stands: those of a few layers closed to a ring.
+
+Messages change from layer to layer: near the first layers they say what is cheap to come from, near the last ones what
+is cheap to go to. In a graph with few layers (`shardplan.search.structure.find_repeats`) they change from one end to
+the other within these. A layer put in between gets messages from the layers before it and after it that do not belong
+together, and what it loses by that is lost again in every copy. Where a few equal layers stand in a ring, the last
+before the first, no layer is nearer to either end. The mean of their messages, as one layer's, fits before itself and
+after
+itself, and bounds a layer by no less than the ring does its mean layer: bounds are concave in the messages. In the
+graph of all layers, what is lost is then lost only where the ends begin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from shardplan.search.bounds.lagrangian import Messages, Relaxation
+from shardplan.search.graph.graph import Graph
+from shardplan.search.solution import relative_gap
+from shardplan.search.structure.find_repeats import Repetition
+
+__all__ = ["Ring"]
+
+_LAYERS = 3
+"""The fewest where the layer before one and the layer after it are two."""
+_SWEEPS = 20
+_WORTH_SWEEPING_ON = 0.05
+"""The part of what is open that so many sweeps must close."""
+_SWEEPS_OF_ALL = 16
+"""The work of sweeping a ring is held to that of so many sweeps of the whole graph, which it saves more of."""
+
+Kind = tuple[int, int, int]
+"""What edges have in common that join the same sequences of layers at the same distance."""
+
+
+class Ring:
+    """A ring of layers from the middle of a repetition.
+
+    choices: an assignment of the whole graph. messages: of the whole graph, to start from. What they say into a layer
+    from outside of all layers becomes a cost.
+    After `sweep`: `sweeps`, and `estimate`, the seconds that they should have taken.
+    """
+
+    def __init__(self, whole: Graph, found: Repetition, messages: Messages, choices: dict[int, int]) -> None:
+        self.whole, self.found = whole, found
+        self.sweeps, self.estimate = 0, 0.0
+        self._kinds: dict[tuple[int, int], Kind] = {}
+        start: Messages = {}
+        first = (3 * found.first + found.last) // 4  # all in one half, whose layers have the same choices and messages
+        place = {(found.orbit[v], layer): v for v, layer in found.layer.items() if 0 <= layer - first < _LAYERS}
+        graph = self.graph = Graph(len(whole.costs))
+        graph.tables, graph.exclusions, graph.tick = whole.tables, whole.exclusions, whole.tick
+        for v in place.values():
+            graph.costs[v] = whole.costs[v]
+        for (orbit, layer), v in place.items():
+            for w, table in whole.neighbours[v].items():
+                step = found.layer[w] - layer if w in found.layer else _LAYERS
+                if abs(step) < _LAYERS - 1:
+                    end = place[found.orbit[w], first + (layer + step - first) % _LAYERS]
+                    graph.set_edge(v, end, table)
+                    self._kinds[v, end] = orbit, found.orbit[w], step
+                    if (v, w) in messages:
+                        start[v, end] = messages[v, w]
+                elif (v, w) in messages:
+                    graph.costs[v] = graph.costs[v] + messages[v, w]  # type: ignore[operator]
+        self._relaxation = Relaxation(graph)
+        self._relaxation.load(start)
+        self._upper = graph.cost({v: choices[v] for v in place.values()})
+
+    def sweep(self, gap: float, may_go_on: Callable[[], bool]) -> None:
+        """Sweeps until the ring's gap is that, or while it helps. may_go_on: asked before each sweep."""
+        relaxation = self._relaxation
+        most = _SWEEPS_OF_ALL * self.whole.entries() / max(self.graph.entries(), 1)
+        left = math.inf
+        while self.sweeps < most and may_go_on():
+            relaxation.improve(self._upper)
+            self.sweeps += 1
+            self._upper = min(self._upper, relaxation.cost)
+            if relative_gap(self._upper, relaxation.bound) <= gap:
+                break
+            if self.sweeps % _SWEEPS == 0:
+                before, left = left, self._upper - relaxation.bound
+                if left > (1 - _WORTH_SWEEPING_ON) * before:
+                    break
+        self.estimate = self.sweeps * relaxation.seconds_per_sweep
+
+    def messages(self, layers: range) -> Messages:
+        """For edges of the whole graph between two of these layers: the mean message of the ring's edges like it."""
+        found, messages = self.found, self._relaxation.messages()
+        alike: dict[Kind, list[np.ndarray]] = {}
+        for edge, kind in self._kinds.items():
+            alike.setdefault(kind, []).append(messages[edge])
+        mean = {kind: np.mean(several, axis=0) for kind, several in alike.items()}
+        result: Messages = {}
+        for v, layer in found.layer.items():
+            if layer in layers:
+                for w in self.whole.neighbours[v]:
+                    other = found.layer.get(w, -1)
+                    kind = found.orbit[v], found.orbit.get(w, -1), other - layer
+                    if other in layers and kind in mean:
+                        result[v, w] = mean[kind]
+        return result

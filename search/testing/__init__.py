@@ -1,0 +1,1 @@
+"""Networks for tests and benchmarks: random ones, and training steps as einsums."""

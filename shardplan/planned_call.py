@@ -1,0 +1,138 @@
+"""From a call to its plan: the call is checked and traced, its options are resolved, and one plan is made of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardplan.arguments import Call, Calls, name_of
+from shardplan.choosing import make_plan
+from shardplan.collecting import uncollected
+from shardplan.devices import profile_of
+from shardplan.errors import CallError, PlanMismatchError
+from shardplan.frameworks import adapted, boxed_layouts
+from shardplan.hard import with_explicit
+from shardplan.jit_options import pins_of, specs_of
+from shardplan.like import as_pins
+from shardplan.mesh import GivenMesh, Unsaid, can_run, has_gpus
+from shardplan.options import Options
+from shardplan.plan_data import PlanData
+from shardplan.plan_report import plan_line
+from shardplan.processes import group_of, one_plan
+from shardplan.program import Program
+from shardplan.progress import log_planning, shown
+from shardplan.results import Specs, settled, traced_with
+from shardplan.typed import typed_results, without_types
+
+UNSAID = Unsaid()
+
+Refined = Callable[[Callable[[Options], PlanData], Options], PlanData]
+"""Chooses among the plans that a function makes of several options."""
+
+
+def plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool, refined: Refined | None = None) -> PlanData:
+    """The plan of a call; ``typed`` tells that results have the types that ``jax.jit`` gives, ``refined`` chooses among
+    plans where ``options.refine`` asks for several."""
+    started = time.perf_counter()
+    if options.verify is None:
+        options = replace(options, verify=_runs_on_gpus(mesh) and group_of(mesh) is None)
+    with uncollected(), shown(call.name):
+        found = _traced_plan(call, mesh, options, typed, refined)
+    log_planning(plan_line(found), time.perf_counter() - started, found.statistics["cached"])
+    return found
+
+
+def _runs_on_gpus(mesh: GivenMesh) -> bool:
+    return isinstance(mesh, Mesh) and has_gpus(mesh) and can_run(mesh.devices.flat[0])
+
+
+def _traced_plan(
+    call: Call, mesh: GivenMesh, options: Options, typed: bool, refined: Refined | None = None
+) -> PlanData:
+    started = time.perf_counter()
+
+    def decide(traced: Program, resolved: Options) -> PlanData:
+        spent = time.perf_counter() - started
+
+        def make(chosen: Options) -> PlanData:
+            return replace(make_plan(traced, mesh, chosen, spent), donated=call.donated)
+
+        return refined(make, resolved) if refined is not None and resolved.refine > 1 else make(resolved)
+
+    return one_plan(mesh, partial(resolved_call, call, mesh, options, typed), decide)
+
+
+def resolved_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tuple[Program, Options]:
+    """The program of a call, and the options as they are for it alone: plain data."""
+    pins = as_pins(pins_of(options, call.args, mesh), options.pins)
+    pins = as_pins(boxed_layouts(call, mesh), pins)
+    resolved = replace(
+        options,
+        pins=with_explicit(pins or None, call.by_path(), mesh),
+        hardware=profile_of(mesh) if options.hardware is None else options.hardware,
+        results=typed_results(call, mesh) if typed and isinstance(mesh, (Mesh, AbstractMesh)) else None,
+        static_argnums=call.static_positions,
+        static_argnames=call.static_names or None,
+        donate_argnums=call.donated_positions,
+        donate_argnames=call.donated_names or None,
+    )
+    return _trace(call, resolved, mesh)
+
+
+def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Program:
+    """The program of a call whose arguments have been checked."""
+    return _trace(checked_call(fn, args, kwargs, options), options)[0]
+
+
+def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
+    calls = calls_of(fn, options)
+    calls.check(args, kwargs)
+    return adapted(calls.take(args, kwargs))
+
+
+def calls_of(fn: Callable[..., Any], options: Options) -> Calls:
+    names = options.static_argnames, options.donate_argnames
+    return Calls(fn, options.static_argnums, options.donate_argnums, *names)
+
+
+def traced_for(plan: PlanData, call: Call) -> Program:
+    """The program of a call that is to run by a plan; where it cannot be traced, what differs from the planned call."""
+    try:
+        return _trace(call, plan.recipe.options, plan.mesh)[0]
+    except Exception as error:
+        different = plan.other_arguments(call.types())
+        if different:
+            raise PlanMismatchError(
+                f"the plan was made for {different}\nWith these the function fails: {error}"
+            ) from error
+        raise
+
+
+def _trace(call: Call, options: Options, mesh: GivenMesh | Unsaid = UNSAID) -> tuple[Program, Options]:
+    """The program of a call with the layouts that its results shall have, and the options with what these make of them:
+    pins of what they replace, and none that is a tree."""
+    args, kwargs = call.shapes()
+    typed, given = options.results, options.out_shardings
+
+    def wanted(results: Any) -> Specs:
+        return {**(typed or {}), **specs_of(given, results, mesh, "out_shardings")}
+
+    layouts = wanted if typed is not None or given is not None else None
+    try:
+        traced, found = traced_with(call.fn, args, kwargs, layouts)
+    except ValueError as error:
+        if "Ref sharding" in str(error):  # those of arguments have none while it is traced
+            raise CallError(
+                f"`{name_of(call.fn)}` closes over a Ref on mesh axes of type Explicit: pass it as an argument"
+            ) from error
+        if "of type Auto" not in str(error) or not isinstance(mesh, (Mesh, AbstractMesh)):
+            raise
+        traced, found = traced_with(without_types(call, mesh), args, kwargs, layouts)
+    program, pins = settled(traced, found, options.pins)
+    resolved = replace(options, pins=pins, results=found or None, in_shardings=None, out_shardings=None, like=None)
+    return replace(program, name=call.name), resolved

@@ -1,0 +1,56 @@
+"""Functions that run by a plan that is there: what ``Plan.apply`` and ``Plan.bind`` give."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from shardplan import _jax
+from shardplan.arguments import Call
+from shardplan.frameworks import adapted
+from shardplan.plan_data import PlanData
+from shardplan.planned_call import calls_of, checked_call, traced_for
+from shardplan.planning import rebuild
+from shardplan.runner import Runner
+from shardplan.typed import axis_types_of
+
+
+class PlannedFunction:
+    """What ``Plan.apply`` returns: a function that runs as one plan says, and refuses other arguments.
+
+    The first call traces the function and holds it against the plan.
+    """
+
+    def __init__(self, fn: Callable[..., Any], plan: PlanData) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._plan = plan
+        self._calls = calls_of(fn, plan.recipe.options)
+        self._bound: dict[Any, Runner[PlanData]] = {}
+
+    @_jax.api_boundary
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
+        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
+        return runner.plan.lower(runner.mesh)
+
+    @_jax.api_boundary
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = adapted(self._calls.take(args, kwargs))
+        return call.finished(self._runner(call, args, kwargs)(call))
+
+    def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner[PlanData]:
+        key = call.key()
+        if key not in self._bound:
+            self._calls.check(args, kwargs)
+            plan = rebuild(self._plan, traced_for(self._plan, call))
+            self._bound[key] = Runner(plan, self._plan.mesh, axis_types_of(call, self._plan.mesh))
+        return self._bound[key]
+
+
+def bind_plan(plan: PlanData, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> PlanData:
+    """A plan over ``fn``, traced anew; raises PlanDataMismatchError where that is another program."""
+    options = plan.recipe.options
+    return rebuild(plan, traced_for(plan, checked_call(fn, args, kwargs, options)))
