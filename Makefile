@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint docs clean
 
 demo: $(INSTALLED)
 	$(BIN)/shardplan demo
@@ -22,10 +22,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Into build/docs. Every warning is an error, and nothing is loaded from the network.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 $(INSTALLED): pyproject.toml
 	@echo "Installing shardplan and its extras into $(VENV): this takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[models,audit,notebook,dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[models,audit,notebook,docs,dev]'
 	touch $@
 
 clean:

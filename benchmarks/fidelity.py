@@ -13,7 +13,7 @@ from shardplan.models import NAMES
 AT_ONCE = 2
 """Rows that are measured at the same time: work is compared, in seconds of all cores."""
 INTRODUCTION = (
-    "Predicted beside compiled bytes sent per device and step, those compiled bytes that no planned collective "
+    "Predicted and compiled bytes sent per device and step, those compiled bytes that no planned collective "
     "explains, peak memory, the gap to the lower bound, and seconds: to plan (tracing included), and to lower and "
     "compile the planned step; in brackets the work of it, in seconds of all cores together. The work of compiling is "
     "also a multiple of that of plain `jit` with the plan's input and output shardings and no constraints (with the "

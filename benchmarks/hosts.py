@@ -1,4 +1,4 @@
-"""What crosses between two hosts of eight GPUs, planned as 16 alike and as they are: `python -m benchmarks.hosts`.
+"""What crosses between two hosts of eight GPUs, planned with equal links and as they are: `python -m benchmarks.hosts`.
 
 The network between the hosts has a tenth of the bandwidth inside of one. Plans are predictions here: nothing is
 compiled.
@@ -30,8 +30,8 @@ TIMES_SLOWER = 10
 
 INTRODUCTION = (
     "A training step on 16 H100, two hosts of eight, whose network has a tenth of the bandwidth inside of a host, "
-    'planned for `objective="time"` three times: as one axis of 16 devices with links that are all alike, as a mesh of '
-    "hosts by devices with links that are all alike, and as that mesh with the links as they are. *MB across* is what "
+    'planned for `objective="time"` three times: as one axis of 16 devices with equal links, as a mesh of '
+    "hosts by devices with equal links, and as that mesh with the links as they are. *MB across* is what "
     "each device sends per step in collectives that span both hosts. *MB out of a host* is what leaves one host in "
     "all, where every such collective is a ring in the order of the devices: a ring over all 16 leaves a host once, "
     "eight rings over one device of each host leave it eight times. *Part* is what the last plan sends of that. *ms* "
@@ -73,8 +73,8 @@ def rows(model: str) -> list[tuple[str, ...]]:
     alike = replace(load("h100"), devices_per_host=HOSTS * PER_HOST)
     found = []
     for name, axes, hardware in (
-        ("16 alike", {"device": HOSTS * PER_HOST}, alike),
-        ("2 x 8 alike", {"host": HOSTS, "device": PER_HOST}, alike),
+        ("16, equal links", {"device": HOSTS * PER_HOST}, alike),
+        ("2 x 8, equal links", {"host": HOSTS, "device": PER_HOST}, alike),
         ("2 x 8 as they are", {"host": HOSTS, "device": PER_HOST}, slower_between_hosts()),
     ):
         sizes = tuple(axes.values())

@@ -25,7 +25,7 @@ AT_ONCE = 2
 """Models that are measured at the same time: bytes are read from them, not seconds."""
 ByHand = Sequence[tuple[Baseline, Measured]]
 INTRODUCTION = (
-    "Bytes that one device sends per step, read from the programs that XLA:GPU compiles for 8 H100: the plan beside "
+    "Bytes that one device sends per step, read from the programs that XLA:GPU compiles for 8 H100: the plan next to "
     "the best layout by hand whose compiled peak keeps within the same memory. A tight limit is "
     f"{ALLOWED} times the least peak that the planner finds. `benchmarks/recipes.py` has the layouts by hand: "
     "data parallelism, ZeRO, Megatron with and without sequence parallelism, both axes at once, experts, spatial ones, "

@@ -262,7 +262,7 @@ NOTES = {
     ),
     "Figure 11: seconds to search": (
         "Seconds of the processor, of a search alone: the network of costs is in hand when they begin, and they end "
-        "with an assignment. Planning in all has besides: tracing, rules, the network, the schedule and its memory. "
+        "with an assignment. Planning in all adds: tracing, rules, the network, the schedule and its memory. "
         "Tofu's own search is reported to take 8.3 s for WResNet-152 and 66.6 s for RNN-10, on 8 workers."
     ),
     "Predicted and compiled": (

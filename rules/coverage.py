@@ -20,17 +20,17 @@ _TRIED_COUNTS = (1, 2, 3, 4, 6, 8)
 
 
 _HOW_TO_READ = """\
-Each expression is that of one example, and `out[i, j] = Sum(k) lhs[i, k] * rhs[k, j]` reads: element (i, j) of the
-result is the sum over all k of the products. Besides:
+Each row shows one example. `out[i, j] = Sum(k) lhs[i, k] * rhs[k, j]` means: element (i, j) of the result is the sum
+over all k of the products. Further notation:
 
 | written | means |
 |---|---|
 | `x[2*i + d - 1]?` | positions outside of `x` contribute nothing |
-| `x[(i - 1) / 2]?` | so do positions at which the division leaves a rest |
+| `x[(i - 1) / 2]?` | nor do positions at which the division leaves a rest |
 | `x[b, :]` | the whole dimension is needed |
-| `(ids[b] == v) * table[v, d]` | 1 where it holds and else 0, times the element: a lookup |
-| `x[j] if (j <= i)` | the reduction around it skips the element where that does not hold |
-| `Opaque.sort(x[b, :])[i]` | a function known by name only; the index that picks from what it gives does not split |
+| `(ids[b] == v) * table[v, d]` | 1 where the condition holds and else 0, times the element: a lookup |
+| `x[j] if (j <= i)` | the reduction skips the element where the condition does not hold |
+| `Opaque.sort(x[b, :])[i]` | a function known by name only; the index into its result does not split |
 | `All(r) x[2*g + r]` | all these elements together |
 | `Last(b) ...`, `overwrite(x, new)` | the last element that there is; the new element where there is one |
 
@@ -43,9 +43,10 @@ shardplan.describe(primitive, lambda x, w: lambda i: Sum(lambda k: x[i, k] * w[k
 normalised = shardplan.describe(normalise, "b : -> b :")         # a function, which from now on is one operation
 ```
 
-With `check=True` a description is run in all the ways that it allows, and refused if one differs. Functions with
-`custom_partitioning` bring their own rule, and Pallas kernels are read off their grid and block index maps. A primitive
-of another library that JAX lowers as a function (those of Equinox, Lineax and Diffrax) is looked into."""
+With `check=True` a description is run in all splits that it allows, and refused if one differs. Functions with
+`custom_partitioning` have their own rule. The rule of a Pallas kernel follows from its grid and block index maps. A
+primitive of another library that JAX lowers as a function (those of Equinox, Lineax and Diffrax) has the rule of that
+function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def coverage_markdown() -> str:
             if row.family == family
         ]
         lines.append("")
-    lines += ["## Apart", "", "| reason | primitives |", "|---|---|"]
+    lines += ["## Without a split", "", "| reason | primitives |", "|---|---|"]
     for reason in APART:
         names = ", ".join(f"`{row.name}`" for row in rows if row.reason == reason)
         if names:  # this JAX has some of them

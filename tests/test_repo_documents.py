@@ -1,7 +1,9 @@
 """What the documents show is true: Python runs, commands exist, extras are declared, links lead somewhere."""
 
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from shardplan.cli import main
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 
 
@@ -67,6 +69,16 @@ def test_links_and_paths(document: Path):
     paths = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|ipynb|toml))`", text)
     missing += [path for path in paths if not (ROOT / path).exists()]
     assert not missing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="the extra `docs` is not installed")
+def test_site_builds(tmp_path: Path):
+    """Without a warning: each page is in the navigation, each link and anchor exists, each name of the API is found."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
 
 
 def test_readme_names_every_extra_and_both_commands():
