@@ -8,7 +8,7 @@ from shardplan.memory.convolutions import convolution_copies
 from shardplan.memory.kernels import kernels_of
 from shardplan.memory.operations import computed_in_rows, merged_scatters
 from shardplan.memory.products import partial_sums, product_operands
-from tests.memory.programs import MESH, graph_of, planned, shape, stored
+from tests.helpers.memory_programs import MESH, graph_of, planned, shape, stored
 
 SQUARE = shape(256, 256)
 
@@ -123,7 +123,7 @@ def test_rows_of_neighbours_are_copied():
     def convolved(image, kernel):
         return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
-    from tests.memory.programs import profile
+    from tests.helpers.memory_programs import profile
 
     pins = {"0": jax.P(None, "x"), "1": jax.P()}
     peak = profile(planned(convolved, image, kernel, mesh=MESH, pins=pins)).max()

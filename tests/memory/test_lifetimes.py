@@ -10,7 +10,7 @@ import pytest
 import shardplan
 from shardplan.memory.model import lifetimes_of
 from shardplan.search import extended
-from tests.memory.programs import MESH, planned, profile, shape, training
+from tests.helpers.memory_programs import MESH, planned, profile, shape, training
 
 BLOCK = 4 * 512 * 512
 

@@ -9,7 +9,7 @@ from shardplan.memory.kernels import kernels_of
 from shardplan.memory.merging import join, kernels_joined, merge_collectives, ordered, products_merged
 from shardplan.memory.order import Nodes, placed_backwards
 from shardplan.memory.timeline import Timeline
-from tests.memory.programs import MESH, graph_of, planned, shape
+from tests.helpers.memory_programs import MESH, graph_of, planned, shape
 
 
 def _gradients(width):
