@@ -14,7 +14,7 @@ The pairs that the messages exclude already are left out, and most are: the layo
 >>> a, b = net.add_variable([0.0, 0.0]), net.add_variable([0.0, 0.0])
 >>> net.add_edge(a, b, np.array([[0.0, 9.0], [9.0, 1.0]]))
 >>> graph = Graph.of(net)
->>> merge(graph, a, b, np.array([0, 1]), np.array([0, 1]))
+>>> contract(graph, a, b, np.array([0, 1]), np.array([0, 1]))
 >>> graph.costs[a].tolist(), graph.live(), graph.expand({a: 1}).tolist()
 ([0.0, 1.0], [0], [1, 1])
 """
@@ -30,12 +30,12 @@ from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.graph.graph import Graph, Keep
 from shardplan.search.graph.reductions import fold_follower
 
-__all__ = ["merge", "merge_neighbours"]
+__all__ = ["contract", "contract_neighbours"]
 
 Index = NDArray[np.intp]
 
-_LARGEST_GROWTH = 30.0
-_SHARE = 0.15
+_MAX_GROWTH = 30.0
+_MAX_CONTRACTED_SHARE = 0.15
 """Of all edges, at most how many are merged at once where that makes the tables larger."""
 
 
@@ -55,7 +55,7 @@ class _Pairs:
         return self.after / self.before
 
 
-def merge(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
+def contract(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
     """Lets `v` stand for both: its choice k is the pair of choices `first[k]` and `second[k]`."""
     hint = graph.hint
     graph.undo.append(Keep(v, first))
@@ -73,7 +73,7 @@ def merge(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
     fold_follower(graph, w, v, second)
 
 
-def merge_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> int:
+def contract_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> int:
     """Merges pairs of neighbours that are not near to each other, cheapest first; returns how many.
 
     relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
@@ -84,16 +84,16 @@ def merge_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: i
     candidates = sorted(_candidates(graph, relaxation, allowed), key=lambda pairs: (pairs.growth, pairs.v, pairs.w))
     relaxation.reparametrise()
     near: set[int] = set()
-    count, most = 0, max(1, int(_SHARE * len(candidates)))
+    count, most = 0, max(1, int(_MAX_CONTRACTED_SHARE * len(candidates)))
     for pairs in candidates:
         v, w = pairs.v, pairs.w
-        if pairs.growth > 1.0 and (count >= most or pairs.growth > _LARGEST_GROWTH):
+        if pairs.growth > 1.0 and (count >= most or pairs.growth > _MAX_GROWTH):
             break
         # Beside a merged variable, another one would grow by more than was counted.
         if v in near or w in near or pairs.after - pairs.before > room:
             continue
         near |= {v, w, *graph.neighbours[v], *graph.neighbours[w]}
-        merge(graph, v, w, pairs.first, pairs.second)
+        contract(graph, v, w, pairs.first, pairs.second)
         room -= max(0, pairs.after - pairs.before)
         count += 1
     graph.forget()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Block", "alike", "ragged"]
+__all__ = ["Block", "groups_by_size", "ragged"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -59,7 +59,7 @@ class Block:
         return cls(entries, edge_of, np.arange(len(edge_of)), np.array(starts, dtype=np.intp), count)
 
 
-def alike(near_sizes: list[int], far_sizes: list[int]) -> list[list[int]]:
+def groups_by_size(near_sizes: list[int], far_sizes: list[int]) -> list[list[int]]:
     """The numbers of edges with these choices at their near and far ends, gathered so that they are padded by little;
     by the near end's choices, then ascending."""
     groups: list[list[int]] = []

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.bounds.message_order import Model
-from shardplan.search.bounds.momentum import Extrapolation
+from shardplan.search.bounds.momentum import Momentum
 from shardplan.search.bounds.trws import Sweeper
 from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
@@ -26,7 +26,7 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Messages = dict[tuple[int, int], Array]
 _PATIENCE = 12
-_MOST_TIMES = 250
+_MAX_TIMES = 250
 
 
 class Relaxation:
@@ -49,7 +49,7 @@ class Relaxation:
         self._bounds: list[float] = []  # after each time that it was improved
         self.choices: Index | None = None
         self.sweeps = 0
-        self.extrapolation = Extrapolation(self.sweeper)
+        self.extrapolation = Momentum(self.sweeper)
         self.profile: Profile | None = None
         self.instants: list[int] = []
         self.amounts = np.zeros((0, len(self.base)))
@@ -93,12 +93,12 @@ class Relaxation:
         """An estimate of how long `improve` takes on one core: 3 ns a table entry each way, 40 us a level."""
         return 6e-9 * self.sweeper.entries + 8e-5 * self.sweeper.levels + 3e-8 * self.amounts.size
 
-    def risen(self, sweeps: int) -> float:
+    def bound_gain(self, sweeps: int) -> float:
         """By how much so many last sweeps have raised the bound; infinity where there were not more than that."""
         return self._bounds[-1] - self._bounds[-1 - sweeps] if len(self._bounds) > sweeps else math.inf
 
     @property
-    def settled(self) -> bool:
+    def prices_settled(self) -> bool:
         """Whether the prices hardly move any more."""
         return not len(self.prices) or self._length < 0.02
 
@@ -141,7 +141,7 @@ class Relaxation:
         assert profile is not None
         used = profile.used(choices)
         highest = int(used.argmax())
-        if used[highest] > profile.limit and highest not in self.instants and len(self.instants) < _MOST_TIMES:
+        if used[highest] > profile.limit and highest not in self.instants and len(self.instants) < _MAX_TIMES:
             self._watch(highest, 0.0)
         if not self.instants:
             return
@@ -175,7 +175,7 @@ class Relaxation:
             self._sweep(prices)
         return self.by_variable(self.sweeper.decode())
 
-    def promising(self, count: int) -> dict[int, Index]:
+    def promising_choices(self, count: int) -> dict[int, Index]:
         """Per variable its choices of the least min-marginals of the last sweep, ascending."""
         offsets, above = self.sweeper.offsets.tolist(), self.sweeper.beliefs
         found = {}
@@ -215,7 +215,7 @@ class Relaxation:
         self.bound = max(self.bound, bound, again)
         return bound, self.sweeper.beliefs
 
-    def prunable(self, upper: float) -> float:
+    def prunable_share(self, upper: float) -> float:
         """The share of all choices that `prune` would about drop."""
         room = upper - self.bound
         return float(np.mean(self.sweeper.beliefs > room)) if room < math.inf else 0.0
@@ -234,7 +234,7 @@ class Relaxation:
         fits = above <= upper - bound + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
         self._kept = self._keep(fits, self.graph)
 
-    def narrowed(self, room: float) -> Graph:
+    def pruned_copy(self, room: float) -> Graph:
         """A copy of the graph with only the choices whose min-marginals are within `room` of the least."""
         copy = self.graph.copy()
         self._keep(self.sweeper.beliefs <= room, copy)

@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from shardplan.search.bounds.trws import Sweeper
 
-__all__ = ["Extrapolation"]
+__all__ = ["Momentum"]
 
-_FURTHEST = 0.85
+_MAX_STEP = 0.85
 """Of the way that the last sweep took, momentum and all, what the next one is moved on by at most: up to 7 plain steps
 once the way is straight."""
 
 
-class Extrapolation:
+class Momentum:
     """Sweeps of one `Sweeper`, whose costs stay the same."""
 
     def __init__(self, sweeper: Sweeper) -> None:
@@ -40,7 +40,7 @@ class Extrapolation:
         """One sweep up and down; returns its bound, which need not be the highest so far."""
         sweeper = self.sweeper
         messages, beliefs = sweeper.messages, sweeper.beliefs.copy()
-        further = min(_FURTHEST, self._rising / (self._rising + 2.0))
+        further = min(_MAX_STEP, self._rising / (self._rising + 2.0))
         sweeper.messages = messages.copy() if self._before is None else messages + further * (messages - self._before)
         sweeper.up()
         bound = sweeper.down()

@@ -24,14 +24,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.search.bounds.edge_blocks import Block, alike, ragged
+from shardplan.search.bounds.edge_blocks import Block, groups_by_size, ragged
 from shardplan.search.bounds.message_order import Model, levels_of
 
 __all__ = ["Sweeper"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
-_LARGE = 4000
+_LARGE_TABLE = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Sweeper:
         self._end_slots = (rank_within[: len(low)], rank_within[len(low) :])
         level_of = np.array([levels[v] for v in self.order], dtype=np.intp)
         bounds = np.searchsorted(level_of, np.arange((int(level_of[-1]) if count else -1) + 2))
-        self._is_large = np.array([t.size > _LARGE for t in model.tables], dtype=bool)
+        self._is_large = np.array([t.size > _LARGE_TABLE for t in model.tables], dtype=bool)
         views = {id(t): t.T for t, turn in zip(model.tables, turned, strict=True) if turn}
         tables = [views[id(t)] if turn else t for t, turn in zip(model.tables, turned, strict=True)]
         self._up, self._down = self._direction(tables, 0, bounds), self._direction(tables, 1, bounds)
@@ -155,7 +155,7 @@ class Sweeper:
         for i, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
             within = edges[splits[i] : splits[i + 1]]
             level = self._level(first, last)
-            for group in alike(*(self.sizes[ends[within]].tolist() for ends in (sources, targets))):
+            for group in groups_by_size(*(self.sizes[ends[within]].tolist() for ends in (sources, targets))):
                 own = within[group]
                 key = tuple([id(tables[e]) for e in own.tolist()])
                 if key not in blocks:
@@ -187,7 +187,7 @@ class Sweeper:
         return slice(start + slot, stop, int(self._degrees[place]))
 
     def _large_tables(self) -> list[Array]:
-        return list({id(t): t for t in self.model.tables if t.size > _LARGE}.values())
+        return list({id(t): t for t in self.model.tables if t.size > _LARGE_TABLE}.values())
 
     def _level(self, first: int, last: int) -> _Level:
         rows = self.sizes[first:last]

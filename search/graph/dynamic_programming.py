@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
-from shardplan.search.graph.table_elimination import Decision, Factor, Scratch, Taken, take_out
+from shardplan.search.graph.table_elimination import Decision, EliminatedVariable, Factor, Scratch, eliminate_variable
 
 __all__ = ["Elimination", "adjacency", "plan", "settled"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
-_MOST_DIMENSIONS = 32
-_MOST_KEPT = 2.5e7
+_MAX_DIMENSIONS = 32
+_MAX_KEPT = 2.5e7
 """Entries of the tables that variables leave, up to which they are kept, rather than which choice is the cheapest for
 each of the others': that is asked for once in the end."""
 
@@ -53,7 +53,7 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
     weight = widths.__getitem__
 
     def width(v: int, around: set[int]) -> float:
-        if len(around) >= _MOST_DIMENSIONS:  # of one choice each, mostly
+        if len(around) >= _MAX_DIMENSIONS:  # of one choice each, mostly
             return math.inf
         return widths[v] + sum(map(weight, around))
 
@@ -102,7 +102,11 @@ class Elimination:
     """
 
     def __init__(
-        self, graph: Graph, costs: dict[int, Array], keep: dict[int, Index], known: dict[int, Taken] | None = None
+        self,
+        graph: Graph,
+        costs: dict[int, Array],
+        keep: dict[int, Index],
+        known: dict[int, EliminatedVariable] | None = None,
     ) -> None:
         self.keep = keep
         self.tick = graph.tick
@@ -138,7 +142,7 @@ class Elimination:
                 found[v] = int(np.searchsorted(self.keep[v], hint[v]))
                 self._fix(v, found[v])
             else:
-                undo.append((v, self._eliminate(v, order.kept <= _MOST_KEPT)))
+                undo.append((v, self._eliminate(v, order.kept <= _MAX_KEPT)))
         for v, decide in reversed(undo):
             found[v] = decide(found)
         return {v: int(self.keep[v][place]) for v, place in found.items()}, self.constant
@@ -160,7 +164,7 @@ class Elimination:
         costs, factors = self.costs[v], self._take(v)
         taken = None if self.known is None else self.known.get(v)
         if taken is None or not taken.of(costs, factors):
-            taken = take_out(v, costs, factors, self._scratch, keeps)
+            taken = eliminate_variable(v, costs, factors, self._scratch, keeps)
             self.entries += costs.size * taken.least.size
         if self.known is not None and keeps:
             self.known[v] = taken

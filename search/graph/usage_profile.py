@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph, Infeasible
 
-__all__ = ["Profile", "drop_safe_spans", "fitting"]
+__all__ = ["Profile", "drop_safe_spans", "feasible_choices"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -116,7 +116,7 @@ def drop_safe_spans(graph: Graph) -> int:
     return count
 
 
-def fitting(graph: Graph) -> dict[int, NDArray[np.bool_]]:
+def feasible_choices(graph: Graph) -> dict[int, NDArray[np.bool_]]:
     """Per variable, the choices that fit with everyone else at the least usage; only where some do not."""
     live = graph.live()
     profile = _whole(graph, live)

@@ -23,7 +23,7 @@ from shardplan.search.limits.usage_prices import Pricing
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver.graph_solver import GraphSolver
 
-__all__ = ["Branching"]
+__all__ = ["BranchAndBound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Branch:
     mark: int = 0
 
 
-class Branching:
+class BranchAndBound:
     """Splits `solver`'s graph, and raises its lower bound or improves its assignment.
 
     budget: what each branch gets.
@@ -46,7 +46,7 @@ class Branching:
     def __init__(self, solver: GraphSolver, budget: Budget, pricing: Pricing | None = None) -> None:
         """pricing: of the solver's graph, or of the graph before more was dropped from it."""
         self.solver = solver
-        self.budget = replace(budget, dives=False, merging=0)
+        self.budget = replace(budget, dives=False, contraction_entries=0)
         self.nodes = 0
         self.estimate = 0.0
         """Seconds that the branches' sweeps should have taken, the same on every machine."""
@@ -107,7 +107,7 @@ class Branching:
         if branch.pricing is None:
             return None
         pricing = Pricing(solver or self._solver(branch))
-        if not pricing.able:
+        if not pricing.has_few_times:
             return None
         pricing.inherit(branch.pricing, branch.mark)
         return pricing

@@ -16,15 +16,24 @@ from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
 from shardplan.search.solver.graph_solver import GraphSolver
 
-__all__ = ["LocalSearch"]
+__all__ = ["LargeNeighbourhoodSearch"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _SMALLEST, _LARGEST = 20, 400
-_BUDGET = Budget(sweeps=80, promising=3, table=3e4, entries=1e6, closing=0.3, closable=3000, dives=False, merging=0)
+_BUDGET = Budget(
+    sweeps=80,
+    promising_choices=3,
+    largest_table=3e4,
+    table_entries=1e6,
+    cp_sat_work=0.3,
+    cp_sat_entries=3000,
+    dives=False,
+    contraction_entries=0,
+)
 
 
-class LocalSearch:
+class LargeNeighbourhoodSearch:
     """Improves `graph.hint`, whose cost is `upper`, step by step."""
 
     def __init__(self, graph: Graph, upper: float, prices: dict[int, float], above: dict[int, float]) -> None:

@@ -4,10 +4,10 @@ The linear program of it takes few parts in part: about one per kind of room. Wh
 room is short, what makes most of it for its cost; then whatever else saves cost and has room.
 
 >>> costs, usages = np.array([-6.0, -5.0, -4.0]), np.array([[3.0], [2.0], [2.0]])
->>> packing = packed(costs, usages, np.array([4.0]), [])
+>>> packing = solve_knapsack(costs, usages, np.array([4.0]), [])
 >>> packing.taken.tolist(), bool(packing.bound <= costs[packing.taken].sum())
 ([False, True, True], True)
->>> packed(costs, usages, np.array([4.0]), [(0, 1), (0, 2), (1, 2)]).taken.tolist()
+>>> solve_knapsack(costs, usages, np.array([4.0]), [(0, 1), (0, 2), (1, 2)]).taken.tolist()
 [True, False, False]
 """
 
@@ -21,21 +21,23 @@ from numpy.typing import NDArray
 
 from shardplan.search.or_tools import pywraplp
 
-__all__ = ["Packing", "packed"]
+__all__ = ["KnapsackSolution", "solve_knapsack"]
 
 Array = NDArray[np.float64]
-_WHOLE = 1 - 1e-6
+_INTEGRAL = 1 - 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class KnapsackSolution:
     """taken: bool [parts]; bound: what no choice of parts costs less than."""
 
     taken: NDArray[np.bool_]
     bound: float
 
 
-def packed(costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[int, ...]]) -> Packing | None:
+def solve_knapsack(
+    costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[int, ...]]
+) -> KnapsackSolution | None:
     """Parts to take; None where nothing has room, or nothing that has was found.
 
     costs: [parts]; usages: [parts, kinds of room]; exclusions: numbers of parts of which one at most can be taken.
@@ -55,7 +57,7 @@ def packed(costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[
         taken[number], barred[number], left = True, True, left - usages[number]
         barred[beside[number]] = True
 
-    for number in np.flatnonzero(shares > _WHOLE).tolist():
+    for number in np.flatnonzero(shares > _INTEGRAL).tolist():
         take(number)
     while (left < 0).any():
         short = np.maximum(-left, 0.0)
@@ -66,7 +68,7 @@ def packed(costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[
     for number in np.argsort(-shares, kind="stable").tolist():
         if costs[number] < 0 and not barred[number] and (usages[number] <= left).all():
             take(number)
-    return Packing(taken, float(costs @ shares))
+    return KnapsackSolution(taken, float(costs @ shares))
 
 
 def _shares(costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[int, ...]]) -> Array | None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
-from shardplan.search.limits.knapsack import packed
+from shardplan.search.limits.knapsack import solve_knapsack
 from shardplan.search.or_tools import cp_model
 from shardplan.search.solver.cp_sat import SECONDS_PER_UNIT
 from shardplan.search.solver.interruptible_cp_sat import solve_model
@@ -31,7 +31,7 @@ _UNITS = 2.0**45
 """Costs and usages are counted in such shares of the largest, where they are not whole numbers."""
 _SECONDS_PER_VARIABLE = 3e-6
 """What finding the parts of one assignment takes, about, and packing one of them."""
-_NEARLY = 0.01
+_TOLERANCE = 0.01
 """How far above its bound a packing is good enough, as a share of that."""
 
 
@@ -143,9 +143,9 @@ def _knapsack(
     """The parts that keep within the room at the least cost, empty where none are known, and the seconds of work
     that it should have taken."""
     costs, usages = np.array([part.cost for part in parts]), np.stack([part.usage for part in parts])
-    begun, time = packed(costs, usages, room, exclusions), _SECONDS_PER_VARIABLE * len(parts)
+    begun, time = solve_knapsack(costs, usages, room, exclusions), _SECONDS_PER_VARIABLE * len(parts)
     chosen = None if begun is None else begun.taken
-    if begun is None or costs[begun.taken].sum() - begun.bound > max(tolerance, _NEARLY * abs(begun.bound)):
+    if begun is None or costs[begun.taken].sum() - begun.bound > max(tolerance, _TOLERANCE * abs(begun.bound)):
         chosen, spent = _closed(costs, usages, room, exclusions, (work, tolerance, chosen))
         time += spent
     return [] if chosen is None else [parts[number] for number in np.flatnonzero(chosen).tolist()], time
@@ -177,7 +177,7 @@ def _closed(
     model.minimize(cp_model.LinearExpr.weighted_sum(taken, np.round(costs / unit).astype(np.int64).tolist()))
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = work
-    # presolving a knapsack of large numbers takes a quarter of a second, uncounted; relaxed it was by `packed`
+    # presolving a knapsack of large numbers takes a quarter of a second, uncounted; relaxed it was by `solve_knapsack`
     solver.parameters.cp_model_presolve = False
     solver.parameters.linearization_level = 0
     solver.parameters.absolute_gap_limit = max(tolerance / unit, 1.0)

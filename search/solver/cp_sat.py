@@ -15,7 +15,7 @@ from shardplan.search.graph.usage_profile import Profile
 from shardplan.search.or_tools import cp_model
 from shardplan.search.solver.interruptible_cp_sat import solve_model
 
-__all__ = ["SECONDS_PER_UNIT", "Closing", "close"]
+__all__ = ["SECONDS_PER_UNIT", "CpSatResult", "solve_by_cp_sat"]
 
 _LARGEST_TOTAL = 2.0**50
 _FEW_INSTANTS = 60
@@ -28,7 +28,7 @@ _SECONDS_PER_PAIR = 3e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class CpSatResult:
     """choices: by variable id, `None` where nothing was found. proven: whether nothing better exists (within
     rounding of costs to integers, and the tolerance), or nothing at all where there are no choices. lower_bound: of the
     graph's cost. work: seconds that it should have taken, the same on every machine."""
@@ -39,7 +39,9 @@ class Closing:
     work: float = 0.0
 
 
-def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, times: Iterable[int] = ()) -> Closing:
+def solve_by_cp_sat(
+    graph: Graph, work: float, seconds: float, tolerance: float = 0.0, times: Iterable[int] = ()
+) -> CpSatResult:
     """Solves what is left of the graph.
 
     work: CP-SAT's deterministic time, which alone decides what is found, unless `seconds` end first.
@@ -65,18 +67,18 @@ def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, tim
         left -= solver.response_proto.deterministic_time
         spent += solver.response_proto.deterministic_time * SECONDS_PER_UNIT
         if status == cp_model.INFEASIBLE:
-            return Closing(None, math.inf, True, spent)
+            return CpSatResult(None, math.inf, True, spent)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return Closing(None, lower_bound, False, spent)
+            return CpSatResult(None, lower_bound, False, spent)
         bound = builder.offset + (solver.best_objective_bound - builder.rounding) * builder.unit
         lower_bound = max(lower_bound, bound)
         choices = builder.choices(solver)
         over = _exceeded(profile, choices, instants) if profile is not None else []
         if not over:
             found = dict(zip(variables, choices, strict=True))
-            return Closing(found, lower_bound, status == cp_model.OPTIMAL, spent)
+            return CpSatResult(found, lower_bound, status == cp_model.OPTIMAL, spent)
         if left <= 0:
-            return Closing(None, lower_bound, False, spent)
+            return CpSatResult(None, lower_bound, False, spent)
         for instant in over:
             builder.limit(profile, instant)  # type: ignore[arg-type]
         instants += over

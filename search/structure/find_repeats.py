@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 
 from shardplan.search.graph.graph import Graph
 
-__all__ = ["FEW_ENDS", "MORE_ENDS", "Folded", "Repetition", "find_repetition", "fold"]
+__all__ = ["END_LAYERS", "MORE_END_LAYERS", "FoldedGraph", "Repetition", "find_repetition", "fold"]
 
 _ROUNDS = 4
-_FEWEST = 9
-FEW_ENDS, MORE_ENDS = 2, 6
+_MIN_LENGTH = 9
+END_LAYERS, MORE_END_LAYERS = 2, 6
 """So many layers are kept at either end, and where what is best of them does not go together when it is lifted: choices
 near the ends need not go with themselves in the middle."""
 _SIZES_TRIED = 3
-_WORTH_FOLDING = 0.6
+_FOLDING_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Repetition:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class FoldedGraph:
     """A graph with most of its layers left out.
 
     graph: of the same variable ids; those of the layers left out are `None`. variable: per variable of the whole
@@ -82,7 +82,7 @@ def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | No
     for v, colour in colours.items():
         if v not in known:
             classes.setdefault(colour, []).append(v)
-    sizes = Counter(len(members) for members in classes.values() if len(members) >= _FEWEST)
+    sizes = Counter(len(members) for members in classes.values() if len(members) >= _MIN_LENGTH)
     for size in sorted(sizes, key=lambda s: (-sizes[s] * s, s))[:_SIZES_TRIED]:
         seeds = next(members for members in classes.values() if len(members) == size)
         start = seeds[len(seeds) // 2]
@@ -95,10 +95,10 @@ def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | No
     return None
 
 
-Around = dict[int, list[tuple[int, int]]]
+Surroundings = dict[int, list[tuple[int, int]]]
 
 
-def _numbered(graph: Graph) -> Around:
+def _numbered(graph: Graph) -> Surroundings:
     """Per variable: its edges' tables, numbered as they are met, and the variables at their other ends."""
     numbers: dict[int, int] = {}
     return {
@@ -107,7 +107,7 @@ def _numbered(graph: Graph) -> Around:
     }
 
 
-def _colours(graph: Graph, around: Around) -> dict[int, int] | None:
+def _colours(graph: Graph, around: Surroundings) -> dict[int, int] | None:
     """Equal numbers for variables whose surroundings are equal; `None` where hardly any are."""
     numbers: dict[Hashable, int] = {}
     colours = {v: numbers.setdefault(id(graph.costs[v]), len(numbers)) for v in around}
@@ -122,7 +122,7 @@ def _colours(graph: Graph, around: Around) -> dict[int, int] | None:
     return colours
 
 
-def _nearest(start: int, colours: dict[int, int], around: Around) -> int | None:
+def _nearest(start: int, colours: dict[int, int], around: Surroundings) -> int | None:
     """The variable of the same colour that the fewest edges lie between."""
     seen, queue = {start}, deque([start])
     while queue:
@@ -135,7 +135,7 @@ def _nearest(start: int, colours: dict[int, int], around: Around) -> int | None:
     return None
 
 
-def _grow(graph: Graph, start: int, target: int, colours: dict[int, int], around: Around) -> dict[int, int]:
+def _grow(graph: Graph, start: int, target: int, colours: dict[int, int], around: Surroundings) -> dict[int, int]:
     """The map that takes `start` to `target`: as far as it is determined, then, one by one, any way that fits.
 
     Twins (equal tensors that are read alike) leave a choice; either is right, and decides what hangs on them.
@@ -189,7 +189,7 @@ def _by_table(edges: list[tuple[int, int]], without: Container[int]) -> dict[int
     return found
 
 
-def _layers(following: dict[int, int], around: Around) -> Repetition | None:
+def _layers(following: dict[int, int], around: Surroundings) -> Repetition | None:
     """Numbers the layers, so that the edges between sequences lead from a layer to itself or one near it."""
     orbits: dict[int, list[int]] = {}
     for first in following.keys() - set(following.values()):
@@ -199,13 +199,13 @@ def _layers(following: dict[int, int], around: Around) -> Repetition | None:
         orbits[first] = sequence
     longest = max(map(len, orbits.values()), default=0)
     orbits = {first: orbits[first] for first in sorted(orbits) if 4 * len(orbits[first]) >= 3 * longest}
-    if longest < _FEWEST:
+    if longest < _MIN_LENGTH:
         return None
     place = {v: (first, i) for first, sequence in orbits.items() for i, v in enumerate(sequence)}
     offsets = _offsets(orbits, place, around)
     first = max(offsets[o] for o in orbits)
     last = min(offsets[o] + len(sequence) - 1 for o, sequence in orbits.items())
-    if last - first + 1 < _FEWEST:
+    if last - first + 1 < _MIN_LENGTH:
         return None
     return Repetition(
         following={v: w for v, w in following.items() if v in place},
@@ -216,7 +216,7 @@ def _layers(following: dict[int, int], around: Around) -> Repetition | None:
     )
 
 
-def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], around: Around) -> dict[int, int]:
+def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], around: Surroundings) -> dict[int, int]:
     """The layer in which each sequence begins: those with most edges between them are set against each other first,
     by the step that most of these edges take. Otherwise layers run askew through what repeats in two directions."""
     steps: dict[int, dict[int, Counter[int]]] = {o: {} for o in orbits}
@@ -242,13 +242,13 @@ def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], ar
     return offsets
 
 
-def fold(graph: Graph, ends: int = FEW_ENDS) -> Folded | None:
+def fold(graph: Graph, ends: int = END_LAYERS) -> FoldedGraph | None:
     """The graph without most of its repeated layers, where that makes it much smaller; without its usages.
 
     ends: the layers that stay at either end. There may be several repetitions, such as the layers of an encoder and
     those of a decoder.
     """
-    result: Folded | None = None
+    result: FoldedGraph | None = None
     known: set[int] = set()
     while True:
         small = graph if result is None else result.graph
@@ -258,14 +258,14 @@ def fold(graph: Graph, ends: int = FEW_ENDS) -> Folded | None:
             break
         known |= found.layer.keys()
         result = folded if result is None else _composed(result, folded)
-    if result is None or len(result.graph.live()) > _WORTH_FOLDING * len(graph.live()):
+    if result is None or len(result.graph.live()) > _FOLDING_SHARE * len(graph.live()):
         return None
     return result
 
 
-def _composed(first: Folded, second: Folded) -> Folded:
+def _composed(first: FoldedGraph, second: FoldedGraph) -> FoldedGraph:
     """Folding one way, and what comes out another way."""
-    return Folded(
+    return FoldedGraph(
         second.graph,
         {v: second.variable[w] for v, w in first.variable.items()},
         {edge: second.edge[w] for edge, w in first.edge.items() if w in second.edge},
@@ -273,7 +273,7 @@ def _composed(first: Folded, second: Folded) -> Folded:
     )
 
 
-def _without_layers(graph: Graph, found: Repetition, ends: int) -> Folded | None:
+def _without_layers(graph: Graph, found: Repetition, ends: int) -> FoldedGraph | None:
     """A few layers at either end stay, as the ends may be best with layouts of their own. What led from the last layer
     before those left out to the first of these leads to the first one after them.
     """
@@ -299,7 +299,7 @@ def _without_layers(graph: Graph, found: Repetition, ends: int) -> Folded | None
             elif v < w:
                 small.set_edge(v, w, table)
     stand_ins = _variables(graph, found, (start, stop)), _edges(graph, small, found, (start, stop))
-    return Folded(small, *stand_ins, [(found, range(start, stop))])
+    return FoldedGraph(small, *stand_ins, [(found, range(start, stop))])
 
 
 def _ahead(found: Repetition, v: int, steps: int) -> int | None:

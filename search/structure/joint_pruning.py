@@ -27,16 +27,16 @@ from shardplan.search.graph.reductions import shrink
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver.graph_solver import GraphSolver
 
-__all__ = ["Narrowing", "kept_choices", "kept_twins", "lifted", "restricted_messages"]
+__all__ = ["JointPruning", "kept_choices", "kept_twins", "lifted_messages", "restricted_messages"]
 
 Index = NDArray[np.intp]
 Masks = dict[int, NDArray[np.bool_]]
-_GUESSES = 5e-4, 4e-3
+_GUESSED_GAPS = 5e-4, 4e-3
 """Of the bound of the small graph, by how much the best assignment of the whole graph is guessed to be above it."""
 
 
 @dataclass(slots=True)
-class Narrowing:
+class JointPruning:
     """A graph and the small one of a solver, which has been swept; both lose choices.
 
     places: per variable, the choice of the small graph that each of its choices became. look: gives the best assignment
@@ -88,7 +88,7 @@ class Narrowing:
         swept = loaded = Relaxation(opened)
         loaded.load(solver.relaxation.messages())
         opens = rises = False
-        while swept is not None and not self._done(further, budget.enough) and further.may_sweep():
+        while swept is not None and not self._done(further, budget.acceptable_gap) and further.may_sweep():
             further.prune(swept)
             shrink(opened, dominance=False)
             swept = None  # which is of the graph as it was
@@ -98,17 +98,17 @@ class Narrowing:
             if opened.live():
                 swept = further.sweep_until_prunable()
             else:
-                further.settle(budget.entries, budget.entries)
+                further.settle(budget.table_entries, budget.table_entries)
             rises = not further.stalled
             self._look_at(opened)
             further.ceiling = self.graph.cost(self.choices)
         solver.sweeps, solver.estimate = further.sweeps, further.estimate
         solver.raise_lower(min(further.lower, further.ceiling))
-        if not opens or not opened.live() or self.gap_to(solver.lower) <= budget.enough:
+        if not opens or not opened.live() or self.gap_to(solver.lower) <= budget.acceptable_gap:
             return False
         most = sum(table.size for table in solver.relaxation.sweeper.model.tables)
         return (
-            self._guess(swept or Relaxation(opened), _GUESSES if further.closed else (), budget)
+            self._guess(swept or Relaxation(opened), _GUESSED_GAPS if further.closed else (), budget)
             or self.graph.entries() <= most
         )
 
@@ -131,7 +131,7 @@ class Narrowing:
             assert self.choices is not None
             upper = self.graph.cost(self.choices)
             room = min(upper - bound, share * abs(bound)) + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
-            left = left_of(relaxation.graph, relaxation.by_choice(above <= room))
+            left = remaining_masks(relaxation.graph, relaxation.by_choice(above <= room))
             if self.proven or bound + room >= upper:
                 self._keep(left, self.choices)
                 break
@@ -149,7 +149,7 @@ class Narrowing:
             part.restrict_all(masks)
             part.make_consistent()
             solver.reduce()
-            solver.messages = restricted_messages(lifted(small.relaxation.messages(), self.places), part.undo)
+            solver.messages = restricted_messages(lifted_messages(small.relaxation.messages(), self.places), part.undo)
             solver.sweeps, solver.estimate, solver.stalled = small.sweeps, small.estimate, True
             solver.solve()
         except Infeasible:
@@ -221,7 +221,7 @@ class Narrowing:
         self.choices, graph.hint = graph.hint, None
 
 
-def lifted(messages: Messages, places: dict[int, Index]) -> Messages:
+def lifted_messages(messages: Messages, places: dict[int, Index]) -> Messages:
     """Messages into the choices of the small graph, as messages into those of the whole one, equal for twins."""
     return {(v, w): into[places[v]] for (v, w), into in messages.items()}
 
@@ -233,7 +233,7 @@ def kept_twins(small: Graph, places: dict[int, Index]) -> Masks:
     return {v: place == small.hint[v] for v, place in places.items()}
 
 
-def left_of(graph: Graph, masks: Masks) -> dict[int, Index]:
+def remaining_masks(graph: Graph, masks: Masks) -> dict[int, Index]:
     """Per variable that a graph had, its choices then that go with some of the choices of those that are left."""
     left: dict[int, Index] = {v: np.flatnonzero(mask) for v, mask in masks.items()}
     for step in reversed(graph.undo):

@@ -27,12 +27,12 @@ __all__ = ["Ring"]
 _LAYERS = 3
 """The fewest where the layer before one and the layer after it are two."""
 _SWEEPS = 20
-_WORTH_SWEEPING_ON = 0.05
+_SWEEP_ON_SHARE = 0.05
 """The part of what is open that so many sweeps must close."""
-_SWEEPS_OF_ALL = 16
+_MAX_WORK_IN_SWEEPS = 16
 """The work of sweeping a ring is held to that of so many sweeps of the whole graph, which it saves more of."""
 
-Kind = tuple[int, int, int]
+EdgeKind = tuple[int, int, int]
 """What edges have in common that join the same sequences of layers at the same distance."""
 
 
@@ -47,7 +47,7 @@ class Ring:
     def __init__(self, whole: Graph, found: Repetition, messages: Messages, choices: dict[int, int]) -> None:
         self.whole, self.found = whole, found
         self.sweeps, self.estimate = 0, 0.0
-        self._kinds: dict[tuple[int, int], Kind] = {}
+        self._kinds: dict[tuple[int, int], EdgeKind] = {}
         start: Messages = {}
         first = (3 * found.first + found.last) // 4  # all in one half, whose layers have the same choices and messages
         place = {(found.orbit[v], layer): v for v, layer in found.layer.items() if 0 <= layer - first < _LAYERS}
@@ -73,7 +73,7 @@ class Ring:
     def sweep(self, gap: float, may_go_on: Callable[[], bool]) -> None:
         """Sweeps until the ring's gap is that, or while it helps. may_go_on: asked before each sweep."""
         relaxation = self._relaxation
-        most = _SWEEPS_OF_ALL * self.whole.entries() / max(self.graph.entries(), 1)
+        most = _MAX_WORK_IN_SWEEPS * self.whole.entries() / max(self.graph.entries(), 1)
         left = math.inf
         while self.sweeps < most and may_go_on():
             relaxation.improve(self._upper)
@@ -83,14 +83,14 @@ class Ring:
                 break
             if self.sweeps % _SWEEPS == 0:
                 before, left = left, self._upper - relaxation.bound
-                if left > (1 - _WORTH_SWEEPING_ON) * before:
+                if left > (1 - _SWEEP_ON_SHARE) * before:
                     break
         self.estimate = self.sweeps * relaxation.seconds_per_sweep
 
     def messages(self, layers: range) -> Messages:
         """For edges of the whole graph between two of these layers: the mean message of the ring's edges like it."""
         found, messages = self.found, self._relaxation.messages()
-        alike: dict[Kind, list[np.ndarray]] = {}
+        alike: dict[EdgeKind, list[np.ndarray]] = {}
         for edge, kind in self._kinds.items():
             alike.setdefault(kind, []).append(messages[edge])
         mean = {kind: np.mean(several, axis=0) for kind, several in alike.items()}

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
-from shardplan.search.structure.find_repeats import Folded, Repetition
+from shardplan.search.structure.find_repeats import FoldedGraph, Repetition
 
-__all__ = ["cheapest_path", "filled"]
+__all__ = ["cheapest_path", "unfolded_choices"]
 
 Array = NDArray[np.float64]
 
 
-def filled(graph: Graph, folded: Folded, choices: dict[int, int]) -> dict[int, int]:
+def unfolded_choices(graph: Graph, folded: FoldedGraph, choices: dict[int, int]) -> dict[int, int]:
     """An assignment of the whole graph, or a better one in which layers that were left out are like others that stayed
     than those that stand for them."""
     best = graph.cost(choices)

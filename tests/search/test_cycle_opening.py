@@ -13,7 +13,7 @@ from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph.graph import Graph
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure import symmetry_coarsening
-from shardplan.search.structure.symmetry_refinement import Parts
+from shardplan.search.structure.symmetry_refinement import SymmetryRefinement
 from shardplan.search.testing import random_networks
 
 
@@ -60,7 +60,7 @@ def test_an_opened_cycle_has_the_optimum_and_messages_find_it(seed: int) -> None
 
 def test_cycles_that_messages_leave_open_are_closed_where_merging_has_no_room() -> None:
     net = joined_cycles(3, 6, 8)
-    budget = Budget(entries=1, closable=0, merging=60_000)
+    budget = Budget(table_entries=1, cp_sat_entries=0, contraction_entries=60_000)
     solver = GraphSolver(Graph.of(net), math.inf, budget, 1e-6, Callbacks(lambda: None, lambda: 60.0))
     solver.solve()
     assert solver.closed
@@ -102,8 +102,8 @@ def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_i
     def looked(*arguments: object) -> None:
         raise AssertionError("what is near leaves as much open")
 
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
-    monkeypatch.setattr(Parts, "_among_near", looked)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
+    monkeypatch.setattr(SymmetryRefinement, "_among_near", looked)
     monkeypatch.setattr(GraphSolver, "open_cycles", lambda _: False)
     graph = Graph.of(twice_joined_cycles(2, 0.0))
     start = symmetry_coarsening.coarse_start(graph, Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0))
@@ -114,7 +114,7 @@ def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_i
 @pytest.mark.parametrize("differ", [0.0, 1.0])
 def test_cycles_are_opened_with_twins_taken_together(monkeypatch: pytest.MonkeyPatch, differ: float) -> None:
     """Where twins of the best assignment then contradict each other, what is hardly dearer is searched for the best."""
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
     graph = Graph.of(twice_joined_cycles(4, differ))
     entries, least = graph.entries(), solve(twice_joined_cycles(4, differ)).cost
     start = symmetry_coarsening.coarse_start(graph, Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0))
@@ -165,7 +165,7 @@ def test_looking_for_cycles_takes_counted_work(monkeypatch: pytest.MonkeyPatch) 
 
     known = cycle_opening.open_cycles(*_before_opening())
     assert known.cycles and known.seconds > 0.0
-    monkeypatch.setattr(cycle_opening, "_MOST_ENTRIES", 1)
+    monkeypatch.setattr(cycle_opening, "_MAX_ENTRIES", 1)
     least = cycle_opening.open_cycles(*_before_opening())
     assert least.cycles == 0 and least.seconds <= known.seconds
 
@@ -184,7 +184,7 @@ def test_cycles_that_fit_take_none_of_the_work_of_measuring(monkeypatch: pytest.
             fits = (rows[:, None] == (rows[None, :] + turned) % fitting) & (rows < fitting)
             net.add_edge(v, w, np.where(fits, 0.0, 1.0))
     graph = Graph.of(net)
-    monkeypatch.setattr(cycle_opening, "_MOST_ENTRIES", 4 * size**3)  # of one
+    monkeypatch.setattr(cycle_opening, "_MAX_ENTRIES", 4 * size**3)  # of one
     assert cycle_opening.open_cycles(graph, Relaxation(graph), 2.0, 10**6).cycles == 1
 
 

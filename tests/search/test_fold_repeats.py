@@ -18,8 +18,8 @@ from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure import fold_repeats
 from shardplan.search.structure.find_repeats import fold
 from shardplan.search.structure.fold_repeats import folded_start
-from shardplan.search.structure.shared_variables import weighted
-from shardplan.search.structure.unfold_repeats import filled
+from shardplan.search.structure.shared_variables import weighted_graph
+from shardplan.search.structure.unfold_repeats import unfolded_choices
 from shardplan.search.testing import random_networks
 from shardplan.search.testing.einsum_networks import gpt
 
@@ -200,7 +200,7 @@ def test_what_all_layers_share_is_best_for_all_and_not_for_the_few_that_stay() -
     graph = Graph.of(net)
     folded = fold(graph)
     assert folded is not None
-    dear = weighted(graph, folded).graph
+    dear = weighted_graph(graph, folded).graph
     assert sum(float(np.asarray(dear.costs[v])[0]) for v in dear.live()) == 60 * 3
     start = folded_start(graph, Budget(), 1e-4, Callbacks(lambda: None, lambda: 60.0))
     assert start is not None and start.choices is not None
@@ -217,8 +217,8 @@ def test_where_few_layers_are_clearly_misled_about_what_all_share_they_are_not_s
     for layer in layers:
         net.add_edge(shared, layer[0], np.repeat([[20.0], [0.0]], CHOICES, axis=1))
     graph, found = Graph.of(net), []
-    for misled in (math.inf, fold_repeats._MISLED):
-        monkeypatch.setattr(fold_repeats, "_MISLED", misled)
+    for misled in (math.inf, fold_repeats._MISLEADING_EXCESS):
+        monkeypatch.setattr(fold_repeats, "_MISLEADING_EXCESS", misled)
         found.append(folded_start(graph, Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0)))
     [(whole, first), (asked, second)] = [(start.sweeps, graph.cost(start.choices or {})) for start in found if start]
     assert asked < whole
@@ -235,7 +235,7 @@ def test_layers_that_were_left_out_are_chosen_by_what_they_cost_beside_their_lik
     assert folded is not None
     found = {v: place % 2 for place, v in enumerate(folded.graph.live())}
     nearest = {v: found[stand_in] for v, stand_in in folded.variable.items()}
-    assert graph.cost(nearest) >= 30 * 5 > 10 >= graph.cost(filled(graph, folded, nearest))
+    assert graph.cost(nearest) >= 30 * 5 > 10 >= graph.cost(unfolded_choices(graph, folded, nearest))
 
 
 def test_networks_without_repetition_are_left_alone() -> None:

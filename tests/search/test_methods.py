@@ -91,7 +91,7 @@ def test_memory_limit_binds_and_is_kept() -> None:
 def test_local_search_improves_and_keeps_the_limit() -> None:
     from shardplan.search.budget import Callbacks
     from shardplan.search.graph.graph import Graph
-    from shardplan.search.improve.large_neighbourhood import LocalSearch
+    from shardplan.search.improve.large_neighbourhood import LargeNeighbourhoodSearch
 
     rng = np.random.default_rng(3)
     net = random_networks.random_memory_bound(rng, 60, 0.6)
@@ -99,7 +99,7 @@ def test_local_search_improves_and_keeps_the_limit() -> None:
     live = graph.live()
     graph.hint = {v: 0 for v in live}
     start = graph.cost(graph.hint)
-    local = LocalSearch(graph, start, {}, dict.fromkeys(live, 1.0))
+    local = LargeNeighbourhoodSearch(graph, start, {}, dict.fromkeys(live, 1.0))
     costs = []
     for _ in range(15):
         local.step(Callbacks(lambda: None, lambda: 60.0))
@@ -225,7 +225,7 @@ def test_a_search_ends_soon_after_it_has_found_enough() -> None:
     net = random_networks.random_graph(rng, pairs, 6)
     whole = solve(net, time_limit=2000, work_limit=1.0)
     first = solve(net, gap=2 * whole.gap + 0.1, time_limit=2000, work_limit=1.0)
-    quick = solve(net, time_limit=2000, work_limit=1.0, enough=2 * whole.gap + 0.1)
+    quick = solve(net, time_limit=2000, work_limit=1.0, acceptable_gap=2 * whole.gap + 0.1)
     assert first.work <= quick.work < whole.work
     assert quick.cost <= first.cost and quick.status == first.status == "optimal"
     assert quick.work <= 1.6 * first.work

@@ -11,7 +11,7 @@ from shardplan.search import Hint, solve
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
-from shardplan.search.improve.diversify import vary
+from shardplan.search.improve.diversify import diversify
 from shardplan.search.improve.mixtures import Mixtures
 from shardplan.search.limits.recombination import Recombination
 from shardplan.search.limits.usage_prices import Pricing
@@ -89,7 +89,7 @@ def test_assignments_of_new_choices_close_what_prices_leave() -> None:
     best = least(network, 222.0)
     assert pricing.bound <= best
     assert pricing.solver.upper > 1.005 * best  # what is best at some price is stored whole or as little as may be
-    vary(pricing, math.inf)
+    diversify(pricing, math.inf)
     assert pricing.solver.upper == pytest.approx(best, rel=1e-9)
     assert {int(k) for plane in pricing.planes for k in plane.choices[1::2]} == {0, 1, 2, 3}
 

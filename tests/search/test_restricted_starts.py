@@ -14,11 +14,11 @@ from shardplan.options import Options
 from shardplan.planning import build_problem
 from shardplan.search import Network, Solution, solve
 from shardplan.search.budget import Budget, Callbacks
-from shardplan.search.exact import take_answers
+from shardplan.search.exact import take_restricted_solutions
 from shardplan.search.graph.graph import Graph
 from shardplan.search.run import Run
 from shardplan.search.solver.graph_solver import GraphSolver
-from shardplan.search.structure.restricted_starts import lifted, restricted
+from shardplan.search.structure.restricted_starts import reduced_choices, solve_restricted
 from shardplan.search.testing import random_networks
 from shardplan.tracing import trace_program
 
@@ -41,7 +41,7 @@ def test_the_best_of_a_restricted_network_is_found_and_as_good_in_the_reduced_wh
     found = 0
     for seed in range(30):
         net, kept = drawn(seed)
-        answer = restricted(net, kept, Budget(), 0.0, CALLBACKS)
+        answer = solve_restricted(net, kept, Budget(), 0.0, CALLBACKS)
         small = Network()
         for v, costs in enumerate(net.costs):
             small.add_variable(np.where(kept[v], costs, np.inf))
@@ -54,7 +54,7 @@ def test_the_best_of_a_restricted_network_is_found_and_as_good_in_the_reduced_wh
         assert net.cost(answer.choices) == best and all(kept[v][k] for v, k in enumerate(answer.choices))
         graph = Graph.of(net)
         GraphSolver(graph, math.inf, Budget(), 0.0, CALLBACKS).reduce()
-        choices = lifted(graph, answer.choices)
+        choices = reduced_choices(graph, answer.choices)
         assert choices is not None and graph.cost(choices) <= best
         found += bool(graph.live())
     assert found > 10
@@ -62,23 +62,23 @@ def test_the_best_of_a_restricted_network_is_found_and_as_good_in_the_reduced_wh
 
 def test_the_answer_is_taken_once() -> None:
     net, kept = drawn(10)
-    answer = restricted(net, kept, Budget(), 0.0, CALLBACKS)
+    answer = solve_restricted(net, kept, Budget(), 0.0, CALLBACKS)
     assert answer is not None
     net.restrictions = [kept]
     solver = GraphSolver(Graph.of(net), math.inf, Budget(), 0.0, CALLBACKS)
     solver.reduce()
     run = Run(net, time_limit=60.0)
-    assert take_answers(run, solver) and solver.upper <= net.cost(answer.choices)
+    assert take_restricted_solutions(run, solver) and solver.upper <= net.cost(answer.choices)
     assert solver.graph.hint is not None and solver.graph.cost(solver.graph.hint) == solver.upper
-    assert not take_answers(run, solver), "nothing is better than what there is"
+    assert not take_restricted_solutions(run, solver), "nothing is better than what there is"
 
 
 def test_what_is_no_better_is_no_answer() -> None:
     net, kept = drawn(10)
-    answer = restricted(net, kept, Budget(), 0.0, CALLBACKS)
+    answer = solve_restricted(net, kept, Budget(), 0.0, CALLBACKS)
     assert answer is not None
     best = net.cost(answer.choices)
-    above, equal = (restricted(net, kept, Budget(), 0.0, CALLBACKS, upper) for upper in (best + 1.0, best))
+    above, equal = (solve_restricted(net, kept, Budget(), 0.0, CALLBACKS, upper) for upper in (best + 1.0, best))
     assert above is not None and net.cost(above.choices) == best
     assert equal is None
 
