@@ -1,4 +1,4 @@
-"""The methods that prove what they find: a run's network, reduced, minimised, and improved part by part."""
+"""The main searches: reductions, bounds, prices of usage, primal heuristics and branch and bound, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of one search: the clock, the best assignment so far, the best bound so far."""
+"""The state of one search: clock, work, best assignment and best bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search gives back, and what it reports on the way."""
+"""The result of a search, and its progress reports."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Merging: two neighbours become one variable, whose choices are the pairs that may be in something better.
+"""Contraction of edges: two neighbours become one variable, whose choices are the pairs that pruning has left.
 
-Message passing bounds a graph by its edges: choices along a cycle that fit each other pair by pair, but not all the way
-round, count as fitting. Meshes with equal axes are full of such cycles, since every assignment has as many twins as the
-axes can be interchanged, and a mixture of the twins costs less than any of them. Where two ends of an edge are merged,
-cycles get shorter, and the last three variables of one are seen as a whole.
+Message passing bounds a graph edge by edge. On a cycle, choices may fit each other on every edge although no assignment
+of the whole cycle does. Meshes with equal axes have many such cycles: every assignment has one symmetric image per
+order of the axes, and a mixture of images costs less than any image. Contraction of an edge makes cycles shorter. A
+cycle of three variables becomes one edge, whose bound is exact.
 
-The pairs that the messages exclude already are left out, and most are: the layouts of neighbours belong together.
+Messages exclude most pairs, since the layouts of neighbours belong together. A contraction leaves these pairs out.
 
 >>> import numpy as np
 >>> from shardplan.search.graph.graph import Graph

@@ -1,16 +1,16 @@
-"""Opening cycles: short cycles of variables whose choices fit each other pair by pair, but not all the way round.
+"""Cycle tightening: short contradictory cycles are found and opened at one variable.
 
-A contraction and the two that give its gradients make such a cycle of six: each reads two of three tensors, and on a
-mesh with equal axes each pair of tensors has a split that suits one contraction with either axis in either place, but
-hardly one split of all three suits all. Messages see edges, so they take what half of each of two such splits would
-cost. With many layers, that is most of what they leave open.
+A contraction of tensors and the two that compute its gradients make a cycle of six variables: each reads two of three
+tensors. On a mesh with equal axes, each pair of tensors has a split that suits one contraction, with either axis in
+either place. Hardly one split of all three tensors suits all contractions. Messages see edges only, so their bound is
+that of two half splits. With many layers, such cycles are most of the gap that messages leave.
 
-A cycle contradicts itself by the least over its assignments of the most that any of their pairs raises the bound: no
-assignment of the graph can do without. Most cycles do not: that is seen in products of the few choices of each variable
-whose pairs hardly raise the bound, and only the others are measured.
+The contradiction of a cycle is a minimum over its assignments: the largest rise of the bound that one of the pairs
+causes. Every assignment of the graph pays it. Most cycles have none. Products of 0/1 matrices show that, over the
+choices whose pairs hardly raise the bound. Only the other cycles are measured.
 
-Where a cycle does, it is opened at its variable of fewest choices: that one's choice becomes part of the choices of all
-others, and neighbours have to agree on it. What was a cycle is then a path, along which messages are exact.
+A contradictory cycle is opened at its variable of fewest choices. That choice becomes part of the choices of all other
+variables, and neighbours have to agree on it. The cycle is a path then, on which messages are exact.
 
 >>> import numpy as np
 >>> from shardplan.search.graph.graph import Graph

@@ -1,9 +1,9 @@
-"""The tables of several edges in one array, so that all their messages take a few calls of numpy.
+"""Edge blocks: the tables of several edges in one array, whose messages are computed by a few calls of numpy.
 
-A message is, per choice of the far end, the least over the near end's choices of what the near end sends plus the
-table's entry. Here the near end's choices are rows, and the far ends' choices, edge after edge, are columns: the least
-over the rows is then taken of many columns at once. Edges whose near end has fewer choices than there are rows get
-infinite entries instead, so edges are gathered by how many they have.
+A message is a minimum for each choice of the far end: over the near end's choices, of the sum of what the near end
+sends and the table's entry. The near end's choices are the rows of a block. The far ends' choices, edge after edge, are
+its columns. One minimum over the rows gives the messages of all edges. An edge whose near end has fewer choices than
+the block has rows is padded by infinite entries. Blocks therefore gather edges of similar sizes.
 
 >>> import numpy as np
 >>> block = Block.of([np.array([[0.0, 2.0]]), np.array([[1.0, 5.0], [4.0, 3.0]])], near=0)

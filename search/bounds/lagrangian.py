@@ -1,9 +1,10 @@
-"""The Lagrangian relaxation of a graph: message passing, with prices on the usage at critical times.
+"""Lagrangian relaxation of a graph: message passing with prices on the usage at critical times.
 
-A price p on the usage at a time adds `p * (usage - limit)` to the cost. That is never positive for an assignment that
-keeps the limit, so the bound of the priced network bounds the limited one. Prices rise where decoded assignments use
-too much and fall where they use less (a subgradient step of Polyak's length), between the sweeps of the messages: both
-climb the same concave function. Times come in when a decoded assignment has its peak there.
+A price p on the usage at a time adds `p * (usage - limit)` to the cost. The term is never positive for an assignment
+within the limit, so the bound of the priced network is a bound of the limited one. Prices rise where decoded
+assignments use too much and fall where they use less. A step of the prices is a subgradient step of Polyak's length and
+comes between sweeps. Sweeps and steps climb the same concave function. A time gets a price when a decoded assignment
+has its peak there.
 """
 
 from __future__ import annotations

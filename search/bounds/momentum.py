@@ -1,12 +1,10 @@
-"""Momentum for messages that creep.
+"""Nesterov momentum for message passing.
 
-Sweeps of message passing come near their fixed point by ever smaller steps, mostly in one direction. So each sweep
-starts from messages that are moved on along the way that the last one took, the further the longer the bound has been
-rising (Nesterov, "A method of solving a convex programming problem with convergence rate O(1/k^2)", 1983, begun anew
-where the function gets worse as in O'Donoghue and Candes, "Adaptive restart for accelerated gradient schemes", 2015).
-Where the bound falls, the sweep is taken back, and the next starts from the messages as they are. Bounds are true
-wherever the messages come from, so nothing is risked but the sweep. On the networks of training steps this takes a
-fifth of the plain sweeps' number.
+Sweeps approach their fixed point by ever smaller steps, mostly in one direction. A sweep therefore starts from messages
+that continue the last step, and the step grows while the bound rises (Nesterov, "A method of solving a convex
+programming problem with convergence rate O(1/k^2)", 1983). A sweep that lowers the bound is undone, and the momentum
+restarts from zero (O'Donoghue and Candes, "Adaptive restart for accelerated gradient schemes", 2015). The bound of a
+sweep holds for any messages, so only the sweep is at risk. The networks of training steps need a fifth of the sweeps.
 """
 
 from __future__ import annotations

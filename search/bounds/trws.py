@@ -1,18 +1,16 @@
-"""Lower bounds by message passing, with assignments decoded on the way.
+"""TRW-S: lower bounds by sequential tree-reweighted message passing, with decoded assignments.
 
-This is sequential tree-reweighted message passing (TRW-S: Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", PAMI 2006, algorithm of section 4 with the bound of its section 5): the network is covered by
-monotonic chains, and sweeps up and down the order of the variables average the chains' min-marginals at each variable.
-The sum of the chains' minima is a lower bound that never falls, and that equals the optimum where the linear
-relaxation is tight and the sweeps do not get stuck.
+Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", PAMI 2006: the algorithm of section 4
+with the bound of section 5. Monotonic chains cover the network. Sweeps up and down the order of the variables average
+the chains' min-marginals at each variable. The sum of the chains' minima is a lower bound that never falls. It equals
+the optimum where the linear relaxation is tight and the sweeps do not stop at a weaker fixed point.
 
-Here a sweep is a few numpy calls per *level*: variables of one level have no edges between them, so they are handled
-together, whatever their numbers of choices, as ragged rows of flat arrays. `Sweeper` holds the arrays:
+A sweep is a few numpy calls per *level*. Variables of one level have no edges between them and are handled together as
+ragged rows of flat arrays. `Sweeper` holds the arrays:
 
-- messages: one number per (edge, end, choice of that end), stored so that those into one choice of one variable lie
-  side by side;
-- tables: per direction and level, in one array or a few (`shardplan.search.bounds.edge_blocks`), which levels of the
-  same tables share, as layers that repeat have them. Large tables are not copied: their edges are handled one by one.
+- messages: one number per (edge, end, choice of that end). The messages into one choice are adjacent.
+- tables: per direction and level, in one or a few blocks (`shardplan.search.bounds.edge_blocks`). Levels with the same
+  tables share them, as repeated layers do. Large tables are not copied: their edges are handled one by one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Choices in groups: a graph over groups of each variable's choices, of which those that matter are split.
+"""Quotient graphs over groups of choices, whose groups are split on demand.
 
-A group costs the least that any of its choices does, and with a group of another variable the least of any pair. So no
-assignment of choices costs less than the best one of groups. Where that takes a group of several choices, it may cost
-too little: each neighbour has another one of them in mind. Such a group is split in two, and neighbours that ask for
-different choices have to agree on one. Where it takes groups of one choice alone, it is the best assignment of choices.
+The cost of a group is the least cost of its choices, and the cost of a pair of groups that of their cheapest pair. The
+best assignment of groups is therefore a lower bound. The bound is too low where a group has several choices and each
+neighbour assumes another one. Such a group is split in two, and the neighbours have to agree. An assignment of
+groups with one choice each is the optimum.
 
 >>> from shardplan.search.network import Network
 >>> net = Network()

@@ -1,10 +1,9 @@
-"""Dynamic programming over a graph whose variables have few choices each.
+"""Dynamic programming over a tree decomposition (bucket elimination).
 
-Variables are taken out one after another; what each leaves is a table over its neighbours, of as many dimensions as it
-has (bucket elimination: Dechter, "Bucket elimination", 1999). The networks of models are nearly chains, with about
-seven neighbours at the widest place, so this is exact once pruning has left a few choices per variable, and, on the
-most promising choices alone, finds very good assignments long before. Where a table would grow too large, a variable
-is fixed to a given choice instead, and the result is no longer exact, only the best for these choices.
+Elimination of a variable leaves a table over its neighbours (Dechter, "Bucket elimination", 1999). The networks of
+models are nearly chains, with about seven neighbours at the widest place. Once pruning has left a few choices per
+variable, the elimination is exact. Before that, on the most promising choices alone, it finds very good assignments. A
+variable whose table would be too large is fixed to a given choice. The result is then the best for these choices.
 """
 
 from __future__ import annotations

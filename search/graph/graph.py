@@ -1,9 +1,8 @@
-"""The network as the searches work on it: simple, finite where it can be, and consistent.
+"""The graph of a search: a network without ties, with finite costs where possible, and one table per edge.
 
-`Graph.of` takes a `Network` apart: ties are merged, excluded choices dropped, equal edges added up, so that a pair of
-variables has at most one table. Every later change (see `shardplan.search.graph.reductions`) appends to `undo` what is
-needed to get the dropped variables' choices back; `expand` runs that backwards. The cost of a graph's assignment
-equals the network's cost of the expanded one.
+`Graph.of` reads a `Network`: it merges ties, drops excluded choices and adds parallel edges up. Each later change (see
+`shardplan.search.graph.reductions`) appends to `undo` a record that gives the dropped variables' choices. `expand`
+reads the records backwards. An assignment of the graph costs as much as its expansion in the network.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One half of the assignments of a network that has mirror images.
+"""Mirror symmetry: one variable's choices are halved, since each assignment has an image of equal cost.
 
-On a mesh (8, 8) every assignment costs what it costs with the two axes in each other's place. Messages cannot choose
-between such images: each of a variable's choices looks as good as its image, so that the bound of both at once stays
-below what either costs. Where one variable is told which of two images to take, nothing is lost, and the bound rises.
+On a mesh (8, 8) an exchange of the two axes keeps the cost of every assignment. Messages cannot choose between the two
+images: a choice looks as good as its image, and the bound stays below the cost of either. With one variable held to one
+choice of each pair, every assignment or its image is left, and the bound rises.
 
 >>> from shardplan.search import solve
 >>> net = Network()

@@ -1,8 +1,8 @@
 """Usages that depend on the choices of two variables.
 
-The copy of a tensor takes memory only where its layout differs from the tensor's own: that is no sum over variables.
-`with_pairs` says it by one more variable per pair. Its choices stand for a choice of the second variable, together with
-what the pair then uses, so that its usage is its own; the pair's costs move onto it.
+A resharded copy of a tensor takes memory only where its layout differs from the tensor's layout. That is no sum over
+variables. `with_pairs` adds one variable per pair. A choice of it is a choice of the second variable together with the
+usage of the pair, so the usage depends on one variable. The costs of the pair move to the new variable.
 
 >>> import numpy as np
 >>> net = Network(usage_limit=5)

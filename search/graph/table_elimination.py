@@ -1,8 +1,8 @@
-"""Taking a variable out of a sum of tables: that leaves a table over the others, of the least that any choice costs.
+"""Elimination of one variable from a sum of tables: the minimum over its choices, as a table over the others.
 
-`shardplan.search.graph.dynamic_programming` spends most of its time here. Tables of many dimensions are added with
-those that the same ones of them have side by side, which then count as one long dimension; and for one choice of the
-variable after the other, so that no table of all dimensions is ever made, which would not fit the processor's caches.
+`shardplan.search.graph.dynamic_programming` spends most of its time here. Adjacent dimensions that the same tables have
+count as one long dimension. Large results are computed choice by choice. The sum over all dimensions, which would not
+fit the processor's caches, is never stored.
 
 >>> costs, table = np.array([0.0, 1.0]), np.array([[5.0, 0.0, 9.0], [0.0, 1.0, 1.0]])
 >>> taken = eliminate_variable(7, costs, [((7, 8), table)], Scratch(), True)

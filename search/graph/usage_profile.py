@@ -1,8 +1,8 @@
-"""Usage over time: profiles of assignments, times that can bind, choices that can never fit.
+"""Usage profiles: the usage of an assignment over time, binding times, and choices that never fit.
 
-Usages are half-open spans of time; a variable of a reduced graph may have thousands, as it stands for all the
-variables that follow it. `Profile` holds them flat, for one fixed order of variables and choices, and adds them up
-for an assignment (`used`) or, at one time, for every choice (`at`).
+A usage is an amount over a half-open span of time. A variable of a reduced graph may have thousands, since it stands
+for all variables that follow it. `Profile` holds the usages in flat arrays, for one order of variables and choices.
+`used` sums them for an assignment, `at` gives the usage of every choice at one time.
 """
 
 from __future__ import annotations

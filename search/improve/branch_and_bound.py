@@ -1,11 +1,11 @@
-"""Branch and bound: what no relaxation decides is split in two, again and again.
+"""Branch and bound on the choices of one variable at a time.
 
-Prices relax the usage limit, so where a few large tensors have to share what is left of the memory, the bound stays
-below the optimum however long messages are passed. Each branch here allows only the choices of one variable that use
-much at the priced times, or only those that use little; each is pruned, reduced and bounded by prices of its own
-(`shardplan.search.limits.usage_prices`), or by the same solver that works on whole graphs, and the branch of the least
-bound is split next. What was best at some prices before says which variable decides between too much and too dear, and
-is a plane of the branch that has it: so a branch begins with prices that were not tried.
+Prices relax the usage limit. Where a few large tensors share the rest of the memory, the bound stays below the optimum
+after any number of messages. A branch allows either the choices of one variable that use much at the priced times or
+those that use little. Each branch is pruned, reduced and bounded, by prices (`shardplan.search.limits.usage_prices`) or
+by the graph solver. The branch of the least bound is split next. The assignments of earlier prices show which variable
+decides between too much usage and too high a cost. Each of them is also a plane of the branch that contains it, so a
+branch starts at prices that are new.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Descending: single choices of an assignment that cost less, the rest as it is.
+"""Coordinate descent: cheaper choices of single variables, with all other choices fixed.
 
-Usage is not looked at: those who hold to a limit take over what fits.
+The descent ignores usage. The caller takes those of its steps that fit the limit.
 
 >>> net = Network()
 >>> variables = [net.add_variable([1.0, 0.0]) for _ in range(3)]

@@ -1,10 +1,9 @@
-"""Crossing assignments under a usage limit: of what is best at several prices of usage, the best mixture.
+"""Crossover under a usage limit: the best mixture of the assignments at several prices of usage.
 
-At the price that closes the bound, a few large tensors decide whether the limit is kept, and decoding takes all of
-them or none. But what is best when usage is free, and what is best when it is dear, differ in just these. So the
-choices that are best at some price, and those of the best assignment so far, are few per variable; with no others
-left, reductions and CP-SAT solve the graph, its usage limit included. Some noise on prices and costs makes the next
-crossing differ.
+At the price that closes the bound, a few large tensors decide whether the limit holds, and decoding takes all or none
+of them. The assignments at free and at dear usage differ in these tensors. The choices of all these assignments and of
+the best one are few per variable. Reductions and CP-SAT solve the graph of these choices, with its usage limit. Noise
+on prices and costs varies the next crossover.
 """
 
 from __future__ import annotations

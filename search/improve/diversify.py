@@ -1,10 +1,9 @@
-"""Assignments that are nearly the best at the best prices, and differ from those that are known.
+"""Diversification: near-optimal assignments at the best prices that use choices no known assignment has.
 
-A weight, its gradient and what an optimiser keeps of it go together, as one thing that is stored whole, or split over
-some mesh axes or all of them. At the best prices of usage several of these ways are about equally good, for many
-weights at once, and what fits best under the limit is a matter of which weight gets which: a knapsack. What is best at
-some prices has few of the ways. So choices that no assignment has so far get a small reward: what is best at the best
-prices then has many of them. After a few such turns the ways are known, for `crossover` to mix.
+A weight, its gradient and its optimiser state have one layout: whole, or split over some mesh axes. At the best prices
+of usage several layouts are about equally good for many weights at once. The question which weight gets which layout is
+a knapsack. The assignments at the prices so far contain few of the layouts. A small reward on choices that no
+assignment has leads to assignments with new ones. After a few turns all layouts are known, and `crossover` mixes them.
 """
 
 from __future__ import annotations

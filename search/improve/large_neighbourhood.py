@@ -1,8 +1,8 @@
-"""Local search under a usage limit: parts of the graph are solved again, with the rest as it is.
+"""Large-neighbourhood search (LNS) under a usage limit: a part of the graph is solved again, the rest is fixed.
 
-A part is a variable and what lies around it. What the rest uses over time is taken off the limit, what its choices
-cost the part is added to the part's costs, and the same solver that works on whole graphs works on that. Parts are
-drawn where the best assignment is furthest above the bound, and grow where nothing is found.
+A part is a variable and its surroundings. The usage of the rest reduces the limit, and the tables to the rest become
+costs. The graph solver solves the part. Parts are drawn where the best assignment is furthest above the bound. They
+grow when no improvement is found.
 """
 
 from __future__ import annotations

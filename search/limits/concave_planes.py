@@ -1,4 +1,4 @@
-"""Planes above the concave function that prices of usage give (see `shardplan.search.limits.usage_prices`)."""
+"""Cutting planes of the concave dual function of usage prices (see `shardplan.search.limits.usage_prices`)."""
 
 from __future__ import annotations
 

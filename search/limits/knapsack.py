@@ -1,7 +1,8 @@
-"""Packing: which parts to take at the least cost within room, where some exclude each other, nearly and at once.
+"""Knapsack by linear programming and rounding: the parts of least cost within several capacities, with exclusions.
 
-The linear program of it takes few parts in part: about one per kind of room. What it takes whole is taken; then, while
-room is short, what makes most of it for its cost; then whatever else saves cost and has room.
+The linear program leaves about one fractional part per capacity. Parts that it takes whole are taken. While the
+capacity is exceeded, the parts with the most relief per cost follow. Then all other parts that save cost and fit are
+taken.
 
 >>> costs, usages = np.array([-6.0, -5.0, -4.0]), np.array([[3.0], [2.0], [2.0]])
 >>> packing = solve_knapsack(costs, usages, np.array([4.0]), [])

@@ -1,7 +1,7 @@
-"""A graph in which usage costs a price, instead of being limited, at any prices.
+"""The graph at given usage prices: usage is a cost instead of a limit.
 
-`PricedGraph.at` gives the graph at some prices. What is found there not to be in anything better than an assignment
-within the limit is left out at all later prices (`narrow`), so that these are quicker.
+`PricedGraph.at` gives the graph at some prices. `narrow` drops choices that no assignment within the limit and below
+the best cost has. They are missing at all later prices, whose searches are faster.
 
 >>> from shardplan.search.network import Network
 >>> net = Network(usage_limit=3)

@@ -1,11 +1,10 @@
-"""Recombining assignments: what two of them differ in falls into parts that can be exchanged one by one.
+"""Recombination of assignments: their differences fall into independent parts (partition crossover).
 
-Where one assignment differs from another, the variables that differ fall into parts with no edge between them. Each
-part may be taken over alone: what that changes of the cost, and of the usage at each time, does not depend on the other
-parts. So of one assignment and the parts of all others, those that keep within the limit at the least cost are a
-knapsack with a few constraints, and exclusions of parts that overlap or touch. That is far smaller than the graph,
-layers included: a plan of a hundred layers has some hundred parts (compare partition crossover for the travelling
-salesman: Whitley, Hains, Howe, "Tunneling between optima", 2009).
+The variables in which two assignments differ fall into parts with no edge between them. The exchange of one part
+changes the cost and the usage at each time by amounts that do not depend on the other parts. The best selection of
+parts within the limit is a knapsack with a few constraints, and with exclusions of parts that overlap or touch. It is
+far smaller than the graph: a plan of a hundred layers has some hundred parts. The travelling salesman problem has the
+same operator (Whitley, Hains, Howe, "Tunneling between optima", 2009).
 """
 
 from __future__ import annotations

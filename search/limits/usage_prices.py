@@ -1,16 +1,15 @@
-"""Prices of usage: the best bound that they give, and assignments to cross.
+"""Lagrange multipliers of the usage limit: the best bound by cutting planes, and assignments for mixtures.
 
-A price on each time at which usage may exceed the limit makes usage a cost, and the graph one without a limit: it
-reduces further, and the same solver that works on whole graphs settles it. At prices p it finds an assignment of cost
-c and excess e (its usages less the limit), and L(p) = c + p e bounds what keeps within the limit from below. For all
-other prices q, the same assignment says L(q) <= c + q e: a plane above the concave function L. The prices where the
-planes found so far leave L the most room come next (Kelley, 1960), until they leave none; among those between prices
-that are too low and prices that are high enough, where these leave enough. Layers that repeat have equal
-usages at most of these times, and so at equal prices equal costs: they are folded there as without a limit.
+A price on each critical time makes usage a cost and removes the limit. The graph reduces further, and the graph solver
+solves it. At prices p it finds an assignment of cost c and excess e (usages less limit). L(p) = c + p e is a lower
+bound for the limited graph. For all other prices q the same assignment gives L(q) <= c + q e: a plane above the concave
+function L. The next prices are those where the planes leave L the most room (Kelley, 1960), until none is left. Prices
+between too low ones and high enough ones come first where the planes leave enough room there. Repeated layers have
+equal usages at most of these times, so they are folded as without a limit.
 
-Of what is best at these prices, some assignments use too much and some are too dear; they differ in a few large
-tensors. The best mixture of them that keeps within the limit (`shardplan.search.limits.recombination`) is nearly the
-best of all. As soon as there is one, what cannot be in anything better is left out at all prices that follow.
+Some assignments at these prices use too much and some cost too much. They differ in a few large tensors. Their best
+mixture within the limit (`shardplan.search.limits.recombination`) is nearly optimal. Once there is one, choices that no
+better assignment has are dropped at all later prices.
 """
 
 from __future__ import annotations

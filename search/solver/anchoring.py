@@ -1,10 +1,10 @@
-"""Anchoring: one variable is told apart from its twins, and messages tell all others apart by it.
+"""Symmetry breaking by an anchor: the graph is split by one variable's choices, each part with one of each twin set.
 
-On a mesh (4, 4, 4) every assignment has images that cost the same, or nearly so, with the axes in each other's places.
-Messages average them: a cycle that no assignment can have without cost looks free to half of one image and half of
-another. A variable, the anchor, has one of each set of twins in each part of the graph; the parts together have all of
-its choices. Within a part messages see what twins really cost. A good assignment of the first part is one of the whole,
-and where no part has a better one, that is proven, whether the twins are true ones or not.
+On a mesh (4, 4, 4) every assignment has images under permutations of the axes, of equal or nearly equal cost. Messages
+average the images. A cycle that costs every assignment something looks free to half of one image and half of another.
+Each part of the graph keeps one member of each set of the anchor's twins. All parts together keep all choices. Within a
+part, messages see the costs of single images. A good assignment of the first part is one of the whole graph. Where no
+part has a better one it is optimal. That proof needs no true symmetry.
 
 >>> from shardplan.search.network import Network
 >>> net = Network()

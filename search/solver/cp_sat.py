@@ -1,4 +1,4 @@
-"""Closing what message passing leaves: OR-tools' CP-SAT on the pruned remainder of a graph."""
+"""CP-SAT of OR-tools on the rest of a pruned graph."""
 
 from __future__ import annotations
 

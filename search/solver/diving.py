@@ -1,7 +1,6 @@
-"""Diving: a graph is solved on the choices near the least min-marginals alone, with noise on the costs.
+"""Diving: a solve on the choices of the least min-marginals alone, with noise on the costs.
 
-Where many assignments are equally good by the relaxation, and most of them contradict themselves, noise makes one of
-them stand out.
+Many assignments may be equally good by the relaxation, and most of them contradict themselves. Noise prefers one.
 
 >>> import math
 >>> from shardplan.search.budget import Budget, Callbacks

@@ -1,8 +1,8 @@
-"""Minimising one graph: rounds of sweeps, dynamic programming on what is promising, pruning and reducing.
+"""The solver of one graph: rounds of message sweeps, dynamic programming, pruning and exact reductions.
 
-A round passes messages for a while, looks for a better assignment among each variable's most promising choices, drops
-every choice that cannot be in anything better, and reduces the graph again. Sooner or later so little is left that
-dynamic programming, or CP-SAT where usage binds, settles it.
+A round passes messages, tries the most promising choices of each variable by dynamic programming, drops choices that no
+better assignment can have, and reduces the graph. Dynamic programming, or CP-SAT where usage binds, solves the rest
+once it is small.
 """
 
 from __future__ import annotations

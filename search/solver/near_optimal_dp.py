@@ -1,13 +1,12 @@
-"""Dynamic programming on the choices that fit, those of pairs that raise the bound by little, and the others as one.
+"""Dynamic programming on near-optimal choices, with all other choices of a variable as one group.
 
-Where messages stall, many choices of a variable look as good as each other, twins above all, and a few promising ones
-of each variable leave out those that go together. But what is better than the best known hardly takes a choice whose
-pairs with some neighbour all raise the bound by a good share of the gap. All such choices of a variable are taken
-together (`shardplan.search.graph.choice_groups`), and dynamic programming looks at everything that is left, where it
-can. That sees cycles of any length, which messages do not, and what it finds is a bound. Where it takes choices that
-were taken
-together, these are split, and it is asked again: until it takes none, and is the best there is, or the gap is closed,
-or tables get too large.
+Where messages stall, many choices of a variable look equally good, above all symmetric ones. The few most promising
+ones do not contain a consistent assignment. But a better assignment hardly takes a choice whose pairs with one
+neighbour all raise the bound by a good share of the gap. These choices become one group per variable
+(`shardplan.search.graph.choice_groups`), and dynamic programming solves the rest where its tables allow. It sees cycles
+of any length, which messages do not, and its optimum is a bound. Groups that its assignment takes are split, and it
+runs again. It ends when the assignment has no group and is optimal, when the gap is closed, or when tables get too
+large.
 
 >>> from shardplan.search.budget import Budget, Callbacks
 >>> from shardplan.search.network import Network

@@ -1,10 +1,9 @@
-"""Finding the parts of a graph that repeat, as layers do in the network of an unrolled model.
+"""Detection of repeated layers in the graph of an unrolled model.
 
-Layers have equal costs and equal tables between them, as the same objects (see `shardplan.search.graph.tables`). So the
-step from one layer to the next is a map of variables onto variables that keeps costs and tables. It is grown from one
-pair: variables are coloured by what lies around them (the refinement of Weisfeiler and Leman, a few rounds of it),
-two that are near each other and of one colour are mapped on one another, and then the neighbours of what is mapped,
-wherever only one of each fits.
+Layers have equal costs and equal tables, as the same objects (see `shardplan.search.graph.tables`). The step from one
+layer to the next is a map of variables that keeps costs and tables. The map grows from one pair. A few rounds of
+Weisfeiler-Leman refinement colour the variables by their surroundings. Two variables of one colour that are near each
+other start the map. Neighbours of mapped variables follow where only one of each fits.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network

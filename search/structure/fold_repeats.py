@@ -1,14 +1,13 @@
-"""Starting the search on a graph with repeated layers from the same graph with few of them.
+"""Warm start from a folded graph, which keeps a few of the repeated layers.
 
-`shardplan.search.structure.find_repeats` leaves out all layers but a few at either end. That small graph is searched
-first. What it
-gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest one
-that stayed; the messages are then made to suit a layer between its like
-(`shardplan.search.structure.periodic_messages`). Where choices that were lifted exclude each other, more layers are
-kept at either end. Lifted choices are an assignment like any other, whose cost is counted on the whole graph. Lifted
-messages are a start like any other: whatever the messages are, the bound of a sweep is true. So nothing rests on the
-layers being equal; where they are, a few sweeps of the whole graph reach the bound that took a hundred of the small
-one.
+`shardplan.search.structure.find_repeats` drops all layers but a few at either end. The small graph is searched first,
+and its result is unfolded: each dropped layer gets the choices and messages of the nearest kept layer. Periodic
+messages then replace those of the dropped layers (`shardplan.search.structure.periodic_messages`). Where unfolded
+choices exclude each other, the ends keep more layers.
+
+Unfolded choices are an assignment of the whole graph, and their cost is counted there. The bound of a sweep holds for
+any messages. The result therefore does not depend on equal layers. Where layers are equal, a few sweeps of the whole
+graph reach the bound of a hundred sweeps of the small one.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Searching a graph and the smaller one that its twins make when taken together, each with what the other has shown.
+"""Joint pruning of a graph and its quotient by symmetric choices.
 
-The small graph (`shardplan.search.structure.symmetry_coarsening`) has a lower bound for both. Its best assignment, with
-the twins that go together best, is one of the whole graph, and says what anything better costs less than. Choices of
-the small graph that nothing so cheap takes are dropped, in both graphs with all their twins. So the sweeps of the small
-graph get quicker while its bound rises, and hardly more than it has may be left of the whole graph in the end.
+The quotient (`shardplan.search.structure.symmetry_coarsening`) has a lower bound for both graphs. Its best assignment,
+with the best members of each group, is an assignment of the whole graph and an upper bound. Choices of the quotient
+that no better assignment has are dropped in both graphs, with all their members. Sweeps of the quotient get faster as
+its bound rises, and little more than it may be left of the whole graph.
 
-Where its messages stall, cycles that contradict themselves (`shardplan.search.bounds.cycle_opening`) are opened in the
-small graph
-first: most of those of the whole graph are the same but for twins, and what sweeps of the small one then show leaves
-few choices of the whole one.
+Where messages of the quotient stall, its contradictory cycles are opened first
+(`shardplan.search.bounds.cycle_opening`). Most cycles of the whole graph are images of these.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Messages that suit a layer wherever it stands: those of a few layers closed to a ring.
+"""Periodic messages of a repeated layer: the fixed point on a ring of a few layers.
 
-Messages change from layer to layer: near the first layers they say what is cheap to come from, near the last ones what
-is cheap to go to. In a graph with few layers (`shardplan.search.structure.find_repeats`) they change from one end to
-the other within these. A layer put in between gets messages from the layers before it and after it that do not belong
-together, and what it loses by that is lost again in every copy. Where a few equal layers stand in a ring, the last
-before the first, no layer is nearer to either end. The mean of their messages, as one layer's, fits before itself and
-after
-itself, and bounds a layer by no less than the ring does its mean layer: bounds are concave in the messages. In the
-graph of all layers, what is lost is then lost only where the ends begin.
+Messages change from layer to layer. They describe the cost of the layers before near the first layers, and the cost of
+the layers behind near the last ones. In a graph with few layers (`shardplan.search.structure.find_repeats`) they change
+within these. A layer between two of them gets messages that do not belong together, and the loss recurs in every copy.
+In a ring of a few equal layers no layer is near an end. The mean of their messages, as those of one layer, fits its own
+copies. It bounds a layer by no less than the mean over the ring, since bounds are concave in the messages. A loss is
+left only where the ends of the whole graph begin.
 """
 
 from __future__ import annotations

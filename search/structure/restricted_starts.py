@@ -1,9 +1,8 @@
-"""Answers of networks within a network: each variable's choices restricted to a few that go together.
+"""Warm starts from restricted networks, such as those of coarser meshes.
 
-`Network.restrictions` says which: for a mesh of three axes, the layouts that a mesh of two would have, where some axes
-go as one. Such a network is much smaller and has fewer cycles that contradict themselves, so that its best
-assignment is soon found. It is one of the whole network too: an answer to begin with, where a search of all choices
-does not find a better one by itself.
+`Network.restrictions` gives a few choices per variable that belong together: for a mesh of three axes, the layouts of a
+mesh of two, where some axes are joined. Such a network is much smaller and has fewer contradictory cycles, so its
+optimum is found soon. The optimum is an assignment of the whole network.
 
 >>> from shardplan.search.network import Network
 >>> net = Network()

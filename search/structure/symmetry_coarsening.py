@@ -1,17 +1,15 @@
-"""Starting the search on a graph whose choices are taken together with their twins.
+"""Warm start from the quotient by axis symmetry: each set of symmetric choices (twins) is one choice.
 
-Layouts that differ in the names of equal mesh axes alone cost the same: on a mesh (2, 2, 2) six such twins have the
-same messages. Here all twins become one choice, and a table says the least that any pair of their members costs. That
-is a relaxation, whatever the twins are: its bound holds for the whole graph. Where they are true twins nothing is lost
-against messages on the whole graph, whose tables are up to 36 times as large. Messages are lifted to the whole graph,
-each choice with that of its twins, as from any start.
+Layouts that differ only in the names of equal mesh axes cost the same: on a mesh (2, 2, 2) six such twins have the same
+messages. In the quotient, a table holds the least cost of any pair of members. The quotient is a relaxation for any
+groups, so its bound holds for the whole graph. With true symmetry its message passing is as strong as that of the whole
+graph, whose tables are up to 36 times as large. Messages of the quotient are those of all members in the whole graph.
 
-Which members go together is not said by the assignment that the small graph gives: the graph is searched for it with
-only these twins (`shardplan.search.structure.symmetry_refinement`). Where that comes out dearer than the bound, which
-takes twins that do not go together, the few next best choices are looked through besides, from the same messages, in a
-part of the graph in which twins are told apart (`shardplan.search.solver.anchoring`). Layers that repeat are searched
-once (`shardplan.search.structure.fold_repeats`), then all of them. What is found that way within the asked gap of the
-bound needs no search of the whole graph.
+The assignment of the quotient does not say which members belong together. A search of the graph with only these members
+finds them (`shardplan.search.structure.symmetry_refinement`). Where the result is above the bound, the search includes
+the next best choices, in a part of the graph where an anchor breaks the symmetry
+(`shardplan.search.solver.anchoring`). Repeated layers are folded first (`shardplan.search.structure.fold_repeats`). A
+result within the gap ends the search.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network

@@ -1,10 +1,9 @@
-"""Looking for an assignment of a graph where messages took twins together.
+"""Refinement of a quotient's assignment: a solve among the members of the chosen groups.
 
-Messages of twins taken together (`shardplan.search.structure.symmetry_coarsening`) say which choices are good, and
-nothing of which twins go together. The twins of the best choices alone are few, and searched first. Where they
-contradict each other, the next best choices of each variable are looked through besides, in a part of the graph that
-tells twins apart (`shardplan.search.solver.anchoring`) or, where that has nothing better, with all twins. Layers that
-repeat are searched once.
+Messages of the quotient (`shardplan.search.structure.symmetry_coarsening`) rank the groups, but not their members. The
+members of the best groups are few, and are searched first. Where they contradict each other, the search includes the
+next best groups of each variable, first in a part of the graph with an anchor (`shardplan.search.solver.anchoring`),
+then with all members. Repeated layers are folded first.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network

@@ -1,8 +1,8 @@
-"""Choices for layers that were left out of a folded graph: each takes those of one of the layers that stayed.
+"""Choices of the dropped layers of a folded graph, by dynamic programming over the sequence of layers.
 
-What is best of few layers may change from one to the next, where that costs nothing as often as it is done there, and
-something where a layer follows its like. So the sequence of layers is chosen by dynamic programming: each layer that
-was left out is any of those that stayed, at what it costs beside the one before it.
+The best assignment of few layers may change from one layer to the next, at places where the change is free. The same
+change may cost something between other layers. Each dropped layer takes the choices of one kept layer. The sequence is
+a cheapest path: its steps cost what a layer costs next to the one before.
 
 >>> import numpy as np
 >>> steps = np.array([[5.0, 0.0], [0.0, 5.0]])  # to be alike costs
