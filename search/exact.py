@@ -29,45 +29,44 @@ _BRANCH_BUDGET = Budget(sweeps=60, cp_sat_work=0.3, cp_sat_entries=5000, table_e
 _MAX_BRANCH_CHOICES = 10_000
 _SECONDS_PER_PART = 0.1
 _WIDE_GAP = 0.01
-"""The gap from which on restricted networks are looked at, and improving is tried though little of the work is left:
-what prices leave below, parts rarely change."""
+"""The gap from which on restricted networks are solved, and primal heuristics run although little work is left. Below
+it, heuristics rarely improve the assignment of the prices."""
 _PRUNING_GAP = 0.02
 _RESTRICTED_SHARE = 0.07
-"""The share of the sweeps' work that each of them may take."""
+"""The share of the sweeps' work for each restricted network."""
 _NEAR_GAP, _ENTRIES_TO_CHECK = 0.02, 1000
-"""The gap at which it is asked whether an assignment serves, where so many table entries per variable are left: closing
-the gap takes longer than the answer."""
+"""The gap at which `is_feasible` is called, and the table entries per variable from which on it is: there the proof
+takes longer than the call."""
 _SECONDS_PER_VARIABLE, _SECONDS_PER_ENTRY = 6e-5, 1e-7
-"""What reducing takes, about, per variable of the network and table entry of what is left."""
+"""The estimated time of the reductions, per variable of the network and per table entry that is left."""
 _PATIENCE_SHARE = 0.12
 _LEAST_GAIN = 0.02
-"""The share of the work after which improving ends where it has not closed this part of the gap."""
+"""The share of the work after which primal heuristics end unless they have closed this part of the gap."""
 _PEAK_TOLERANCE, _SWEEPS_WITHOUT_LOWER_PEAK = 1e-3, 20
-"""Where no assignment keeps within the limit, the one of the least peak is good enough so near what is proven, or after
-so many sweeps that have not come nearer by as much."""
+"""Where no assignment fits the limit, the search for the lowest peak ends this near its bound, or after so many sweeps
+without a gain of as much."""
 _PRICING_SHARE = 1.0
 """The share of the work that finding prices may take."""
 _LEAST_PRICING_SHARE = 0.5
-"""The share of all work that prices and what follows them may take, however long reducing took."""
+"""The least share of all work for prices and the stages behind them, after reductions of any length."""
 _PEAK_SHARE, _LEAST_PEAK_SWEEPS = 0.3, 6
-"""The share of the work that looking for what keeps within the limit at any cost may take, of which there are so many
-sweeps at least."""
+"""The share of the work for the lowest peak at any cost, and its least number of sweeps."""
 _ACCEPTED_RATIO = 1.05
-"""Times of the bound, up to which an assignment is hardly worth proving any further where work is limited."""
+"""The ratio to the bound up to which a cost needs no further proof where work is limited."""
 _CROSSOVER_SHARE = 0.4
-"""The share that CP-SAT's mixing of what was best at all prices may take, where prices leave as much."""
+"""The share of the work for CP-SAT on mixtures of the assignments at all prices."""
 _DIVERSIFY_SHARE = 0.4
-"""The share of the work that assignments of new choices may take, where prices leave as much."""
+"""The share of the work for diversification."""
 
 _CP_SAT_SHARE, _LEAST_CP_SAT_SECONDS = 0.8, 0.6
-"""The share of the work left that building CP-SAT's model of all that is left may take, and seconds that it gets then:
-small graphs are proven sooner so than by improving them."""
+"""The share of the rest of the work up to which CP-SAT's model of the whole graph is built, and its least seconds. The
+proof of a small graph is faster that way than by heuristics."""
 _MAX_KNOWN = 8
-"""So many assignments are told the next search, which has one limit more."""
+"""The number of assignments that the next search, with another limit, gets."""
 _MIN_EVALUATIONS = 3
-"""Of prices, for which there must be work left before branches with prices of their own are made."""
+"""The evaluations of prices that the rest of the work must allow before branch and bound starts."""
 _BRANCHING_SHARE = 0.5
-"""The share of the time limit that branches with prices of their own may take, where work is not limited."""
+"""The share of the time limit for branch and bound with prices, where work is not limited."""
 
 __all__ = ["auto", "exact", "lowest_peak", "take_restricted_solutions"]
 
@@ -175,7 +174,7 @@ def _minimise(run: Run, sweep_share: float, cp_sat_share: float) -> GraphSolver:
 
 
 def _stop_at_acceptable_gap(run: Run, solver: GraphSolver, bound: float) -> None:
-    """Ends the search where what the start found is as near its bound as would do."""
+    """Ends the search where the gap of the warm start is acceptable."""
     if relative_gap(solver.upper, bound) <= solver.budget.acceptable_gap:
         run.accept_gap(run.work + solver.estimate)
         _report(run, solver)
@@ -194,8 +193,8 @@ def _lowest_peak_fits(run: Run) -> bool:
 
 
 def _search(run: Run, solver: GraphSolver, bound: float) -> None:
-    """Messages on the whole graph, with answers of the restricted networks: where the start is far from its bound,
-    where messages stall far from it, or where it turns out that nothing closes the gap."""
+    """Solves the whole graph. Solutions of restricted networks help where the start has a wide gap, where messages
+    stall at one, or where one is left in the end."""
     if solver.upper < math.inf and bound > -math.inf and relative_gap(solver.upper, bound) > _WIDE_GAP:
         take_restricted_solutions(run, solver)
     with run.stage("search"):
@@ -207,7 +206,7 @@ def _search(run: Run, solver: GraphSolver, bound: float) -> None:
 
 
 def take_restricted_solutions(run: Run, solver: GraphSolver) -> bool:
-    """Takes the best answers of the restricted networks; True where one is better than what was found."""
+    """Solves the restricted networks and accepts their solutions. True where one of them is the best so far."""
     if run.network.usage_limit is not None:
         return False
     before, budget, run.restrictions_solved = solver.upper, solver.budget, True
@@ -313,7 +312,7 @@ def _distinct_entries(graph: Graph) -> int:
 
 
 def _improve(run: Run, solver: GraphSolver) -> None:
-    """Local search and branching, by turns of about equal work, until the time is over or the gap is closed."""
+    """Large-neighbourhood search and branch and bound in turns of equal work, until the time or the gap is used up."""
     graph = solver.graph
     assert graph.hint is not None
     limited = graph.usage_limit is not None
@@ -362,7 +361,7 @@ def _crossovers(run: Run, solver: GraphSolver, callbacks: Callbacks) -> None:
 
 
 def lowest_peak(run: Run, sweeps: int = 300) -> None:
-    """Looks for an assignment within the usage limit, or else of a low peak, and bounds the peak from below.
+    """Searches an assignment within the usage limit, or else one of a low peak, and a lower bound of the peak.
 
     Without costs, prices that sum to 1 say: no assignment has a peak below the least sum of its priced usages. So the
     Lagrangian relaxation of the limit bounds the least peak, and what it decodes has low peaks.

@@ -26,7 +26,7 @@ class Stop(Exception):
 
 
 class Run:
-    """Keeps what a search has found, so that it can end at any moment with the best of it."""
+    """The best assignment and bound of a search, kept so that it can end at any moment."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Run:
         self.network = network
         self.gap = gap
         self.acceptable_gap = 0.0
-        """A gap that would do: see `suffices`."""
+        """A larger gap: see `reaches_acceptable_gap`."""
         self._acceptable_since: float | None = None
         self.time_limit = time_limit
         self.work_limit = work_limit
@@ -50,7 +50,7 @@ class Run:
         self.deadline = self.started + time_limit
         self.progress = progress
         self.is_feasible = is_feasible
-        """Asked of a good assignment: whether it is worth proving. See `ask`."""
+        """A test of good assignments beyond the network. See `check_feasibility`."""
         self.peak_searched = network.hint is not None and network.hint.served
         """Whether the lowest peak was looked for, or need not be."""
         self.known: list[NDArray[np.int64]] = []
@@ -69,7 +69,7 @@ class Run:
         self.interrupted = False
         self.proven_infeasible = False
         self.restrictions_solved = False
-        """Whether the restricted networks have been asked for their best assignments."""
+        """Whether the restricted networks have been solved."""
         self._stage = "start"
         self._within: str | None = None
         self._settled_at = self.started
@@ -147,7 +147,7 @@ class Run:
             self.proven_infeasible = True
 
     def check_feasibility(self) -> None:
-        """Ends the search where the best assignment turns out not to be what is wanted."""
+        """Ends the search where the best assignment fails the test of the caller."""
         self.settle()
         if self.is_feasible is None or self.choices is None or not self.cost < self._checked_cost:
             return
@@ -160,8 +160,7 @@ class Run:
         return relative_gap(self.cost, self.lower_bound) <= self.gap
 
     def reaches_acceptable_gap(self, work: float) -> bool:
-        """Whether the gap is one that would do, and a good part of all work was spent since it became one: then it is
-        the one that is asked.
+        """Whether the gap has been acceptable for a good part of all work. The acceptable gap is the asked gap then.
 
         work: all that was done, in seconds by estimate.
         """
@@ -175,7 +174,7 @@ class Run:
         return True
 
     def accept_gap(self, work: float) -> None:
-        """Lets the gap that would do be the one that is asked, after so much work."""
+        """Makes the acceptable gap the asked gap, after this much work."""
         self.gap, self.work = self.acceptable_gap, work
 
     def report(self) -> None:

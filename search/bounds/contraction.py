@@ -74,7 +74,7 @@ def contract(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
 
 
 def contract_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> int:
-    """Merges pairs of neighbours that are not near to each other, cheapest first; returns how many.
+    """Contracts edges that are not near each other, cheapest first, and returns their number.
 
     relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
     many table entries the graph may grow.
@@ -89,7 +89,7 @@ def contract_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room
         v, w = pairs.v, pairs.w
         if pairs.growth > 1.0 and (count >= most or pairs.growth > _MAX_GROWTH):
             break
-        # Beside a merged variable, another one would grow by more than was counted.
+        # A neighbour of a merged variable has a larger table by now than was counted.
         if v in near or w in near or pairs.after - pairs.before > room:
             continue
         near |= {v, w, *graph.neighbours[v], *graph.neighbours[w]}

@@ -49,34 +49,34 @@ Index = NDArray[np.intp]
 Cycle = list[int]
 PairBounds = dict[tuple[int, int], Array]
 PairMasks = dict[tuple[int, int], NDArray[np.float32]]
-"""Per edge, 1 for pairs that hardly raise the bound and 0 for others, of the choices that are in such pairs."""
+"""Per edge, 1 for pairs that hardly raise the bound and 0 for others. Choices without such pairs are left out."""
 _MAX_LENGTH = 8
-"""Edges of a cycle."""
+"""The largest number of edges of a cycle."""
 _MAX_CYCLES = 20_000
-"""Cycles that are looked at."""
+"""The largest number of cycles that are measured."""
 _MAX_ENTRIES_OF_CYCLE, _MAX_ENTRIES = 2e7, 2e9
-"""Table entries that are read to measure by how much a cycle contradicts itself, each once per choice it is opened at:
-of one cycle, and of all."""
+"""Table entries that the measurement of contradictions reads, of one cycle and of all. Each entry counts once per
+choice of the variable that is opened."""
 _SECONDS_PER_CYCLE, _SECONDS_PER_ENTRY = 3e-5, 1e-9
-"""What looking at a cycle takes, about, and reading such an entry."""
+"""The estimated time per cycle and per such entry."""
 _NOISE_RATIO = 1e-4
-"""The share of the gap up to which a contradiction is only that messages have not settled."""
+"""The share of the gap up to which a contradiction is noise of messages that have not converged."""
 _LEAST_GAIN = 0.02
-"""The share of the gap by which all cycles that are opened must contradict themselves together."""
+"""The share of the gap that the contradictions of all opened cycles must reach together."""
 _LEAST_RATIO_TO_GREATEST = 0.1
-"""The share of the greatest contradiction that is worth opening a cycle for."""
+"""The share of the greatest contradiction from which on a cycle is opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedCycles:
-    """How many cycles were opened, and the seconds that it should have taken, the same on every machine."""
+    """The number of opened cycles, and the estimated seconds, equal on all machines."""
 
     cycles: int
     seconds: float
 
 
 def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> OpenedCycles:
-    """Opens the cycles that contradict themselves most, no two with a variable in common.
+    """Opens the cycles of greatest contradiction, no two with a variable in common.
 
     relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
     many table entries the graph may grow.
@@ -111,8 +111,8 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
 
 
 def _contradictory_cycles(graph: Graph, rises: PairBounds, least: float) -> tuple[list[tuple[float, Cycle]], float]:
-    """Cycles whose pairs do not all raise the bound by up to `least`, those that raise it most first, with by how much;
-    and the seconds that looking for them should have taken."""
+    """Cycles of a contradiction above `least`, the greatest first, with the contradiction, and the estimated
+    seconds."""
     fitting = _pair_masks(graph, rises, least)
     found: list[tuple[float, Cycle]] = []
     count = entries = 0
@@ -185,7 +185,7 @@ def _edges(cycle: Cycle) -> list[tuple[int, int]]:
 
 
 def _fits(fitting: PairMasks, edges: list[tuple[int, int]]) -> bool:
-    """Whether choices of a cycle's variables fit each other all the way round."""
+    """Whether some assignment of a cycle has no pair that raises the bound."""
     fits = fitting[edges[0]]
     for edge in edges[1:-1]:
         fits = np.minimum(fits @ fitting[edge], np.float32(1.0))
@@ -193,7 +193,7 @@ def _fits(fitting: PairMasks, edges: list[tuple[int, int]]) -> bool:
 
 
 def _contradiction(rises: PairBounds, edges: list[tuple[int, int]]) -> float:
-    """By how much the bound rises at least whatever the variables of a cycle take."""
+    """The contradiction of a cycle: the least rise of the bound over its assignments."""
     found = math.inf
     for choice in np.argsort(rises[edges[0]].min(axis=1), kind="stable").tolist():
         reached = rises[edges[0]][choice]

@@ -95,16 +95,16 @@ class Relaxation:
         return 6e-9 * self.sweeper.entries + 8e-5 * self.sweeper.levels + 3e-8 * self.amounts.size
 
     def bound_gain(self, sweeps: int) -> float:
-        """By how much so many last sweeps have raised the bound; infinity where there were not more than that."""
+        """The rise of the bound over this many last sweeps. Infinity where there were no more than that."""
         return self._bounds[-1] - self._bounds[-1 - sweeps] if len(self._bounds) > sweeps else math.inf
 
     @property
     def prices_settled(self) -> bool:
-        """Whether the prices hardly move any more."""
+        """Whether the steps of the prices are small."""
         return not len(self.prices) or self._length < 0.02
 
     def _sweep_on(self) -> float:
-        """A sweep where there are no prices, along the way that the messages go."""
+        """A sweep with momentum, for graphs without prices."""
         self.sweeps += 1
         return self.graph.constant + self.extrapolation.sweep()
 
@@ -166,7 +166,7 @@ class Relaxation:
         return dict(zip(self.order, choices.tolist(), strict=True))
 
     def by_choice(self, fits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
-        """What is said of all choices (by place), per variable."""
+        """Values of all choices (by place), per variable."""
         offsets = self.sweeper.offsets
         return {v: fits[offsets[place] : offsets[place + 1]] for place, v in enumerate(self.order)}
 
@@ -217,12 +217,12 @@ class Relaxation:
         return bound, self.sweeper.beliefs
 
     def prunable_share(self, upper: float) -> float:
-        """The share of all choices that `prune` would about drop."""
+        """An estimate of the share of choices that `prune` would drop."""
         room = upper - self.bound
         return float(np.mean(self.sweeper.beliefs > room)) if room < math.inf else 0.0
 
     def entries_left(self, upper: float) -> int:
-        """Table entries that `prune` would about leave."""
+        """An estimate of the table entries that `prune` would leave."""
         fits = self.sweeper.beliefs <= upper - self.bound
         sizes = np.maximum(np.add.reduceat(fits, self.sweeper.offsets[:-1]), 1) if len(fits) else fits
         lows, highs = self.sweeper.ends

@@ -80,12 +80,12 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
         around = neighbours.pop(v)
         stays = v in fixed
         for w in around:
-            beside = neighbours[w]
-            beside.discard(v)
+            others = neighbours[w]
+            others.discard(v)
             if not stays:
-                beside |= around
-                beside.discard(w)
-            if (value := width(w, beside)) != current[w]:
+                others |= around
+                others.discard(w)
+            if (value := width(w, others)) != current[w]:
                 current[w] = value
                 heapq.heappush(heap, (value, w))
     return Plan(steps, frozenset(fixed), entries, kept)

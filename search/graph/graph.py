@@ -148,7 +148,7 @@ class Graph:
         self.unsupported, self.unfollowed, self.undominated = other.unsupported, other.unfollowed, other.undominated
 
     def forget(self) -> None:
-        """Frees what was computed of tables that are gone. What is computed of those that are left is shared anew."""
+        """Frees results for tables that no edge has any more. Results for others are computed again when needed."""
         self.tables = Tables()
 
     def touch(self, variables: Iterable[int]) -> None:

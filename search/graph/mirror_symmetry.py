@@ -61,7 +61,7 @@ def _costs_the_same(network: Network) -> bool:
     """Whether every assignment costs what its image does: each of its costs and tables does, and ties hold for both."""
     mirror = network.mirror
     images = [costs[mirror[v]] for v, costs in enumerate(network.costs)]
-    if not _images_differ_by_rounding(np.concatenate(network.costs), np.concatenate(images)):
+    if not _equal_up_to_rounding(np.concatenate(network.costs), np.concatenate(images)):
         return False
     if any((mirror[u] != mirror[v]).any() for u, v in network.ties):
         return False
@@ -70,13 +70,13 @@ def _costs_the_same(network: Network) -> bool:
         key = (number, id(mirror[u]), id(mirror[v]))
         if key not in known:
             table = network.tables[number]
-            if not _images_differ_by_rounding(table, table[mirror[u][:, None], mirror[v]]):
+            if not _equal_up_to_rounding(table, table[mirror[u][:, None], mirror[v]]):
                 return False
             known.add(key)
     return True
 
 
-def _images_differ_by_rounding(array: NDArray[np.float64], image: NDArray[np.float64]) -> bool:
+def _equal_up_to_rounding(array: NDArray[np.float64], image: NDArray[np.float64]) -> bool:
     return np.array_equal(array, image) or np.allclose(array, image, rtol=_ROUNDING, atol=0.0)
 
 

@@ -54,7 +54,7 @@ class _States:
 
 
 def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
-    """A network with the usages of pairs besides; the variables of this one come first and keep their numbers."""
+    """A network with the usages of pairs added. The variables of this one come first and keep their numbers."""
     by_pair: dict[tuple[int, int], list[PairUsage]] = {}
     for usage in usages:
         if usage.start < usage.end:
@@ -83,8 +83,8 @@ def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
 
 
 def extended(network: Network, choices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """An assignment of the first variables of a network that `with_pairs` made, with the pairs' choices besides: for
-    each the cheapest, and of these the one that uses least."""
+    """An assignment of a network that `with_pairs` made, from the choices of its first variables. Each pair takes its
+    cheapest choice, and of these the one of least usage."""
     return all_extended(network, [choices])[0]
 
 

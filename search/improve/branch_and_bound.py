@@ -28,7 +28,7 @@ __all__ = ["BranchAndBound"]
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """What is left to split, its prices, and what was best at some, when the graph's `undo` had `mark` steps."""
+    """A graph to split, its prices, and its planes, from when the graph's `undo` had `mark` steps."""
 
     graph: Graph
     prices: dict[int, float]

@@ -25,8 +25,7 @@ _LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
 """In units of CP-SAT's deterministic time."""
 _VARIATIONS = 4
 _REWARD = 0.03
-"""What a choice that was not seen may cost more, as a share of what the usages of its variable's choices differ in at
-the prices."""
+"""The reward of a new choice, as a share of the range of its variable's priced usages."""
 _SIMILAR_RATIO = 1e-3
 """Choices whose usages cost the same but for such a share of that are one way to store a tensor."""
 _LESS = 0.25
@@ -56,7 +55,7 @@ def diversify(pricing: Pricing, seconds: float) -> None:
 
 
 def _rewards(pricing: Pricing, share: float) -> dict[int, NDArray[np.float64]]:
-    """Per variable, what each choice that is left is worth because no assignment has it."""
+    """Per variable, the reward of each remaining choice that no assignment has."""
     places = {v: place for place, v in enumerate(pricing.live)}
     rewards = {}
     for v, amounts in pricing.priced.amounts.items():

@@ -56,7 +56,7 @@ class LargeNeighbourhoodSearch:
         self.weights = weights + 0.1 * max(float(weights.mean()), 1e-30)
 
     def restart(self, upper: float) -> None:
-        """Begins anew from the graph's hint, which somebody else has improved."""
+        """Restarts from the graph's hint after another method has improved it."""
         hint = self.graph.hint
         assert hint is not None
         self.upper = upper

@@ -17,7 +17,7 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _POINTS_BETWEEN = 65
 _PRICE_WEIGHT = 1e-4
-"""What the prices weigh beside what the planes leave to L."""
+"""The weight of the prices in the objective, next to the value that the planes leave to L."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,17 +46,17 @@ def solve_knapsack(
     shares = _shares(costs, usages, room, exclusions)
     if shares is None:
         return None
-    beside: list[list[int]] = [[] for _ in costs]
+    excluded: list[list[int]] = [[] for _ in costs]
     for numbers in exclusions:
         for number in numbers:
-            beside[number] += [other for other in numbers if other != number]
+            excluded[number] += [other for other in numbers if other != number]
     scale = np.maximum(np.abs(usages).max(axis=0), 1e-30)
     taken, barred, left = np.zeros(len(costs), dtype=bool), np.zeros(len(costs), dtype=bool), room
 
     def take(number: int) -> None:
         nonlocal left
         taken[number], barred[number], left = True, True, left - usages[number]
-        barred[beside[number]] = True
+        barred[excluded[number]] = True
 
     for number in np.flatnonzero(shares > _INTEGRAL).tolist():
         take(number)

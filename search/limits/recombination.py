@@ -92,7 +92,7 @@ class Recombination:
         return Mixture(mixture, spent + time)
 
     def _parts(self, base: Index, other: Index) -> list[_Part]:
-        """What two assignments differ in, by parts that no edge joins."""
+        """The difference of two assignments, as parts that no edge joins."""
         graph, live, place = self.graph, self.live, self.place
         left = dict.fromkeys(np.flatnonzero(base != other).tolist())
         parts = []
@@ -122,7 +122,7 @@ class Recombination:
         return parts
 
     def _exclusions(self, parts: Sequence[_Part]) -> list[tuple[int, ...]]:
-        """Numbers of parts of which one at most can be taken: those that change either end of an edge."""
+        """Sets of parts that exclude each other: those that change either end of an edge."""
         touching: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
             for here in part.places.tolist():

@@ -41,44 +41,44 @@ _BUDGET = Budget(sweeps=120, largest_table=1e5, table_entries=1e6, cp_sat_work=0
 _ROUGH_BUDGET = replace(_BUDGET, sweeps=40, cp_sat_work=0.0, cp_sat_entries=0, contraction_entries=0)
 _SWEEPS_WHERE_LOOSE = 300
 _LOOSE_RATIO = 0.3
-"""Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, up to
-where neighbours are merged: messages alone are not tight where mesh axes are alike."""
+"""The share of the gap that an evaluation may leave open. A larger rest gets more sweeps, up to the contraction of
+neighbours: messages alone are not tight on meshes with equal axes."""
 _SWEEPS_WHERE_LOW = 40
-"""After these, prices are left that cannot raise the bound: an assignment that is nearly the best there is found."""
+"""The number of sweeps after which an evaluation ends where its prices cannot raise the bound."""
 _FIRST_TIMES = 4.0
-"""What the excess that is known costs at the first prices, at each time, in times of all the rest."""
+"""The cost of the known excess at the first prices, at each time, as a multiple of all other costs."""
 _MAX_TIMES = 24
 _MAX_LOW_PRICES = 2
-"""After so many prices that are too low comes one that is high at all times."""
+"""The number of too low prices after which a price that is high at all times follows."""
 _RECOMBINATION_GAP = 0.02  # assignments that leave such a gap are recombined once more, when better prices are known
 _SHARE_OF_GAP = 0.2
-"""How much the planes may leave above the bound, of the gap that is asked for."""
+"""The share of the asked gap that the planes may leave above the bound."""
 _STEP_TO_BEST = 0.3
-"""Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
+"""The step back to the best prices, where several times have prices. Without it, the prices of planes zigzag."""
 _BETWEEN_RATIO = 0.5
-"""Between prices that are too low and prices that are high enough lie some at which usage is near the limit at all
-times: where these leave L such a share of the room that all prices do, they are tried first."""
+"""The share of the room above L from which on prices between too low and high enough ones are tried first. Usage is
+near the limit at all times there."""
 _LEAST_RAISE, _GREATEST_RAISE = 1.5, 4.0
-"""How much higher than all before the next prices may be: the more, the less the last ones have changed the excess."""
+"""The ratio of the next prices to the highest before. It is larger where the last ones changed the excess by little."""
 _OVERSHOOT_RATIO = 0.1
-"""By what share of the gap the planes may leave L more than the best assignment costs."""
+"""The share of the gap by which the planes may leave L above the cost of the best assignment."""
 _WIDE_GAP = 0.01
-"""Where the planes leave L so far below the best assignment, the last work goes into more of them, not into L."""
+"""The gap between planes and best assignment from which on the last work goes into more planes instead of L."""
 _ROUGH_GAP = 2e-3
-"""The gap at which prices are evaluated that are too low to keep within the limit."""
+"""The gap of evaluations at prices that are too low for the limit."""
 _SHARE_OF_CUT = 0.1
-"""How exactly prices are evaluated: to this share of what the plane that comes out takes off the ones before."""
+"""The precision of an evaluation, as a share of the room that its plane takes off the planes before."""
 _SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
-"""What copying and reducing take, about, and what pruning and decoding take per variable that is left then."""
+"""The estimated time of copying and reducing per variable, and of pruning and decoding per variable that is left."""
 _TIMES_TO_IMPROVE, _LEAST_WORK = 1.3, 0.1
-"""What is hardly worth proving gets so many times the work until it was found, and such work at least, in seconds, in
-which small graphs are proven."""
+"""The work for an assignment that needs no further proof, as a multiple of the work that found it, and the least work
+in seconds. Small graphs are proven within that."""
 _LONGEST_RATIO = 2.0
-"""What an evaluation may take however little work is left, in times of the longest before."""
+"""The time of an evaluation that is allowed in any case, as a multiple of the longest before."""
 _PRUNING_GAP = 0.05  # where a gap like this is asked for, pruning takes longer than it saves
 _RECOMBINATIONS, _BASES = 4, 2
 _SECONDS_PER_RECOMBINATION = 0.01
-"""Likewise, per assignment that takes over parts of others."""
+"""The estimated time of a recombination, per assignment that takes parts of others."""
 
 
 class Pricing:
@@ -93,30 +93,30 @@ class Pricing:
         self.profile = Profile(graph, self.live, self.offsets[:-1])
         self.instants = self.profile.candidates()
         self.mark = len(graph.undo)
-        """When this began."""
+        """The length of the graph's `undo` at the start."""
         self.planes: list[Plane] = []
         self.begun: Plane | None = None
-        """What the first prices are taken from."""
+        """The plane of the first prices."""
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
         self.near = 0.0
-        """What costs at most so many times the bound is hardly worth proving any further."""
+        """The ratio to the bound up to which a cost needs no further proof."""
         self.until = math.inf
         """The estimate at which the search should end."""
         self._loose = self._brief = False
-        """Whether the last evaluation left much open, and whether what is nearly the best has to do."""
+        """Whether the last evaluation left a wide gap, and whether near-optimal assignments suffice."""
         self._messages: Messages = {}
-        """Those at the last prices, where twins were taken together."""
+        """The messages of the quotient at the last prices."""
         self.mixed = 0
-        """Of how many planes CP-SAT's best mixture is known."""
+        """The number of planes whose best mixture CP-SAT has computed."""
         self._recombined = 0, math.inf
         """The number of planes, and the cost of the best assignment, when they were recombined last."""
         self.feasible_prices: Array | None = None
-        """The last prices of several times at which all usages kept within the limit."""
+        """The last prices of several times at which all usages were within the limit."""
         self.most = 0.0
         """The highest price that was tried."""
         self.estimate = self.longest = 0.0
-        """Seconds that it should have taken, and the longest evaluation, the same on every machine."""
+        """The estimated seconds in all and of the longest evaluation, equal on all machines."""
 
     @property
     def has_few_times(self) -> bool:
@@ -255,7 +255,7 @@ class Pricing:
         return True
 
     def evaluate_roughly(self, rewards: Mapping[int, Array]) -> None:
-        """Keeps an assignment that is nearly the best at the best prices, where choices have rewards besides."""
+        """Keeps a near-optimal assignment at the best prices, found with rewards on some choices."""
         priced = self.priced.at(self.best, rewards)
         callbacks, known = Callbacks(priced.tick, self.solver.callbacks.seconds_left), self._messages
         inner = GraphSolver(priced, math.inf, _ROUGH_BUDGET, _ROUGH_GAP, callbacks)

@@ -22,7 +22,7 @@ __all__ = ["BoundedGraph"]
 _SWEEPS = 20
 _FIRST_SWEEPS = 2
 _LAST_SWEEPS, _SLOW_SHARE = 5, 0.1
-"""Where so many sweeps close less than this share of the gap, all of it takes longer than dynamic programming."""
+"""Sweeps, and the share of the gap. Where the sweeps close less than it, dynamic programming is faster."""
 _SWEEP_ON_RATIO = 0.75
 _PRUNING_SHARE = 0.2
 _CYCLE_ENTRIES = 1_000_000
@@ -49,9 +49,9 @@ class BoundedGraph(ABC):
         self.prunes = True
         """Whether `sweep_until_prunable` ends where much can be pruned."""
         self.patience = 2
-        """After so many turns that hardly raise the bound, messages count as stalled."""
+        """The number of turns of small gain after which messages count as stalled."""
         self.stalled = self.slow = False
-        """Whether the messages have stopped to help; and whether the last sweeps have raised the bound by little."""
+        """Whether messages have stopped to raise the bound; whether the last sweeps have raised it by little."""
         self.contradicted = False  # whether twins may be what leaves the gap open, and are worth telling apart
         self.opens = self.creeping = False
         """Whether `sweep_until_prunable` ends where messages creep far from closed; and whether it has."""

@@ -22,9 +22,9 @@ _FEW_INSTANTS = 60
 _INSTANTS_PER_ROUND = 8
 _DISTANCE = 20
 SECONDS_PER_UNIT = 4.0
-"""What a unit of CP-SAT's deterministic time takes, about: it counts its search, and not all of what prepares it."""
+"""The seconds of a unit of CP-SAT's deterministic time, which counts the search and only a part of the presolve."""
 _SECONDS_PER_PAIR = 3e-5
-"""What one pair of choices takes in the model: it is built in Python, and goes through CP-SAT's presolve."""
+"""The estimated time of one pair of choices in the model, for its construction in Python and for CP-SAT's presolve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ def solve_by_cp_sat(
 def _solver(limited: bool) -> cp_model.CpSolver:
     """CP-SAT with one worker.
 
-    limited: whether usage has a limit. A few sums of amounts are left then, beside tables whose relaxation is nearly
-    whole: the tree proves that sooner than cuts, probing and symmetries do.
+    limited: whether usage has a limit. The model is then a few sums of amounts and tables
+    of nearly integral relaxation. The search tree proves it faster than cuts, probing and symmetries.
     """
     solver = cp_model.CpSolver()
     solver.parameters.linearization_level = 2

@@ -137,14 +137,15 @@ def _nearest(start: int, colours: dict[int, int], around: Surroundings) -> int |
 def _grow(graph: Graph, start: int, target: int, colours: dict[int, int], around: Surroundings) -> dict[int, int]:
     """The map that takes `start` to `target`: as far as it is determined, then, one by one, any way that fits.
 
-    Twins (equal tensors that are read alike) leave a choice; either is right, and decides what hangs on them.
+    Twins (equal tensors with equal readers) leave a choice. Either is right, and decides the variables that
+    depend on it.
     """
     following, taken = {start: target}, {target}
     queue, unclear = deque([start]), deque[int]()
 
     def open_pairs(v: int) -> list[tuple[list[int], list[int]]]:
         """Neighbours of `v` and of its image that may correspond: by their tables, and where several have one table, by
-        their colours besides."""
+        their colours too."""
         ours, theirs = _by_table(around[v], following), _by_table(around[following[v]], taken)
         found = []
         for table, ends in ours.items():
@@ -153,8 +154,8 @@ def _grow(graph: Graph, start: int, target: int, colours: dict[int, int], around
                 found.append((ends, others))
             elif others:
                 for colour in {colours[w]: None for w in ends}:
-                    alike = [[w for w in group if colours[w] == colour] for group in (ends, others)]
-                    found.append((alike[0], alike[1]))
+                    equal_edges = [[w for w in group if colours[w] == colour] for group in (ends, others)]
+                    found.append((equal_edges[0], equal_edges[1]))
         return [pair for pair in found if pair[1]]
 
     def take(w: int, y: int) -> None:
@@ -326,7 +327,7 @@ def _variables(graph: Graph, found: Repetition, gap: tuple[int, int]) -> dict[in
 def _edges(
     graph: Graph, small: Graph, found: Repetition, gap: tuple[int, int]
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """Edges are alike that join the same sequences at the same distance; of those, that of the nearest layer."""
+    """Edges correspond if they join the same sequences at the same distance. The one of the nearest layer is taken."""
     start, stop = gap
     missing = stop - start
 
@@ -348,13 +349,13 @@ def _edges(
     result = {}
     for v in graph.live():
         for w in graph.neighbours[v]:
-            alike = known.get(kind(v, w, (layer(v), layer(w))))
-            if alike is None:
+            equal_edges = known.get(kind(v, w, (layer(v), layer(w))))
+            if equal_edges is None:
                 continue
             number = layer(v, layer(w))
             if number is not None and number >= start:
                 number = number - missing if number >= stop else start - 1 if 2 * number < start + stop else start
-            if number is not None and number not in alike:
-                number = min(alike, key=lambda n: abs(n - number))  # type: ignore[operator]
-            result[v, w] = alike[number]
+            if number is not None and number not in equal_edges:
+                number = min(equal_edges, key=lambda n: abs(n - number))  # type: ignore[operator]
+            result[v, w] = equal_edges[number]
     return result

@@ -31,7 +31,7 @@ from shardplan.search.structure.unfold_repeats import unfolded_choices
 __all__ = ["Start", "begin_folded", "folded_start"]
 
 _CLOSED_GAP = 2e-4
-"""The gap at which the small graph has given what it can: pruning the whole one is quicker from there on."""
+"""The gap at which the search of the small graph ends: pruning of the whole graph is faster from there on."""
 
 _GAP_RATIO = 0.6
 """The gap asked of the small graph and of rings, as a share of that of the whole one, which may come out larger."""
@@ -69,8 +69,8 @@ class Start:
 def folded_start(graph: Graph, budget: Budget, gap: float, callbacks: Callbacks) -> Start | None:
     """A start for a graph by its repeated layers; `None` where it has none.
 
-    Where usage is limited, layers are not alike: they use memory at other times. There is no start then. Where it has
-    a price instead (`shardplan.search.limits.usage_prices`), layers that use as much at the priced times are alike.
+    A usage limit makes layers differ, since they use memory at different times. There is no start then. With prices
+    of usage (`shardplan.search.limits.usage_prices`), layers of equal usage at the priced times are equal.
     """
     folded = None if any(graph.spans) else fold(graph, END_LAYERS)
     if folded is None:
@@ -91,7 +91,7 @@ def folded_start(graph: Graph, budget: Budget, gap: float, callbacks: Callbacks)
 def _start_of(
     graph: Graph, folded: FoldedGraph, budget: Budget, gap: float, callbacks: Callbacks, settles: bool
 ) -> Start:
-    """What a folded graph gives the whole one."""
+    """The warm start of the whole graph from a folded one."""
     small = folded.graph
     if not folded.weight:  # the same share of the graph's constant cost, so that gaps compare
         small.constant = graph.constant * len(small.live()) / len(graph.live())
@@ -106,7 +106,7 @@ def _start_of(
 
 
 def _excess(graph: Graph, folded: FoldedGraph, start: Start) -> float:
-    """What choices of what layers share cost too much, where the folded graph is worth searching a second time."""
+    """The excess of the shared variables' choices, where a second search of the folded graph is cheap enough."""
     if start.choices is None or folded.graph.entries() > _SECOND_SEARCH_SHARE * graph.entries():
         return 0.0
     return excess_of_shared(graph, folded, start.messages, start.choices)
@@ -132,7 +132,7 @@ def _with_periodic_messages(graph: Graph, folded: FoldedGraph, start: Start, gap
 
 
 def begin_folded(solver: GraphSolver, budget: Budget) -> None:
-    """Reduces a solver's graph, without a usage limit, and starts from what its repeated layers say."""
+    """Reduces a solver's graph without a usage limit, and starts it from its repeated layers."""
     solver.reduce(dominance=False)  # what others beat is found by messages sooner
     start = folded_start(solver.graph, budget, solver.gap, solver.callbacks)
     if start is not None:
@@ -143,10 +143,10 @@ def begin_folded(solver: GraphSolver, budget: Budget) -> None:
 def _search(
     small: Graph, budget: Budget, gap: float, callbacks: Callbacks, settles: bool, misled: Callable[[Start], bool]
 ) -> Start:
-    """Messages and an assignment of a small graph, as good as they get.
+    """Messages and an assignment of a small graph.
 
-    settles: whether it is searched on for the assignment where messages leave it open. misled: asked after some sweeps
-    whether what is found then is of no use.
+    settles: whether the solver goes on for an assignment where messages leave a gap. misled: a test after some sweeps
+    whether the result would be of no use.
     """
     allowed = _SHARE_OF_TIME * callbacks.seconds_left()
 
@@ -171,7 +171,7 @@ def _search(
         solver.sweep_until_prunable()
     found = _found(small, solver)
     if settles and solver.relaxation is not None and not solver.closed:
-        # What stays open is mostly at the ends, and little beside the cost of all layers.
+        # The rest of the gap is mostly at the ends, and small against the cost of all layers.
         solver.budget = replace(budget, sweeps=solver.sweeps + _LAST_SWEEPS, cp_sat_work=0.1 * budget.cp_sat_work)
         with contextlib.suppress(Stop):
             solver.prune(solver.relaxation)

@@ -50,7 +50,7 @@ class JointPruning:
     _looked_at: float = field(default=math.inf)
 
     def run(self, budget: Budget) -> bool:
-        """Goes on until the small graph's bound proves what is found, or hardly rises any more.
+        """Sweeps and prunes until the small graph's bound closes the gap or hardly rises.
 
         True where the whole graph is to be searched at once, from the solver's messages: twins contradict each other,
         which the small graph does not know of, and no more is left of the whole one than there was of the small one.
@@ -160,12 +160,12 @@ class JointPruning:
                 self.choices = {v: int(full[v]) for v in graph.live()}
 
     def _done(self, further: GraphSolver, enough: float) -> bool:
-        """Whether a solver of the small graph, opened, need not go on."""
+        """Whether the solver of the opened small graph is done."""
         return self.proven or further.closed or self.gap_to(further.lower) <= enough
 
     @property
     def proven(self) -> bool:
-        """Whether what is found is within the asked gap of the bound."""
+        """Whether the gap of the best assignment is the asked one."""
         return self.gap_to(self.solver.lower) <= self.gap
 
     def gap_to(self, lower: float) -> float:
@@ -187,7 +187,7 @@ class JointPruning:
             self.choices = found
 
     def _drop(self, choices: dict[int, int]) -> None:
-        """Drops what is in no assignment that costs less than this one, which stays."""
+        """Drops choices that no cheaper assignment than this one has. Its own choices stay."""
         graph, small, relaxation = self.graph, self.solver.graph, self.solver.relaxation
         assert relaxation is not None
         upper = graph.cost(choices)

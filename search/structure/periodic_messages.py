@@ -88,10 +88,10 @@ class Ring:
     def messages(self, layers: range) -> Messages:
         """For edges of the whole graph between two of these layers: the mean message of the ring's edges like it."""
         found, messages = self.found, self._relaxation.messages()
-        alike: dict[EdgeKind, list[np.ndarray]] = {}
+        by_kind: dict[EdgeKind, list[np.ndarray]] = {}
         for edge, kind in self._kinds.items():
-            alike.setdefault(kind, []).append(messages[edge])
-        mean = {kind: np.mean(several, axis=0) for kind, several in alike.items()}
+            by_kind.setdefault(kind, []).append(messages[edge])
+        mean = {kind: np.mean(several, axis=0) for kind, several in by_kind.items()}
         result: Messages = {}
         for v, layer in found.layer.items():
             if layer in layers:

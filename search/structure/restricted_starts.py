@@ -45,7 +45,7 @@ class RestrictedSolution:
 
 
 def begin(solver: GraphSolver) -> float:
-    """Starts a search from what twins taken together give, or few of the repeated layers, where a graph has such.
+    """Warm start from the quotient by symmetry or from folded layers, where the graph has either.
 
     Returns a lower bound of the graph, as far as there is one. The first sweeps of the whole give a better one.
     """

@@ -21,7 +21,7 @@ __all__ = ["excess_of_shared", "means", "weighted_graph"]
 
 
 def _reads(graph: Graph, folded: FoldedGraph) -> set[tuple[int, int]]:
-    """Variables outside of the layers that some which were left out read, with the sequence of these."""
+    """Variables outside of the layers that dropped layers read, with the sequence of the readers."""
     return {
         (w, found.orbit[v])
         for found, missing in folded.repetitions
@@ -33,7 +33,7 @@ def _reads(graph: Graph, folded: FoldedGraph) -> set[tuple[int, int]]:
 
 
 def excess_of_shared(graph: Graph, folded: FoldedGraph, messages: Messages, choices: dict[int, int]) -> float:
-    """By how much the choices of what layers share are above the best, as messages of all layers have it."""
+    """The excess of the shared variables' choices above the best ones, by the messages of all layers."""
     total = 0.0
     for v in sorted({v for v, _ in _reads(graph, folded)}):
         belief = graph.costs[v]
@@ -46,7 +46,7 @@ def excess_of_shared(graph: Graph, folded: FoldedGraph, messages: Messages, choi
 
 
 def weighted_graph(graph: Graph, folded: FoldedGraph) -> FoldedGraph:
-    """The folded graph with the layers that stay as dear as all are; only itself where they share nothing."""
+    """The folded graph with the kept layers weighted as all layers."""
     factor: dict[int, float] = {}
     group: dict[int, int] = {}
     orbit: dict[int, int] = {}
@@ -81,16 +81,16 @@ def weighted_graph(graph: Graph, folded: FoldedGraph) -> FoldedGraph:
 
 
 def means(graph: Graph, folded: FoldedGraph, messages: Messages) -> Messages:
-    """Between layers that were left out and what all layers share: the mean of the messages of those that stayed, which
-    add up to what these do in the folded graph."""
+    """Messages between dropped layers and shared variables: the mean of the kept layers' messages. Their sum is that of
+    the folded graph."""
     result: Messages = {}
     for found, missing in folded.repetitions:
-        alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        edges_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for v, orbit in found.orbit.items():
             for w in graph.neighbours[v]:
                 if w not in found.layer:
-                    alike.setdefault((orbit, w), []).append((v, w))
-        for edges in alike.values():
+                    edges_of.setdefault((orbit, w), []).append((v, w))
+        for edges in edges_of.values():
             gone = [(v, w) for v, w in edges if found.layer[v] in missing]
             known = [(v, w) for v, w in edges if (v, w) in messages and (w, v) in messages]
             if gone and known:

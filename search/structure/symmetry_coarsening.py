@@ -84,7 +84,7 @@ def coarse_start(
     above: float | None = None,
     known: Messages | None = None,
 ) -> Start | None:
-    """A start for a graph by its twins; `None` where it has none, or hardly any, or where usage is limited.
+    """A warm start from the quotient; `None` for graphs with no or few twins, or with a usage limit.
 
     Choices of the graph that cannot be in anything better than what is found are dropped. above: a cost up to which
     they are kept, where what is found need not be the best among its twins and those near it. known: messages that a
@@ -111,7 +111,7 @@ def coarse_start(
     narrowing = JointPruning(graph, solver, places, gap, parts.among_twins)
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
-        solver.messages = _quotient_of_twins(known or {}, places)
+        solver.messages = _quotient_messages(known or {}, places)
         layers = replace(budget, seconds=_SHARE_OF_LAYERS * budget.seconds)
         start = None if solver.messages else folded_start(small, layers, TWINS_GAP_RATIO * gap, quiet)
         if start is not None:
@@ -129,7 +129,7 @@ def coarse_start(
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
     if narrowing.gap_to(solver.lower) <= budget.acceptable_gap:
         return parts.start(solver, {}, choices)
-    if above is None and not _open_cycles_of_quotient(solver, graph, choices):
+    if above is None and not _gap_is_of_quotient(solver, graph, choices):
         parts.near = [_near(small, relaxation, places, count) for count in _NEAR_CHOICES]
     messages = lifted_messages(relaxation.messages(), places)
     if not narrowing.proven and (parts.near or not narrowing.looked):
@@ -140,11 +140,11 @@ def coarse_start(
         mark = len(graph.undo)
         choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         messages = restricted_messages(messages, graph.undo[mark:])
-    return parts.start(solver, messages, choices, solver.stalled and _open_cycles_of_quotient(solver, graph, choices))
+    return parts.start(solver, messages, choices, solver.stalled and _gap_is_of_quotient(solver, graph, choices))
 
 
-def _open_cycles_of_quotient(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:
-    """Whether most of the gap is the small graph's own: its best assignment has twins that hardly cost more."""
+def _gap_is_of_quotient(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:
+    """Whether most of the gap is the quotient's own: its best assignment has members that hardly cost more."""
     own = _OWN_SHARE * (solver.upper - solver.lower)
     return choices is not None and graph.cost(choices) - solver.upper < own
 
@@ -176,7 +176,7 @@ def _fitting(
 
 
 def places_of(graph: Graph) -> dict[int, Index]:
-    """Per variable, the choice that each of its choices becomes where twins are taken together."""
+    """Per variable, the choice of the quotient for each of its choices."""
     places = {}
     for v in graph.live():
         labels = graph.twins.get(v)
@@ -186,13 +186,13 @@ def places_of(graph: Graph) -> dict[int, Index]:
 
 
 def _entries(graph: Graph, places: dict[int, Index]) -> int:
-    """Table entries of the graph with twins taken together."""
+    """The table entries of the quotient."""
     sizes = {v: int(place.max(initial=-1)) + 1 for v, place in places.items()}
     return sum(size * sizes[w] for v, size in sizes.items() for w in graph.neighbours[v] if v < w)
 
 
-def _quotient_of_twins(messages: Messages, places: dict[int, Index]) -> Messages:
-    """Messages into the choices of a graph, equal for twins, as messages into those of the small one."""
+def _quotient_messages(messages: Messages, places: dict[int, Index]) -> Messages:
+    """Messages of the whole graph, equal for twins, as messages of the quotient."""
     found = {}
     for (v, w), into in messages.items():
         if v in places and w in places and len(into) == len(places[v]):

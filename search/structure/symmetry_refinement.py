@@ -54,8 +54,8 @@ of the whole graph."""
 
 @dataclass(slots=True)
 class SymmetryRefinement:
-    """Choices of a graph among which a good assignment is, per variable: the twins of the best choice of the small
-    graph, and those of the next best ones besides. messages: of the graph, to look through the latter
+    """Sets of choices per variable that contain a good assignment: the twins of the small graph's best choice, and
+    those of its next best choices. messages: of the graph, to look through the latter
     from in a few of its layers, where they are good at once.
     """
 
@@ -75,7 +75,7 @@ class SymmetryRefinement:
     def start(
         self, small: GraphSolver, messages: Messages, choices: dict[int, int] | None, stalled: bool = False
     ) -> Start:
-        """A start from what a search of the small graph, and those among its twins, have found."""
+        """A warm start from the searches of the small graph and among its twins."""
         estimate = small.estimate + sum(self.estimates)
         return Start(messages, choices, small.sweeps, estimate, small.lower, stalled)
 
@@ -112,7 +112,7 @@ class SymmetryRefinement:
         return best
 
     def _found(self, graph: Graph, messages: Messages) -> Iterator[dict[int, int]]:
-        """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
+        """The best assignment of some of the variables among the twins, then with the next best choices too."""
         choices = self.among_twins(graph, {v: self.kept[v] for v in graph.live()} if self.kept else {})
         yield from self._found_near(graph, messages, choices)
 
@@ -123,7 +123,7 @@ class SymmetryRefinement:
         choices: dict[int, int] | None,
         fitting: Callable[[dict[int, int]], Masks] | None = None,
     ) -> Iterator[dict[int, int]]:
-        """The best among the twins, then what is best among the next best choices besides.
+        """The best assignment among the twins, then with the next best choices too.
 
         fitting: says which choices may be in anything better, where all of them are searched afterwards. An assignment
         of a part that tells twins apart does then; without one, near choices are looked through while they are fewer.

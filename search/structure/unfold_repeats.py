@@ -5,7 +5,7 @@ change may cost something between other layers. Each dropped layer takes the cho
 a cheapest path: its steps cost what a layer costs next to the one before.
 
 >>> import numpy as np
->>> steps = np.array([[5.0, 0.0], [0.0, 5.0]])  # to be alike costs
+>>> steps = np.array([[5.0, 0.0], [0.0, 5.0]])  # equal states cost
 >>> cheapest_path(np.zeros(2), steps, 3, (0, 0))
 [1, 0, 1]
 """
