@@ -1,4 +1,4 @@
-"""Parts in which one variable is told apart from its twins: together they have every assignment."""
+"""Anchors: the parts of a graph cover every assignment, and prove what messages leave open."""
 
 import math
 
@@ -56,7 +56,8 @@ def test_parts_prove_what_messages_leave_open() -> None:
     assert solver.closed_by_parts() and solver.upper == optimum
 
 
-def test_parts_together_may_take_as_much_work_as_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_held_to_the_work_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts together take at most as much work as the search before them."""
     allowed = []
 
     def searched(solver: GraphSolver, _masks: object, budget: Budget, upper: float, _least: float) -> float:

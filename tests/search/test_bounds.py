@@ -1,4 +1,4 @@
-"""Lower bounds hold at every moment; pruning and reparametrisation keep what they must."""
+"""Lower bounds hold at every moment; pruning and reparametrisation keep the optimum."""
 
 import math
 
@@ -253,7 +253,8 @@ def test_what_cp_sat_does_within_a_limit_is_counted():
     assert counted > 3
 
 
-def test_a_model_that_takes_longer_than_the_work_is_not_built_to_find_an_assignment_within_a_limit():
+def test_model_larger_than_the_work_left():
+    """CP-SAT's model is not built for an assignment within a limit where it takes longer than the work left."""
     _, graph, optimum = graphs(True, 1)[0]
     for seconds, found in ((1e-9, False), (60.0, True)):
         solver = GraphSolver(graph, math.inf, Budget(seconds=seconds), 1e-9, Callbacks(lambda: None, lambda: 60.0))
@@ -296,7 +297,8 @@ def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_the_least_peak_is_not_looked_for_where_something_within_the_limit_is_known_besides(monkeypatch, served):
+def test_lowest_peak_with_a_served_hint(monkeypatch, served):
+    """A known assignment within the limit makes the search for the lowest peak needless."""
     looked = []
     monkeypatch.setattr(search_exact, "lowest_peak", looked.append)
     monkeypatch.setattr(search_exact, "_price", lambda run, solver, begun: solver.callbacks.on_infeasible_hint())

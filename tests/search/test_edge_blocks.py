@@ -1,4 +1,4 @@
-"""Messages of many edges at once are those of each edge by itself, and eliminations remember what was cheapest."""
+"""Edge blocks: messages of many edges at once equal those of single edges; eliminations keep their minima."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Half of the assignments: of each and its mirror image one is looked at, and nothing is lost."""
+"""Mirror symmetry: one of each pair of images is enough for the optimum."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,8 @@ def test_half_of_the_assignments_has_the_optimum(seed: int) -> None:
     assert solve(net, gap=0.0).cost == pytest.approx(brute_force(net)[1])
 
 
-def test_networks_whose_images_cost_something_else_are_left_whole() -> None:
+def test_images_of_other_cost() -> None:
+    """Networks whose images cost something else keep all choices."""
     for change in ("cost", "table", "limit", "missing"):
         net = mirrored_network(0)
         if change == "cost":

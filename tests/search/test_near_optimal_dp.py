@@ -1,4 +1,4 @@
-"""Dynamic programming among the choices that raise the bound by little."""
+"""Dynamic programming on near-optimal choices."""
 
 import math
 
@@ -62,7 +62,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_groups_are_split_until_the_best_of_them_is_one_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_split_until_single_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, part = _stalled(_ring(), [v % 6 for v in range(15)]), _stalled(_ring(), [v % 6 for v in range(15)])
     asked = _counted(monkeypatch)
     assert solve_near_optimal(whole) and len(asked) == 1
@@ -101,7 +101,8 @@ def test_bounds_are_right_whatever_fits(entries: float, monkeypatch: pytest.Monk
     assert closed > (20 if entries == 1e8 else 0)
 
 
-def test_a_stalled_search_looks_through_what_fits_before_it_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_optimal_choices_come_before_contraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled search tries near-optimal choices before it contracts."""
     monkeypatch.setattr(GraphSolver, "_merge", lambda _: pytest.fail("neighbours were merged"))
     budget = Budget(table_entries=1, cp_sat_entries=0, promising_choices=1, dives=False, near_optimal_dp=True)
     solver = GraphSolver(Graph.of(_ring()), math.inf, budget, 1e-9, CALLBACKS)

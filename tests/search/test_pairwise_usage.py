@@ -102,7 +102,8 @@ def test_what_fits_is_found_at_the_first_prices() -> None:
     assert solver.upper < np.inf
 
 
-def test_prices_between_too_low_and_high_enough_are_where_planes_cross() -> None:
+def test_prices_between_too_low_and_high_enough() -> None:
+    """The next prices are where the planes cross."""
     none = np.zeros(0, dtype=np.intp)
     planes = [Plane(10.0, np.array([4.0, 4.0]), none), Plane(30.0, np.array([-1.0, -1.0]), none)]
     highest, prices = maximum_between(planes, np.zeros(2), np.array([8.0, 8.0]))
@@ -110,7 +111,8 @@ def test_prices_between_too_low_and_high_enough_are_where_planes_cross() -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_branches_with_prices_of_their_own_close_what_prices_leave_open(seed: int) -> None:
+def test_branches_with_prices_close_the_gap(seed: int) -> None:
+    """Branches have prices of their own, and close the gap that prices leave."""
     rng = np.random.default_rng(seed)
     sizes, costs = rng.integers(1, 9, 8), rng.integers(1, 30, 8)
     limit = float(sizes.sum() // 2)

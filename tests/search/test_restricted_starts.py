@@ -1,4 +1,4 @@
-"""Answers of networks within a network: fewer choices of each variable, and what becomes of their best in the whole."""
+"""Warm starts from restricted networks, and their solutions in the whole network."""
 
 import math
 import time
@@ -37,7 +37,8 @@ def drawn(seed: int) -> tuple[Network, dict[int, np.ndarray]]:
     return net, kept
 
 
-def test_the_best_of_a_restricted_network_is_found_and_as_good_in_the_reduced_whole() -> None:
+def test_restricted_optimum_in_the_reduced_network() -> None:
+    """The optimum of a restricted network is found, and costs as much in the reduced network."""
     found = 0
     for seed in range(30):
         net, kept = drawn(seed)
@@ -83,7 +84,7 @@ def test_what_is_no_better_is_no_answer() -> None:
     assert equal is None
 
 
-def test_axes_that_are_joined_leave_what_a_mesh_of_fewer_axes_has() -> None:
+def test_joined_axes() -> None:
     """Of a matrix on (2, 2, 2): all axes on one dimension or none, as on (8,); each of two axes, as on (2, 4)."""
     program = trace_program(lambda x: x @ x, (np.ones((16, 16), np.float32),))
     fine, coarse = (build_problem(program, mesh, Options()) for mesh in MESHES)
@@ -100,7 +101,8 @@ def test_axes_that_are_joined_leave_what_a_mesh_of_fewer_axes_has() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_without_a_limit_ends_by_its_work_on_a_slow_machine_too() -> None:
+def test_counted_work_on_a_slow_machine() -> None:
+    """A search without a usage limit ends by its work on a slow machine too."""
     rng = np.random.default_rng(0)
     pairs = [(u, v) for u in range(60) for v in range(u + 1, 60) if rng.random() < 0.2]
     net = random_networks.random_graph(rng, pairs, 8)

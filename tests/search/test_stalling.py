@@ -1,4 +1,4 @@
-"""Where messages stall, what others know is asked for before anything dearer is tried."""
+"""Stalled messages: the order of the tactics that follow."""
 
 import math
 import weakref
@@ -78,7 +78,8 @@ def test_merging_ends_where_there_is_hardly_room(monkeypatch: pytest.MonkeyPatch
         assert bool(called) == expected
 
 
-def test_cycles_are_opened_where_messages_creep_before_they_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cycles_open_while_messages_creep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow messages lead to opened cycles before they stall."""
     opened: list[bool] = []
 
     def none_opened(*_: object) -> OpenedCycles:
@@ -133,9 +134,8 @@ def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("merging", [200, 10_000])
-def test_a_full_graph_is_merged_on_only_while_that_closes_some_of_the_gap(
-    merging: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contraction_of_a_full_graph(merging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full graph is contracted on only while that closes some of the gap."""
     merged: list[int] = []
 
     def merge(graph: Graph, relaxation: Relaxation, *_: object) -> int:
@@ -192,7 +192,8 @@ def _nothing() -> None:
     pass
 
 
-def test_messages_are_tried_at_once_where_the_assignment_with_them_is_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_with_a_far_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm start whose assignment is far from its bound is tried at once."""
     graph = Graph.of(random_networks.random_grid(np.random.default_rng(0), 4, 5, 4))
     known = GraphSolver(graph.copy(), math.inf, Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0))
     known.prunes = False
@@ -204,7 +205,8 @@ def test_messages_are_tried_at_once_where_the_assignment_with_them_is_far_off(mo
     assert solver.closed and solver.sweeps < 10
 
 
-def test_trials_of_what_is_promising_get_rarer_from_one_round_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_of_promising_choices_get_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of promising choices get rarer from round to round."""
     graph = Graph.of(random_networks.random_grid(np.random.default_rng(0), 4, 5, 4))
     graph.constant += 1e5  # so that the gap is small
     solver = GraphSolver(graph, math.inf, Budget(), -1.0, Callbacks(lambda: None, lambda: 60.0))
@@ -217,7 +219,7 @@ def test_trials_of_what_is_promising_get_rarer_from_one_round_to_the_next(monkey
 
 
 def test_messages_that_stay_where_they_are_stall_soon() -> None:
-    """Momentum has brought them there: three variables in a ring, each of which differs from the next."""
+    """Momentum reaches the fixed point: three variables in a ring, each of which differs from the next."""
     net = Network()
     ring = [net.add_variable(np.zeros(2)) for _ in range(3)]
     for u, v in zip(ring, ring[1:] + ring[:1], strict=True):
@@ -229,9 +231,8 @@ def test_messages_that_stay_where_they_are_stall_soon() -> None:
 
 
 @pytest.mark.parametrize(("slow", "first"), [(0.1, 20), (0.0, 100)])
-def test_choices_that_fit_are_looked_through_where_sweeps_hardly_raise_the_bound(
-    slow: float, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_near_optimal_choices_after_slow_sweeps(slow: float, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near-optimal choices follow sweeps that hardly raise the bound."""
     asked: list[int] = []
 
     def none_fit(one: GraphSolver) -> bool:
@@ -278,9 +279,7 @@ def test_tables_are_freed_once_messages_have_moved_into_new_ones() -> None:
 
 
 @pytest.mark.parametrize(("turns", "risen", "creeps"), [(1, 0.0, False), (2, 0.0, True), (2, 0.2, False)])
-def test_messages_creep_as_soon_as_their_last_sweeps_raise_the_bound_by_little(
-    turns: int, risen: float, creeps: bool
-) -> None:
+def test_creeping_by_the_last_sweeps(turns: int, risen: float, creeps: bool) -> None:
     """The first turn's last sweeps say nothing: they raise the bound before anything good is known."""
     one = GraphSolver(Graph.of(_contradicting()), 1.0, Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0))
     one.lower = 0.5

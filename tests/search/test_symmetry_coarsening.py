@@ -1,4 +1,4 @@
-"""Choices taken together with their twins: the search starts there, and ends where it did."""
+"""Warm starts from the quotient by axis symmetry."""
 
 import math
 from typing import Any
@@ -69,7 +69,8 @@ def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyP
     assert found > 10
 
 
-def test_near_choices_are_looked_through_only_where_they_are_fewer_than_what_is_left() -> None:
+def test_near_choices_while_they_are_few() -> None:
+    """Near choices are tried only where they are fewer than the choices left."""
     net = random_networks.random_graph(np.random.default_rng(3), [(0, 1), (1, 2), (0, 2)], 4)
     graph = Graph.of(net)
     every = {v: np.ones(graph.size(v), dtype=bool) for v in graph.live()}
@@ -123,9 +124,7 @@ def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("same", [50.0, np.inf], ids=["dear", "excluded"])
-def test_the_next_best_choices_stand_in_where_no_twins_go_together(
-    monkeypatch: pytest.MonkeyPatch, same: float
-) -> None:
+def test_next_best_choices_where_twins_contradict(monkeypatch: pytest.MonkeyPatch, same: float) -> None:
     """Round a triangle of which each pair must take different ones of two twins, one has to take something else."""
     monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
     net = Network()
@@ -142,9 +141,7 @@ def test_the_next_best_choices_stand_in_where_no_twins_go_together(
 
 
 @pytest.mark.parametrize("gap", [1e-9, 0.02])
-def test_what_is_dropped_while_the_small_graph_is_swept_is_in_nothing_better(
-    monkeypatch: pytest.MonkeyPatch, gap: float
-) -> None:
+def test_dropped_choices_are_in_nothing_better(monkeypatch: pytest.MonkeyPatch, gap: float) -> None:
     """After a few sweeps, choices are dropped from a graph and its small one; the optimum stays, and so does the
     bound's truth, whether twins are true ones or not."""
     monkeypatch.setattr(symmetry_coarsening, "_FIRST_SWEEPS", 2)

@@ -1,4 +1,4 @@
-"""Taking variables out of sums of tables."""
+"""Elimination of a variable from a sum of tables."""
 
 import itertools
 import math
