@@ -84,22 +84,22 @@ def exact(run: Run) -> None:
 
 
 def auto(run: Run) -> None:
-    """The method for every network. What it does:
+    """The method for every network. Its stages:
 
     | usage limit | after reductions | then |
     |---|---|---|
-    | none, or never reached | rounds of messages, cycles opened, until dynamic programming fits | proven |
-    | at few times | prices of these, mixtures of what is best at some, branches with prices of their own | as below |
+    | none, or never reached | rounds of messages and cycle tightening until dynamic programming fits | proven |
+    | at few times | usage prices, mixtures of their assignments, branch and bound with prices | as below |
     | at many times | rounds of messages | as below |
     | none | the gap stays open: restricted networks (`shardplan.search.structure.restricted_starts`) | as above |
     | any | some ten thousand table entries are left | CP-SAT, for a tenth of the time; then as below |
-    | any | ten thousand choices are left | crossings, branching and local search by turns, until the time is over |
-    | any | more are left | crossings, local search until the time is over |
+    | any | ten thousand choices are left | crossover, branch and bound and LNS in turns, until the time is over |
+    | any | more are left | crossover and LNS until the time is over |
 
-    Where no usage is limited, the last two end as well when they have not closed a good part of the gap for a while.
+    Without a usage limit, the last two also end when they have not closed a good part of the gap for a while.
 
-    Sweeping may take three tenths of the time where there is a limit, two thirds where there is none. All shares are
-    of estimated work, so that the clock decides nothing but the end.
+    Sweeps get three tenths of the time with a limit, and two thirds without one. All shares are of estimated work, so
+    that the clock decides only the end.
     """
     limited = run.network.usage_limit is not None
     solver = _minimise(run, sweep_share=0.3 if limited else 0.65, cp_sat_share=0.1)
@@ -182,7 +182,8 @@ def _stop_at_acceptable_gap(run: Run, solver: GraphSolver, bound: float) -> None
 
 
 def _lowest_peak_fits(run: Run) -> bool:
-    """Whether the lowest peak, looked for once, is within the limit; ends the search where none can be."""
+    """Whether the lowest peak is within the limit. It is searched once, and ends the search where no assignment
+    fits."""
     if not run.peak_searched:
         run.peak_searched = True
         with run.stage("fit"):
@@ -229,8 +230,8 @@ def take_restricted_solutions(run: Run, solver: GraphSolver) -> bool:
 
 
 def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
-    """The bound of the best prices, and mixtures of what is best at some; False where there are no times for that, or
-    nothing was found.
+    """The bound of the best prices, and mixtures of the assignments at prices. False where too many times are critical,
+    or where no assignment was found.
 
     begun: an assignment that may use too much.
     """
@@ -258,7 +259,7 @@ def _price(run: Run, solver: GraphSolver, begun: dict[int, int] | None) -> bool:
 
 
 def _price_within(run: Run, solver: GraphSolver, pricing: Pricing) -> bool:
-    """Prices, mixtures, branches: as much of them as the work allows; False where no assignment was found."""
+    """Prices, mixtures and branches, within the work. False where no assignment was found."""
     limit = min(run.time_limit, max(run.work_limit - run.work, _LEAST_PRICING_SHARE * run.work_limit))
     if run.work_limit < math.inf:
         pricing.near = _ACCEPTED_RATIO
@@ -306,7 +307,7 @@ def _report(run: Run, solver: GraphSolver) -> None:
 
 
 def _distinct_entries(graph: Graph) -> int:
-    """The entries of all tables, of which layers that repeat share one."""
+    """The entries of all distinct tables. Repeated layers share theirs."""
     tables = (t for v in graph.live() for w, t in graph.neighbours[v].items() if v < w)
     return sum({id(table): table.size for table in tables}.values())
 
@@ -347,7 +348,7 @@ def _improve(run: Run, solver: GraphSolver) -> None:
 
 
 def _crossovers(run: Run, solver: GraphSolver, callbacks: Callbacks) -> None:
-    """Crossings of assignments while they help, where their sweeps take a small part of the time."""
+    """Crossovers of assignments while they improve the best one, where their sweeps take a small part of the time."""
     if not solver.prices:
         return
     crossing = Crossover(solver)

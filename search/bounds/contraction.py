@@ -41,7 +41,8 @@ _MAX_CONTRACTED_SHARE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The pairs of choices of an edge that are left, and the entries of both ends' tables before and after."""
+    """The remaining pairs of choices of an edge, and the entries of both ends' tables before and after a
+    contraction."""
 
     v: int
     w: int

@@ -60,8 +60,8 @@ class Block:
 
 
 def groups_by_size(near_sizes: list[int], far_sizes: list[int]) -> list[list[int]]:
-    """The numbers of edges with these choices at their near and far ends, gathered so that they are padded by little;
-    by the near end's choices, then ascending."""
+    """Groups of edges of similar sizes, so that blocks need little padding. Edges are given by the choices of their
+    near and far ends, and come out as numbers, by the near end's choices, then ascending."""
     groups: list[list[int]] = []
     width = padding = 0
     for edge in sorted(range(len(near_sizes)), key=lambda e: (-near_sizes[e], e)):

@@ -70,7 +70,7 @@ class Graph:
         self.exclusions = True
         """Whether any cost may be infinite; reductions never make one so."""
         self.tick: Callable[[], None] = lambda: None
-        """Called every now and then by what takes long; it may raise, after which only `expand` may be used."""
+        """Called during long computations. It may raise; after that only `expand` may be used."""
         self.twins: dict[int, NDArray[np.intp]] = {}
         """Per variable that has any, a label per choice (see `Network.twins`)."""
         self.undo: list[Best | Follow | Keep] = []
@@ -141,7 +141,7 @@ class Graph:
         return other
 
     def become(self, other: Graph) -> None:
-        """Takes the state of another graph, a sibling copy of this one from before."""
+        """Restores the state of an earlier sibling copy of this graph."""
         self.tables, self.costs, self.neighbours, self.spans = other.tables, other.costs, other.neighbours, other.spans
         self.constant, self.fixed_spans, self.exclusions = other.constant, other.fixed_spans, other.exclusions
         self.twins, self.undo, self.hint = other.twins, other.undo, other.hint

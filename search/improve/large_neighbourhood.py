@@ -64,7 +64,7 @@ class LargeNeighbourhoodSearch:
         self.used = self.profile.used(self.choices)
 
     def step(self, callbacks: Callbacks) -> bool:
-        """Solves one part again; True where that improved the assignment."""
+        """Solves one part again. True where the assignment improves."""
         self.steps += 1
         part = self._draw()
         small, spans = self._cut(part)

@@ -39,7 +39,7 @@ class KnapsackSolution:
 def solve_knapsack(
     costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[int, ...]]
 ) -> KnapsackSolution | None:
-    """Parts to take; None where nothing has room, or nothing that has was found.
+    """The parts to take, or None where no selection that fits was found.
 
     costs: [parts]; usages: [parts, kinds of room]; exclusions: numbers of parts of which one at most can be taken.
     """

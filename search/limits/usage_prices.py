@@ -120,7 +120,7 @@ class Pricing:
 
     @property
     def has_few_times(self) -> bool:
-        """Whether there are few times to give prices to."""
+        """Whether the times that need prices are few."""
         return 0 < len(self.instants) <= _MAX_TIMES
 
     def begin(self, cost: float, times: NDArray[np.int64], usage: Array) -> None:
@@ -139,7 +139,7 @@ class Pricing:
         self.most = max(self.solver.prices.values(), default=0.0) if self.planes else 0.0
 
     def assignments(self, most: int) -> list[NDArray[np.int64]]:
-        """What leaves L least at the best prices, as assignments of the network."""
+        """The assignments whose planes are lowest at the best prices, as assignments of the network."""
         planes = sorted((plane for plane in self.planes if plane.cost < math.inf), key=lambda p: p.at(self.best))
         chosen = [dict(zip(self.live, plane.choices.tolist(), strict=True)) for plane in planes[:most]]
         return [self.solver.graph.expand(choices, self.mark) for choices in chosen]
@@ -315,12 +315,12 @@ class Pricing:
 
     @property
     def needs_assignments(self) -> bool:
-        """Whether the best assignment is above all that the planes leave to L, so that no prices can prove it."""
+        """Whether the best assignment is above the maximum that the planes leave to L. No prices can prove it then."""
         return self._turned and self.solver.upper - self._highest()[0] > self.solver.gap * abs(self.bound)
 
     @property
     def _turned(self) -> bool:
-        """Whether some prices were so high that all usages kept within the limit."""
+        """Whether an assignment within the limit came out at some prices."""
         return any(plane.excess.max() <= 0 for plane in self.planes)
 
     def _highest(self) -> tuple[float, Array]:
@@ -334,7 +334,7 @@ class Pricing:
         return maximum(planes, self._scale(), enough) or (self.bound, self.best)
 
     def _scale(self) -> float:
-        """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
+        """The highest next price: above those tried so far, in steps below the height that the planes allow."""
         if self.most > 0 and not self._turned:
             last, before = (float(plane.excess.max()) for plane in [*self.planes[::-1], self.begun][:2] if plane)
             return self.most * min(max(before / max(before - last, 1e-30), _LEAST_RAISE), _GREATEST_RAISE)

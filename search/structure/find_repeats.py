@@ -69,7 +69,7 @@ class FoldedGraph:
 
 
 def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | None:
-    """The longest repetition that is found, or `None`. Takes time linear in the graph.
+    """The longest repetition, or `None`, in time linear in the graph.
 
     known: variables that repeat already, from which no more is asked.
     """
@@ -303,7 +303,7 @@ def _without_layers(graph: Graph, found: Repetition, ends: int) -> FoldedGraph |
 
 
 def _ahead(found: Repetition, v: int, steps: int) -> int | None:
-    """The variable so many layers further on."""
+    """The variable this many layers ahead."""
     end: int | None = v
     for _ in range(steps):
         end = None if end is None else found.following.get(end)
@@ -311,7 +311,7 @@ def _ahead(found: Repetition, v: int, steps: int) -> int | None:
 
 
 def _variables(graph: Graph, found: Repetition, gap: tuple[int, int]) -> dict[int, int]:
-    """Those left out are stood for by the nearest layer that stays."""
+    """The kept variable for each variable: dropped layers map to the nearest kept layer."""
     start, stop = gap
     at = {(found.orbit[v], layer): v for v, layer in found.layer.items() if layer in (start - 1, stop)}
     result = {}

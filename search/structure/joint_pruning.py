@@ -111,7 +111,7 @@ class JointPruning:
         )
 
     def _look_at(self, opened: Graph) -> None:
-        """Takes the best assignment of the small graph into account, opened, and its twins."""
+        """Accepts the best assignment of the opened small graph, with its twins."""
         if opened.hint is not None:
             full = opened.expand(opened.hint)
             choices = {v: int(full[v]) for v in self.solver.graph.live()}
@@ -169,16 +169,16 @@ class JointPruning:
         return self.gap_to(self.solver.lower) <= self.gap
 
     def gap_to(self, lower: float) -> float:
-        """The gap of the best assignment of the whole graph that is found, to a lower bound."""
+        """The gap between the best assignment of the whole graph and a lower bound."""
         return math.inf if self.choices is None else relative_gap(self.graph.cost(self.choices), lower)
 
     @property
     def looked(self) -> bool:
-        """Whether the twins of the small graph's best assignment are taken into account."""
+        """Whether the twins of the small graph's best assignment have been searched."""
         return self._looked_at <= self.solver.upper
 
     def _look(self) -> None:
-        """Takes the twins of the small graph's best assignment into account, if that is new."""
+        """Searches the twins of the small graph's best assignment, if that is new."""
         if self.looked:
             return
         self._looked_at = self.solver.upper

@@ -68,7 +68,7 @@ def solve_restricted(
     callbacks: Callbacks,
     upper: float = math.inf,
 ) -> RestrictedSolution | None:
-    """The best assignment below `upper` that is found among some choices of each variable; None where there is none."""
+    """The best assignment below `upper` among some choices of each variable, or None."""
     try:
         graph = Graph.of(network)
         graph.tick = callbacks.report
