@@ -1,4 +1,7 @@
-"""Search over networks of cost tables; see `shardplan.search.network` for what they are."""
+"""Search of networks of cost tables for the assignment of least cost.
+
+`shardplan.search.network` defines the networks, `shardplan.search.methods` the searches.
+"""
 
 from shardplan.search.graph.pairwise_usage import PairUsage as PairUsage
 from shardplan.search.graph.pairwise_usage import all_extended as all_extended

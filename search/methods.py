@@ -1,4 +1,4 @@
-"""The methods by name, all with one signature."""
+"""The table of search methods by name, and `solve`, which runs one."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Method:
 
 METHODS: dict[str, Method] = {}
 
-_COUNTED = 0.35
-"""The share of the time limit that work, by estimate, may take where no usage is limited. What is not counted
-(reducing, pruning, what is built for messages) takes about half as long besides. So it is counted work that ends
-most searches, also on a machine of half the speed, and not the clock."""
+_WORK_SHARE = 0.35
+"""The share of the time limit that estimated work may take where no usage is limited. Reductions, pruning and the
+arrays of message passing are not counted and take about half as long again. So work ends most searches instead of the
+clock, also on a machine of half the speed."""
 
 
 def register(name: str, method: Method) -> None:
@@ -64,8 +64,8 @@ def solve(
     gap: float = 1e-6,
     progress: ProgressCallback | None = None,
     work_limit: float = math.inf,
-    serves: Callable[[NDArray[np.int64]], bool] | None = None,
-    enough: float = 0.0,
+    is_feasible: Callable[[NDArray[np.int64]], bool] | None = None,
+    acceptable_gap: float = 0.0,
 ) -> Solution:
     """Finds a choice for every variable with the least cost.
 
@@ -76,9 +76,9 @@ def solve(
     progress: called now and then with a `Progress`; the search ends when it returns False. The best found so far is
         returned then, with the status `interrupted`. A `KeyboardInterrupt` is not caught.
     work_limit: estimated seconds (`Solution.work`) after which the search ends, at the same place on every machine.
-    serves: may be asked of an assignment that is near the bound, where proving it takes long, or that is the best so
-        far within a usage limit; the search ends with it where it does not serve.
-    enough: a larger gap that would do: from there on, the search takes a third as much work again at most.
+    is_feasible: a test beyond the network, called for an assignment near the bound where the proof takes long, or for
+        the best one within a usage limit. The search ends with an assignment that fails it.
+    acceptable_gap: a larger gap. Once it is reached, the search takes a third as much work again at most.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method `{method}`; there are {', '.join(sorted(METHODS))}")
@@ -87,10 +87,10 @@ def solve(
             f"expected time_limit > 0, gap >= 0 and work_limit > 0, got {time_limit}, {gap} and {work_limit}"
         )
     if network.usage_limit is None:
-        work_limit = min(work_limit, _COUNTED * time_limit)
+        work_limit = min(work_limit, _WORK_SHARE * time_limit)
     before = time.process_time()
-    run = Run(network, time_limit, gap, progress, work_limit, serves)
-    run.enough = max(gap, enough)
+    run = Run(network, time_limit, gap, progress, work_limit, is_feasible)
+    run.acceptable_gap = max(gap, acceptable_gap)
     with contextlib.suppress(Stop):
         _search(run, METHODS[method])
     if run.choices is None and run.cost == math.inf and not run.proven_infeasible:

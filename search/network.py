@@ -76,7 +76,7 @@ class Hint:
 
     choices: an assignment, which may exceed the limit. prices: per time, what a unit of usage costs about.
     lower_bound: what no assignment within the limit costs less than. known: assignments that were best at some prices.
-    served: whether one within the limit is known besides, so that none is looked for at any cost.
+    served: whether the caller has an assignment within the limit, so that none is searched at any cost.
     """
 
     choices: NDArray[np.int64]
@@ -180,7 +180,7 @@ class Network:
             raise NetworkError(f"edge between variables {u} and {v}: costs must be numbers above -1e17, got {least}")
         index = len(self.tables)
         self.tables.append(values)
-        # The object is kept beside its index, so that its id is not given to another one.
+        # The object is kept with its index, so that its id is not given to another one.
         self._known[id(table)] = (table, index)
         return index
 

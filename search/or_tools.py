@@ -1,4 +1,4 @@
-"""OR-tools, imported when a search first needs it: with its pandas that takes most of a second.
+"""OR-tools, imported at its first use: the import, with its pandas, takes most of a second.
 
 >>> cp_model.CpModel().name
 ''

@@ -1,4 +1,4 @@
-"""The state of one search: the clock, the best assignment so far, the best bound so far."""
+"""The state of one search: clock, work, best assignment and best bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardplan.search.solution import Progress, ProgressCallback, Solution, rela
 __all__ = ["Run", "Stop"]
 
 _SECONDS_BETWEEN_EXPANSIONS = 2.0
-_MORE = 0.35
+_EXTRA_WORK_SHARE = 0.35
 """The share of the work before that may be spent on more than is enough."""
 
 
@@ -26,7 +26,7 @@ class Stop(Exception):
 
 
 class Run:
-    """Keeps what a search has found, so that it can end at any moment with the best of it."""
+    """The best assignment and bound of a search, kept so that it can end at any moment."""
 
     def __init__(
         self,
@@ -35,13 +35,13 @@ class Run:
         gap: float = 1e-6,
         progress: ProgressCallback | None = None,
         work_limit: float = math.inf,
-        serves: Callable[[NDArray[np.int64]], bool] | None = None,
+        is_feasible: Callable[[NDArray[np.int64]], bool] | None = None,
     ) -> None:
         self.network = network
         self.gap = gap
-        self.enough = 0.0
-        """A gap that would do: see `suffices`."""
-        self._enough_at: float | None = None
+        self.acceptable_gap = 0.0
+        """A larger gap: see `reaches_acceptable_gap`."""
+        self._acceptable_since: float | None = None
         self.time_limit = time_limit
         self.work_limit = work_limit
         self.work = 0.0
@@ -49,15 +49,15 @@ class Run:
         self.started = time.monotonic()
         self.deadline = self.started + time_limit
         self.progress = progress
-        self.serves = serves
-        """Asked of a good assignment: whether it is worth proving. See `ask`."""
-        self.fitted = network.hint is not None and network.hint.served
+        self.is_feasible = is_feasible
+        """A test of good assignments beyond the network. See `check_feasibility`."""
+        self.peak_searched = network.hint is not None and network.hint.served
         """Whether the lowest peak was looked for, or need not be."""
         self.known: list[NDArray[np.int64]] = []
         """Assignments that were best at some prices of usage."""
         self.priced_bound = -math.inf
         """What `prices` alone prove."""
-        self._asked = math.inf
+        self._checked_cost = math.inf
         self.choices: NDArray[np.int64] | None = None
         self.cost = math.inf
         self.peak = (math.inf, 0)
@@ -68,8 +68,8 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.interrupted = False
         self.proven_infeasible = False
-        self.answered = False
-        """Whether the restricted networks have been asked for their best assignments."""
+        self.restrictions_solved = False
+        """Whether the restricted networks have been solved."""
         self._stage = "start"
         self._within: str | None = None
         self._settled_at = self.started
@@ -146,37 +146,36 @@ class Run:
         if self.least_peak_bound > (1 + 1e-9) * (self.network.usage_limit or math.inf):
             self.proven_infeasible = True
 
-    def ask(self) -> None:
-        """Ends the search where the best assignment turns out not to be what is wanted."""
+    def check_feasibility(self) -> None:
+        """Ends the search where the best assignment fails the test of the caller."""
         self.settle()
-        if self.serves is None or self.choices is None or not self.cost < self._asked:
+        if self.is_feasible is None or self.choices is None or not self.cost < self._checked_cost:
             return
-        self._asked = self.cost
-        if not self.serves(self.choices):
+        self._checked_cost = self.cost
+        if not self.is_feasible(self.choices):
             raise Stop
 
     def closed(self) -> bool:
         """Whether the asked gap is reached."""
         return relative_gap(self.cost, self.lower_bound) <= self.gap
 
-    def suffices(self, work: float) -> bool:
-        """Whether the gap is one that would do, and a good part of all work was spent since it became one: then it is
-        the one that is asked.
+    def reaches_acceptable_gap(self, work: float) -> bool:
+        """Whether the gap has been acceptable for a good part of all work. The acceptable gap is the asked gap then.
 
         work: all that was done, in seconds by estimate.
         """
-        if relative_gap(self.cost, self.lower_bound) > self.enough:
+        if relative_gap(self.cost, self.lower_bound) > self.acceptable_gap:
             return False
-        if self._enough_at is None:
-            self._enough_at = work
-        if work <= (1 + _MORE) * self._enough_at:
+        if self._acceptable_since is None:
+            self._acceptable_since = work
+        if work <= (1 + _EXTRA_WORK_SHARE) * self._acceptable_since:
             return False
-        self.gap = self.enough
+        self.gap = self.acceptable_gap
         return True
 
-    def settle_for_enough(self, work: float) -> None:
-        """Lets the gap that would do be the one that is asked, after so much work."""
-        self.gap, self.work = self.enough, work
+    def accept_gap(self, work: float) -> None:
+        """Makes the acceptable gap the asked gap, after this much work."""
+        self.gap, self.work = self.acceptable_gap, work
 
     def report(self) -> None:
         """Calls the progress callback."""

@@ -1,4 +1,4 @@
-"""What a search gives back, and what it reports on the way."""
+"""The result of a search, and its progress reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Solution:
     lower_bound: no valid assignment costs less; `-inf` from methods that give none.
     status: a key of `STATUSES`.
     iterations: sweeps of message passing, over all stages.
-    seconds: by stage, by the clock. processor_seconds: of the whole search, of all cores, whatever else ran beside it.
+    seconds: by stage, by the clock. processor_seconds: of the whole search, of all cores, without other processes.
     work: the estimated seconds of sweeps, local search and branching: the same on every machine.
     peak_usage, peak_time: the highest usage of `choices`, and the first time that has it.
     least_peak_bound: no assignment has a lower peak than this (0 where nothing was proven).

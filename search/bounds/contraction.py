@@ -1,11 +1,11 @@
-"""Merging: two neighbours become one variable, whose choices are the pairs that may be in something better.
+"""Contraction of edges: two neighbours become one variable, whose choices are the pairs that pruning has left.
 
-Message passing bounds a graph by its edges: choices along a cycle that fit each other pair by pair, but not all the way
-round, count as fitting. Meshes with equal axes are full of such cycles, since every assignment has as many twins as the
-axes can be interchanged, and a mixture of the twins costs less than any of them. Where two ends of an edge are merged,
-cycles get shorter, and the last three variables of one are seen as a whole.
+Message passing bounds a graph edge by edge. On a cycle, choices may fit each other on every edge although no assignment
+of the whole cycle does. Meshes with equal axes have many such cycles: every assignment has one symmetric image per
+order of the axes, and a mixture of images costs less than any image. Contraction of an edge makes cycles shorter. A
+cycle of three variables becomes one edge, whose bound is exact.
 
-The pairs that the messages exclude already are left out, and most are: the layouts of neighbours belong together.
+Messages exclude most pairs, since the layouts of neighbours belong together. A contraction leaves these pairs out.
 
 >>> import numpy as np
 >>> from shardplan.search.graph.graph import Graph
@@ -14,7 +14,7 @@ The pairs that the messages exclude already are left out, and most are: the layo
 >>> a, b = net.add_variable([0.0, 0.0]), net.add_variable([0.0, 0.0])
 >>> net.add_edge(a, b, np.array([[0.0, 9.0], [9.0, 1.0]]))
 >>> graph = Graph.of(net)
->>> merge(graph, a, b, np.array([0, 1]), np.array([0, 1]))
+>>> contract(graph, a, b, np.array([0, 1]), np.array([0, 1]))
 >>> graph.costs[a].tolist(), graph.live(), graph.expand({a: 1}).tolist()
 ([0.0, 1.0], [0], [1, 1])
 """
@@ -30,18 +30,19 @@ from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.graph.graph import Graph, Keep
 from shardplan.search.graph.reductions import fold_follower
 
-__all__ = ["merge", "merge_neighbours"]
+__all__ = ["contract", "contract_neighbours"]
 
 Index = NDArray[np.intp]
 
-_LARGEST_GROWTH = 30.0
-_SHARE = 0.15
+_MAX_GROWTH = 30.0
+_MAX_CONTRACTED_SHARE = 0.15
 """Of all edges, at most how many are merged at once where that makes the tables larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The pairs of choices of an edge that are left, and the entries of both ends' tables before and after."""
+    """The remaining pairs of choices of an edge, and the entries of both ends' tables before and after a
+    contraction."""
 
     v: int
     w: int
@@ -55,7 +56,7 @@ class _Pairs:
         return self.after / self.before
 
 
-def merge(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
+def contract(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
     """Lets `v` stand for both: its choice k is the pair of choices `first[k]` and `second[k]`."""
     hint = graph.hint
     graph.undo.append(Keep(v, first))
@@ -73,8 +74,8 @@ def merge(graph: Graph, v: int, w: int, first: Index, second: Index) -> None:
     fold_follower(graph, w, v, second)
 
 
-def merge_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> int:
-    """Merges pairs of neighbours that are not near to each other, cheapest first; returns how many.
+def contract_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> int:
+    """Contracts edges that are not near each other, cheapest first, and returns their number.
 
     relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
     many table entries the graph may grow.
@@ -84,16 +85,16 @@ def merge_neighbours(graph: Graph, relaxation: Relaxation, upper: float, room: i
     candidates = sorted(_candidates(graph, relaxation, allowed), key=lambda pairs: (pairs.growth, pairs.v, pairs.w))
     relaxation.reparametrise()
     near: set[int] = set()
-    count, most = 0, max(1, int(_SHARE * len(candidates)))
+    count, most = 0, max(1, int(_MAX_CONTRACTED_SHARE * len(candidates)))
     for pairs in candidates:
         v, w = pairs.v, pairs.w
-        if pairs.growth > 1.0 and (count >= most or pairs.growth > _LARGEST_GROWTH):
+        if pairs.growth > 1.0 and (count >= most or pairs.growth > _MAX_GROWTH):
             break
-        # Beside a merged variable, another one would grow by more than was counted.
+        # A neighbour of a merged variable has a larger table by now than was counted.
         if v in near or w in near or pairs.after - pairs.before > room:
             continue
         near |= {v, w, *graph.neighbours[v], *graph.neighbours[w]}
-        merge(graph, v, w, pairs.first, pairs.second)
+        contract(graph, v, w, pairs.first, pairs.second)
         room -= max(0, pairs.after - pairs.before)
         count += 1
     graph.forget()

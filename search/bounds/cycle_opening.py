@@ -1,16 +1,16 @@
-"""Opening cycles: short cycles of variables whose choices fit each other pair by pair, but not all the way round.
+"""Cycle tightening: short contradictory cycles are found and opened at one variable.
 
-A contraction and the two that give its gradients make such a cycle of six: each reads two of three tensors, and on a
-mesh with equal axes each pair of tensors has a split that suits one contraction with either axis in either place, but
-hardly one split of all three suits all. Messages see edges, so they take what half of each of two such splits would
-cost. With many layers, that is most of what they leave open.
+A contraction of tensors and the two that compute its gradients make a cycle of six variables: each reads two of three
+tensors. On a mesh with equal axes, each pair of tensors has a split that suits one contraction, with either axis in
+either place. Hardly one split of all three tensors suits all contractions. Messages see edges only, so their bound is
+that of two half splits. With many layers, such cycles are most of the gap that messages leave.
 
-A cycle contradicts itself by the least over its assignments of the most that any of their pairs raises the bound: no
-assignment of the graph can do without. Most cycles do not: that is seen in products of the few choices of each variable
-whose pairs hardly raise the bound, and only the others are measured.
+The contradiction of a cycle is a minimum over its assignments: the largest rise of the bound that one of the pairs
+causes. Every assignment of the graph pays it. Most cycles have none. Products of 0/1 matrices show that, over the
+choices whose pairs hardly raise the bound. Only the other cycles are measured.
 
-Where a cycle does, it is opened at its variable of fewest choices: that one's choice becomes part of the choices of all
-others, and neighbours have to agree on it. What was a cycle is then a path, along which messages are exact.
+A contradictory cycle is opened at its variable of fewest choices. That choice becomes part of the choices of all other
+variables, and neighbours have to agree on it. The cycle is a path then, on which messages are exact.
 
 >>> import numpy as np
 >>> from shardplan.search.graph.graph import Graph
@@ -42,41 +42,41 @@ from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.graph.graph import Graph, Keep
 from shardplan.search.graph.reductions import fold_follower
 
-__all__ = ["Opened", "open_cycles"]
+__all__ = ["OpenedCycles", "open_cycles"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Cycle = list[int]
-Rises = dict[tuple[int, int], Array]
-Fitting = dict[tuple[int, int], NDArray[np.float32]]
-"""Per edge, 1 for pairs that hardly raise the bound and 0 for others, of the choices that are in such pairs."""
-_LONGEST = 8
-"""Edges of a cycle."""
-_MOST = 20_000
-"""Cycles that are looked at."""
-_LARGEST, _MOST_ENTRIES = 2e7, 2e9
-"""Table entries that are read to measure by how much a cycle contradicts itself, each once per choice it is opened at:
-of one cycle, and of all."""
+PairBounds = dict[tuple[int, int], Array]
+PairMasks = dict[tuple[int, int], NDArray[np.float32]]
+"""Per edge, 1 for pairs that hardly raise the bound and 0 for others. Choices without such pairs are left out."""
+_MAX_LENGTH = 8
+"""The largest number of edges of a cycle."""
+_MAX_CYCLES = 20_000
+"""The largest number of cycles that are measured."""
+_MAX_ENTRIES_OF_CYCLE, _MAX_ENTRIES = 2e7, 2e9
+"""Table entries that the measurement of contradictions reads, of one cycle and of all. Each entry counts once per
+choice of the variable that is opened."""
 _SECONDS_PER_CYCLE, _SECONDS_PER_ENTRY = 3e-5, 1e-9
-"""What looking at a cycle takes, about, and reading such an entry."""
-_NOTHING = 1e-4
-"""The share of the gap up to which a contradiction is only that messages have not settled."""
-_WORTH = 0.02
-"""The share of the gap by which all cycles that are opened must contradict themselves together."""
-_OF_MOST = 0.1
-"""The share of the greatest contradiction that is worth opening a cycle for."""
+"""The estimated time per cycle and per such entry."""
+_NOISE_RATIO = 1e-4
+"""The share of the gap up to which a contradiction is noise of messages that have not converged."""
+_LEAST_GAIN = 0.02
+"""The share of the gap that the contradictions of all opened cycles must reach together."""
+_LEAST_RATIO_TO_GREATEST = 0.1
+"""The share of the greatest contradiction from which on a cycle is opened."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """How many cycles were opened, and the seconds that it should have taken, the same on every machine."""
+class OpenedCycles:
+    """The number of opened cycles, and the estimated seconds, equal on all machines."""
 
     cycles: int
     seconds: float
 
 
-def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> Opened:
-    """Opens the cycles that contradict themselves most, no two with a variable in common.
+def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -> OpenedCycles:
+    """Opens the cycles of greatest contradiction, no two with a variable in common.
 
     relaxation: of the graph as it is, which gets its messages. upper: cost of the best known assignment. room: by how
     many table entries the graph may grow.
@@ -84,15 +84,15 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
     bound, _ = relaxation.reduced_costs()
     gap = upper - bound
     allowed = gap + 1e-9 * max(abs(upper), abs(graph.constant), 1e-30)
-    rises: Rises = {}
+    rises: PairBounds = {}
     for v, w, rise in relaxation.pair_costs():
         rises[v, w], rises[w, v] = rise, rise.T
-    found, seconds = _contradicting(graph, rises, _NOTHING * gap)
+    found, seconds = _contradictory_cycles(graph, rises, _NOISE_RATIO * gap)
     chosen: list[tuple[Cycle, list[tuple[Index, Index]]]] = []
     used: set[int] = set()
     total = 0.0
     for by, cycle in found:
-        if by < _OF_MOST * found[0][0] or not used.isdisjoint(cycle):
+        if by < _LEAST_RATIO_TO_GREATEST * found[0][0] or not used.isdisjoint(cycle):
             continue
         pairs = _pairs(graph, rises, cycle, allowed)
         growth = _growth(graph, cycle, pairs)
@@ -101,31 +101,31 @@ def open_cycles(graph: Graph, relaxation: Relaxation, upper: float, room: int) -
             used.update(cycle)
             room -= max(0, growth)
             total += by
-    if total < _WORTH * gap:
-        return Opened(0, seconds)
+    if total < _LEAST_GAIN * gap:
+        return OpenedCycles(0, seconds)
     relaxation.reparametrise()
     for cycle, pairs in chosen:
         _open(graph, cycle, pairs)
     graph.forget()
-    return Opened(len(chosen), seconds)
+    return OpenedCycles(len(chosen), seconds)
 
 
-def _contradicting(graph: Graph, rises: Rises, least: float) -> tuple[list[tuple[float, Cycle]], float]:
-    """Cycles whose pairs do not all raise the bound by up to `least`, those that raise it most first, with by how much;
-    and the seconds that looking for them should have taken."""
-    fitting = _fitting(graph, rises, least)
+def _contradictory_cycles(graph: Graph, rises: PairBounds, least: float) -> tuple[list[tuple[float, Cycle]], float]:
+    """Cycles of a contradiction above `least`, the greatest first, with the contradiction, and the estimated
+    seconds."""
+    fitting = _pair_masks(graph, rises, least)
     found: list[tuple[float, Cycle]] = []
     count = entries = 0
-    for cycle in itertools.islice(_cycles(graph), _MOST):
+    for cycle in itertools.islice(_cycles(graph), _MAX_CYCLES):
         edges = _edges(cycle)
         count += 1
         if _fits(fitting, edges):
             continue
         own = graph.size(cycle[0]) * sum(rises[edge].size for edge in edges)
-        if own > _LARGEST:
+        if own > _MAX_ENTRIES_OF_CYCLE:
             continue
         entries += own
-        if entries > _MOST_ENTRIES:
+        if entries > _MAX_ENTRIES:
             break
         by = _contradiction(rises, edges)
         if by > 0:
@@ -134,7 +134,7 @@ def _contradicting(graph: Graph, rises: Rises, least: float) -> tuple[list[tuple
     return found, count * _SECONDS_PER_CYCLE + entries * _SECONDS_PER_ENTRY
 
 
-def _fitting(graph: Graph, rises: Rises, least: float) -> Fitting:
+def _pair_masks(graph: Graph, rises: PairBounds, least: float) -> PairMasks:
     """The pairs that raise the bound by up to `least`. A cycle has two edges at each variable, so it takes none of the
     choices that have such a pair at fewer: few are left, of many."""
     pairs = {(v, w): rise <= least for (v, w), rise in rises.items() if v < w}
@@ -143,7 +143,7 @@ def _fitting(graph: Graph, rises: Rises, least: float) -> Fitting:
         edges[v] += fits.any(axis=1)
         edges[w] += fits.any(axis=0)
     left = {v: np.flatnonzero(count > 1) for v, count in edges.items()}
-    fitting: Fitting = {}
+    fitting: PairMasks = {}
     for (v, w), fits in pairs.items():
         fitting[v, w] = fits[left[v][:, None], left[w]].astype(np.float32)
         fitting[w, v] = fitting[v, w].T
@@ -161,7 +161,7 @@ def _cycles(graph: Graph) -> Iterator[Cycle]:
 def _distances(graph: Graph, v: int) -> dict[int, int]:
     """How far from `v` the variables of higher ids are that a cycle through both can have, on ways through such."""
     distances, front = {v: 0}, [v]
-    for distance in range(1, _LONGEST // 2 + 1):
+    for distance in range(1, _MAX_LENGTH // 2 + 1):
         reached = {y for x in front for y in graph.neighbours[x] if y > v and y not in distances}
         front = sorted(reached)
         distances.update(dict.fromkeys(front, distance))
@@ -176,7 +176,7 @@ def _cycles_from(graph: Graph, v: int, distances: dict[int, int]) -> Iterator[Cy
         for y in graph.neighbours[path[-1]]:
             if y == v and len(path) > 2 and path[1] < path[-1]:
                 yield path
-            elif y in distances and y not in path and len(path) + distances[y] <= _LONGEST:
+            elif y in distances and y not in path and len(path) + distances[y] <= _MAX_LENGTH:
                 waiting.append([*path, y])
 
 
@@ -184,16 +184,16 @@ def _edges(cycle: Cycle) -> list[tuple[int, int]]:
     return list(itertools.pairwise([*cycle, cycle[0]]))
 
 
-def _fits(fitting: Fitting, edges: list[tuple[int, int]]) -> bool:
-    """Whether choices of a cycle's variables fit each other all the way round."""
+def _fits(fitting: PairMasks, edges: list[tuple[int, int]]) -> bool:
+    """Whether some assignment of a cycle has no pair that raises the bound."""
     fits = fitting[edges[0]]
     for edge in edges[1:-1]:
         fits = np.minimum(fits @ fitting[edge], np.float32(1.0))
     return bool((fits * fitting[edges[-1]].T).any())
 
 
-def _contradiction(rises: Rises, edges: list[tuple[int, int]]) -> float:
-    """By how much the bound rises at least whatever the variables of a cycle take."""
+def _contradiction(rises: PairBounds, edges: list[tuple[int, int]]) -> float:
+    """The contradiction of a cycle: the least rise of the bound over its assignments."""
     found = math.inf
     for choice in np.argsort(rises[edges[0]].min(axis=1), kind="stable").tolist():
         reached = rises[edges[0]][choice]
@@ -204,7 +204,7 @@ def _contradiction(rises: Rises, edges: list[tuple[int, int]]) -> float:
     return found
 
 
-def _along(rises: Rises, edges: list[tuple[int, int]], choice: int, most: float) -> list[Array]:
+def _along(rises: PairBounds, edges: list[tuple[int, int]], choice: int, most: float) -> list[Array]:
     """Per edge of a path from a choice on, and choice of its far end, the least rise of the pairs on the way there; or
     infinity, where it is above `most`."""
     reached = [rises[edges[0]][choice]]
@@ -214,7 +214,7 @@ def _along(rises: Rises, edges: list[tuple[int, int]], choice: int, most: float)
     return reached
 
 
-def _pairs(graph: Graph, rises: Rises, cycle: Cycle, allowed: float) -> list[tuple[Index, Index]]:
+def _pairs(graph: Graph, rises: PairBounds, cycle: Cycle, allowed: float) -> list[tuple[Index, Index]]:
     """Per variable but the first: the choices of the first one and of its own that may go together in a better one."""
     there, back = _edges(cycle), _edges([cycle[0], *cycle[:0:-1]])
     hint = graph.hint

@@ -1,9 +1,9 @@
-"""The tables of several edges in one array, so that all their messages take a few calls of numpy.
+"""Edge blocks: the tables of several edges in one array, whose messages are computed by a few calls of numpy.
 
-A message is, per choice of the far end, the least over the near end's choices of what the near end sends plus the
-table's entry. Here the near end's choices are rows, and the far ends' choices, edge after edge, are columns: the least
-over the rows is then taken of many columns at once. Edges whose near end has fewer choices than there are rows get
-infinite entries instead, so edges are gathered by how many they have.
+A message is a minimum for each choice of the far end: over the near end's choices, of the sum of what the near end
+sends and the table's entry. The near end's choices are the rows of a block. The far ends' choices, edge after edge, are
+its columns. One minimum over the rows gives the messages of all edges. An edge whose near end has fewer choices than
+the block has rows is padded by infinite entries. Blocks therefore gather edges of similar sizes.
 
 >>> import numpy as np
 >>> block = Block.of([np.array([[0.0, 2.0]]), np.array([[1.0, 5.0], [4.0, 3.0]])], near=0)
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Block", "alike", "ragged"]
+__all__ = ["Block", "groups_by_size", "ragged"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -59,9 +59,9 @@ class Block:
         return cls(entries, edge_of, np.arange(len(edge_of)), np.array(starts, dtype=np.intp), count)
 
 
-def alike(near_sizes: list[int], far_sizes: list[int]) -> list[list[int]]:
-    """The numbers of edges with these choices at their near and far ends, gathered so that they are padded by little;
-    by the near end's choices, then ascending."""
+def groups_by_size(near_sizes: list[int], far_sizes: list[int]) -> list[list[int]]:
+    """Groups of edges of similar sizes, so that blocks need little padding. Edges are given by the choices of their
+    near and far ends, and come out as numbers, by the near end's choices, then ascending."""
     groups: list[list[int]] = []
     width = padding = 0
     for edge in sorted(range(len(near_sizes)), key=lambda e: (-near_sizes[e], e)):

@@ -1,9 +1,10 @@
-"""The Lagrangian relaxation of a graph: message passing, with prices on the usage at critical times.
+"""Lagrangian relaxation of a graph: message passing with prices on the usage at critical times.
 
-A price p on the usage at a time adds `p * (usage - limit)` to the cost. That is never positive for an assignment that
-keeps the limit, so the bound of the priced network bounds the limited one. Prices rise where decoded assignments use
-too much and fall where they use less (a subgradient step of Polyak's length), between the sweeps of the messages: both
-climb the same concave function. Times come in when a decoded assignment has its peak there.
+A price p on the usage at a time adds `p * (usage - limit)` to the cost. The term is never positive for an assignment
+within the limit, so the bound of the priced network is a bound of the limited one. Prices rise where decoded
+assignments use too much and fall where they use less. A step of the prices is a subgradient step of Polyak's length and
+comes between sweeps. Sweeps and steps climb the same concave function. A time gets a price when a decoded assignment
+has its peak there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.bounds.message_order import Model
-from shardplan.search.bounds.momentum import Extrapolation
+from shardplan.search.bounds.momentum import Momentum
 from shardplan.search.bounds.trws import Sweeper
 from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
@@ -26,7 +27,7 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Messages = dict[tuple[int, int], Array]
 _PATIENCE = 12
-_MOST_TIMES = 250
+_MAX_TIMES = 250
 
 
 class Relaxation:
@@ -49,7 +50,7 @@ class Relaxation:
         self._bounds: list[float] = []  # after each time that it was improved
         self.choices: Index | None = None
         self.sweeps = 0
-        self.extrapolation = Extrapolation(self.sweeper)
+        self.extrapolation = Momentum(self.sweeper)
         self.profile: Profile | None = None
         self.instants: list[int] = []
         self.amounts = np.zeros((0, len(self.base)))
@@ -93,17 +94,17 @@ class Relaxation:
         """An estimate of how long `improve` takes on one core: 3 ns a table entry each way, 40 us a level."""
         return 6e-9 * self.sweeper.entries + 8e-5 * self.sweeper.levels + 3e-8 * self.amounts.size
 
-    def risen(self, sweeps: int) -> float:
-        """By how much so many last sweeps have raised the bound; infinity where there were not more than that."""
+    def bound_gain(self, sweeps: int) -> float:
+        """The rise of the bound over this many last sweeps. Infinity where there were no more than that."""
         return self._bounds[-1] - self._bounds[-1 - sweeps] if len(self._bounds) > sweeps else math.inf
 
     @property
-    def settled(self) -> bool:
-        """Whether the prices hardly move any more."""
+    def prices_settled(self) -> bool:
+        """Whether the steps of the prices are small."""
         return not len(self.prices) or self._length < 0.02
 
     def _sweep_on(self) -> float:
-        """A sweep where there are no prices, along the way that the messages go."""
+        """A sweep with momentum, for graphs without prices."""
         self.sweeps += 1
         return self.graph.constant + self.extrapolation.sweep()
 
@@ -141,7 +142,7 @@ class Relaxation:
         assert profile is not None
         used = profile.used(choices)
         highest = int(used.argmax())
-        if used[highest] > profile.limit and highest not in self.instants and len(self.instants) < _MOST_TIMES:
+        if used[highest] > profile.limit and highest not in self.instants and len(self.instants) < _MAX_TIMES:
             self._watch(highest, 0.0)
         if not self.instants:
             return
@@ -165,7 +166,7 @@ class Relaxation:
         return dict(zip(self.order, choices.tolist(), strict=True))
 
     def by_choice(self, fits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
-        """What is said of all choices (by place), per variable."""
+        """Values of all choices (by place), per variable."""
         offsets = self.sweeper.offsets
         return {v: fits[offsets[place] : offsets[place + 1]] for place, v in enumerate(self.order)}
 
@@ -175,7 +176,7 @@ class Relaxation:
             self._sweep(prices)
         return self.by_variable(self.sweeper.decode())
 
-    def promising(self, count: int) -> dict[int, Index]:
+    def promising_choices(self, count: int) -> dict[int, Index]:
         """Per variable its choices of the least min-marginals of the last sweep, ascending."""
         offsets, above = self.sweeper.offsets.tolist(), self.sweeper.beliefs
         found = {}
@@ -215,13 +216,13 @@ class Relaxation:
         self.bound = max(self.bound, bound, again)
         return bound, self.sweeper.beliefs
 
-    def prunable(self, upper: float) -> float:
-        """The share of all choices that `prune` would about drop."""
+    def prunable_share(self, upper: float) -> float:
+        """An estimate of the share of choices that `prune` would drop."""
         room = upper - self.bound
         return float(np.mean(self.sweeper.beliefs > room)) if room < math.inf else 0.0
 
     def entries_left(self, upper: float) -> int:
-        """Table entries that `prune` would about leave."""
+        """An estimate of the table entries that `prune` would leave."""
         fits = self.sweeper.beliefs <= upper - self.bound
         sizes = np.maximum(np.add.reduceat(fits, self.sweeper.offsets[:-1]), 1) if len(fits) else fits
         lows, highs = self.sweeper.ends
@@ -234,7 +235,7 @@ class Relaxation:
         fits = above <= upper - bound + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
         self._kept = self._keep(fits, self.graph)
 
-    def narrowed(self, room: float) -> Graph:
+    def pruned_copy(self, room: float) -> Graph:
         """A copy of the graph with only the choices whose min-marginals are within `room` of the least."""
         copy = self.graph.copy()
         self._keep(self.sweeper.beliefs <= room, copy)

@@ -1,4 +1,4 @@
-"""What message passing works on, and the order in which it does so."""
+"""The model of message passing: costs, edges and tables, with an order of the variables by levels."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""Momentum for messages that creep.
+"""Nesterov momentum for message passing.
 
-Sweeps of message passing come near their fixed point by ever smaller steps, mostly in one direction. So each sweep
-starts from messages that are moved on along the way that the last one took, the further the longer the bound has been
-rising (Nesterov, "A method of solving a convex programming problem with convergence rate O(1/k^2)", 1983, begun anew
-where the function gets worse as in O'Donoghue and Candes, "Adaptive restart for accelerated gradient schemes", 2015).
-Where the bound falls, the sweep is taken back, and the next starts from the messages as they are. Bounds are true
-wherever the messages come from, so nothing is risked but the sweep. On the networks of training steps this takes a
-fifth of the plain sweeps' number.
+Sweeps approach their fixed point by ever smaller steps, mostly in one direction. A sweep therefore starts from messages
+that continue the last step, and the step grows while the bound rises (Nesterov, "A method of solving a convex
+programming problem with convergence rate O(1/k^2)", 1983). A sweep that lowers the bound is undone, and the momentum
+restarts from zero (O'Donoghue and Candes, "Adaptive restart for accelerated gradient schemes", 2015). The bound of a
+sweep holds for any messages, so only the sweep is at risk. The networks of training steps need a fifth of the sweeps.
 """
 
 from __future__ import annotations
@@ -18,14 +16,14 @@ from numpy.typing import NDArray
 
 from shardplan.search.bounds.trws import Sweeper
 
-__all__ = ["Extrapolation"]
+__all__ = ["Momentum"]
 
-_FURTHEST = 0.85
+_MAX_STEP = 0.85
 """Of the way that the last sweep took, momentum and all, what the next one is moved on by at most: up to 7 plain steps
 once the way is straight."""
 
 
-class Extrapolation:
+class Momentum:
     """Sweeps of one `Sweeper`, whose costs stay the same."""
 
     def __init__(self, sweeper: Sweeper) -> None:
@@ -40,7 +38,7 @@ class Extrapolation:
         """One sweep up and down; returns its bound, which need not be the highest so far."""
         sweeper = self.sweeper
         messages, beliefs = sweeper.messages, sweeper.beliefs.copy()
-        further = min(_FURTHEST, self._rising / (self._rising + 2.0))
+        further = min(_MAX_STEP, self._rising / (self._rising + 2.0))
         sweeper.messages = messages.copy() if self._before is None else messages + further * (messages - self._before)
         sweeper.up()
         bound = sweeper.down()

@@ -1,18 +1,16 @@
-"""Lower bounds by message passing, with assignments decoded on the way.
+"""TRW-S: lower bounds by sequential tree-reweighted message passing, with decoded assignments.
 
-This is sequential tree-reweighted message passing (TRW-S: Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", PAMI 2006, algorithm of section 4 with the bound of its section 5): the network is covered by
-monotonic chains, and sweeps up and down the order of the variables average the chains' min-marginals at each variable.
-The sum of the chains' minima is a lower bound that never falls, and that equals the optimum where the linear
-relaxation is tight and the sweeps do not get stuck.
+Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", PAMI 2006: the algorithm of section 4
+with the bound of section 5. Monotonic chains cover the network. Sweeps up and down the order of the variables average
+the chains' min-marginals at each variable. The sum of the chains' minima is a lower bound that never falls. It equals
+the optimum where the linear relaxation is tight and the sweeps do not stop at a weaker fixed point.
 
-Here a sweep is a few numpy calls per *level*: variables of one level have no edges between them, so they are handled
-together, whatever their numbers of choices, as ragged rows of flat arrays. `Sweeper` holds the arrays:
+A sweep is a few numpy calls per *level*. Variables of one level have no edges between them and are handled together as
+ragged rows of flat arrays. `Sweeper` holds the arrays:
 
-- messages: one number per (edge, end, choice of that end), stored so that those into one choice of one variable lie
-  side by side;
-- tables: per direction and level, in one array or a few (`shardplan.search.bounds.edge_blocks`), which levels of the
-  same tables share, as layers that repeat have them. Large tables are not copied: their edges are handled one by one.
+- messages: one number per (edge, end, choice of that end). The messages into one choice are adjacent.
+- tables: per direction and level, in one or a few blocks (`shardplan.search.bounds.edge_blocks`). Levels with the same
+  tables share them, as repeated layers do. Large tables are not copied: their edges are handled one by one.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from shardplan.search.bounds.edge_blocks import Block, alike, ragged
+from shardplan.search.bounds.edge_blocks import Block, groups_by_size, ragged
 from shardplan.search.bounds.message_order import Model, levels_of
 
 __all__ = ["Sweeper"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
-_LARGE = 4000
+_LARGE_TABLE = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ class Sweeper:
         self._end_slots = (rank_within[: len(low)], rank_within[len(low) :])
         level_of = np.array([levels[v] for v in self.order], dtype=np.intp)
         bounds = np.searchsorted(level_of, np.arange((int(level_of[-1]) if count else -1) + 2))
-        self._is_large = np.array([t.size > _LARGE for t in model.tables], dtype=bool)
+        self._is_large = np.array([t.size > _LARGE_TABLE for t in model.tables], dtype=bool)
         views = {id(t): t.T for t, turn in zip(model.tables, turned, strict=True) if turn}
         tables = [views[id(t)] if turn else t for t, turn in zip(model.tables, turned, strict=True)]
         self._up, self._down = self._direction(tables, 0, bounds), self._direction(tables, 1, bounds)
@@ -155,7 +153,7 @@ class Sweeper:
         for i, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
             within = edges[splits[i] : splits[i + 1]]
             level = self._level(first, last)
-            for group in alike(*(self.sizes[ends[within]].tolist() for ends in (sources, targets))):
+            for group in groups_by_size(*(self.sizes[ends[within]].tolist() for ends in (sources, targets))):
                 own = within[group]
                 key = tuple([id(tables[e]) for e in own.tolist()])
                 if key not in blocks:
@@ -187,7 +185,7 @@ class Sweeper:
         return slice(start + slot, stop, int(self._degrees[place]))
 
     def _large_tables(self) -> list[Array]:
-        return list({id(t): t for t in self.model.tables if t.size > _LARGE}.values())
+        return list({id(t): t for t in self.model.tables if t.size > _LARGE_TABLE}.values())
 
     def _level(self, first: int, last: int) -> _Level:
         rows = self.sizes[first:last]

@@ -1,9 +1,9 @@
-"""Choices in groups: a graph over groups of each variable's choices, of which those that matter are split.
+"""Quotient graphs over groups of choices, whose groups are split on demand.
 
-A group costs the least that any of its choices does, and with a group of another variable the least of any pair. So no
-assignment of choices costs less than the best one of groups. Where that takes a group of several choices, it may cost
-too little: each neighbour has another one of them in mind. Such a group is split in two, and neighbours that ask for
-different choices have to agree on one. Where it takes groups of one choice alone, it is the best assignment of choices.
+The cost of a group is the least cost of its choices, and the cost of a pair of groups that of their cheapest pair. The
+best assignment of groups is therefore a lower bound. The bound is too low where a group has several choices and each
+neighbour assumes another one. Such a group is split in two, and the neighbours have to agree. An assignment of
+groups with one choice each is the optimum.
 
 >>> from shardplan.search.network import Network
 >>> net = Network()
@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
 
-__all__ = ["Groups", "coarse"]
+__all__ = ["Groups", "quotient"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
-_SPLITS = 3
+_SPLITS_AT_ONCE = 3
 """Times that a group is split at once: its neighbours' groups mostly stay what they are."""
 
 
@@ -45,7 +45,7 @@ class Groups:
     small: Graph = field(init=False)
 
     def __post_init__(self) -> None:
-        self.small = coarse(self.graph, self.places)
+        self.small = quotient(self.graph, self.places)
 
     def choices(self, found: dict[int, int]) -> dict[int, int]:
         """An assignment of groups, as one of choices: of each group the one that its neighbours' groups suit best."""
@@ -90,18 +90,18 @@ class Groups:
 def _parts(costs: Array) -> list[Index]:
     """The groups to part from one, whose members cost this much: it is split, then the cheaper part, and so on."""
     cheapest, parts = np.arange(costs.shape[1]), []
-    for _ in range(_SPLITS):
+    for _ in range(_SPLITS_AT_ONCE):
         if len(cheapest) == 1:
             break
         part = np.zeros(len(cheapest), dtype=bool)
-        part[_apart(costs[:, cheapest])] = True
+        part[_separated(costs[:, cheapest])] = True
         halves = sorted((cheapest[part], cheapest[~part]), key=lambda half: float(costs[:, half].min(axis=1).sum()))
         cheapest, other = halves
         parts.append(other)
     return parts
 
 
-def _apart(costs: Array) -> Index:
+def _separated(costs: Array) -> Index:
     """Which members of a group to part from the others, so that the cheaper of the two groups costs the most: those up
     to some place in the order of one of their costs. costs: [terms, members]."""
     best: tuple[tuple[float, float], Index] | None = None
@@ -118,7 +118,7 @@ def _apart(costs: Array) -> Index:
     return best[1]
 
 
-def coarse(graph: Graph, places: dict[int, Index]) -> Graph:
+def quotient(graph: Graph, places: dict[int, Index]) -> Graph:
     """The graph where each choice of each variable becomes the one that ``places`` says, which costs the least that any
     of them does."""
     small = graph.copy()

@@ -1,10 +1,9 @@
-"""Dynamic programming over a graph whose variables have few choices each.
+"""Dynamic programming over a tree decomposition (bucket elimination).
 
-Variables are taken out one after another; what each leaves is a table over its neighbours, of as many dimensions as it
-has (bucket elimination: Dechter, "Bucket elimination", 1999). The networks of models are nearly chains, with about
-seven neighbours at the widest place, so this is exact once pruning has left a few choices per variable, and, on the
-most promising choices alone, finds very good assignments long before. Where a table would grow too large, a variable
-is fixed to a given choice instead, and the result is no longer exact, only the best for these choices.
+Elimination of a variable leaves a table over its neighbours (Dechter, "Bucket elimination", 1999). The networks of
+models are nearly chains, with about seven neighbours at the widest place. Once pruning has left a few choices per
+variable, the elimination is exact. Before that, on the most promising choices alone, it finds very good assignments. A
+variable whose table would be too large is fixed to a given choice. The result is then the best for these choices.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
-from shardplan.search.graph.table_elimination import Decision, Factor, Scratch, Taken, take_out
+from shardplan.search.graph.table_elimination import Decision, EliminatedVariable, Factor, Scratch, eliminate_variable
 
 __all__ = ["Elimination", "adjacency", "plan", "settled"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
-_MOST_DIMENSIONS = 32
-_MOST_KEPT = 2.5e7
+_MAX_DIMENSIONS = 32
+_MAX_KEPT = 2.5e7
 """Entries of the tables that variables leave, up to which they are kept, rather than which choice is the cheapest for
 each of the others': that is asked for once in the end."""
 
@@ -53,7 +52,7 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
     weight = widths.__getitem__
 
     def width(v: int, around: set[int]) -> float:
-        if len(around) >= _MOST_DIMENSIONS:  # of one choice each, mostly
+        if len(around) >= _MAX_DIMENSIONS:  # of one choice each, mostly
             return math.inf
         return widths[v] + sum(map(weight, around))
 
@@ -81,12 +80,12 @@ def plan(sizes: dict[int, int], neighbours: dict[int, set[int]], largest: float,
         around = neighbours.pop(v)
         stays = v in fixed
         for w in around:
-            beside = neighbours[w]
-            beside.discard(v)
+            others = neighbours[w]
+            others.discard(v)
             if not stays:
-                beside |= around
-                beside.discard(w)
-            if (value := width(w, beside)) != current[w]:
+                others |= around
+                others.discard(w)
+            if (value := width(w, others)) != current[w]:
                 current[w] = value
                 heapq.heappush(heap, (value, w))
     return Plan(steps, frozenset(fixed), entries, kept)
@@ -102,7 +101,11 @@ class Elimination:
     """
 
     def __init__(
-        self, graph: Graph, costs: dict[int, Array], keep: dict[int, Index], known: dict[int, Taken] | None = None
+        self,
+        graph: Graph,
+        costs: dict[int, Array],
+        keep: dict[int, Index],
+        known: dict[int, EliminatedVariable] | None = None,
     ) -> None:
         self.keep = keep
         self.tick = graph.tick
@@ -138,7 +141,7 @@ class Elimination:
                 found[v] = int(np.searchsorted(self.keep[v], hint[v]))
                 self._fix(v, found[v])
             else:
-                undo.append((v, self._eliminate(v, order.kept <= _MOST_KEPT)))
+                undo.append((v, self._eliminate(v, order.kept <= _MAX_KEPT)))
         for v, decide in reversed(undo):
             found[v] = decide(found)
         return {v: int(self.keep[v][place]) for v, place in found.items()}, self.constant
@@ -160,7 +163,7 @@ class Elimination:
         costs, factors = self.costs[v], self._take(v)
         taken = None if self.known is None else self.known.get(v)
         if taken is None or not taken.of(costs, factors):
-            taken = take_out(v, costs, factors, self._scratch, keeps)
+            taken = eliminate_variable(v, costs, factors, self._scratch, keeps)
             self.entries += costs.size * taken.least.size
         if self.known is not None and keeps:
             self.known[v] = taken

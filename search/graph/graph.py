@@ -1,9 +1,8 @@
-"""The network as the searches work on it: simple, finite where it can be, and consistent.
+"""The graph of a search: a network without ties, with finite costs where possible, and one table per edge.
 
-`Graph.of` takes a `Network` apart: ties are merged, excluded choices dropped, equal edges added up, so that a pair of
-variables has at most one table. Every later change (see `shardplan.search.graph.reductions`) appends to `undo` what is
-needed to get the dropped variables' choices back; `expand` runs that backwards. The cost of a graph's assignment
-equals the network's cost of the expanded one.
+`Graph.of` reads a `Network`: it merges ties, drops excluded choices and adds parallel edges up. Each later change (see
+`shardplan.search.graph.reductions`) appends to `undo` a record that gives the dropped variables' choices. `expand`
+reads the records backwards. An assignment of the graph costs as much as its expansion in the network.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Graph:
         self.exclusions = True
         """Whether any cost may be infinite; reductions never make one so."""
         self.tick: Callable[[], None] = lambda: None
-        """Called every now and then by what takes long; it may raise, after which only `expand` may be used."""
+        """Called during long computations. It may raise; after that only `expand` may be used."""
         self.twins: dict[int, NDArray[np.intp]] = {}
         """Per variable that has any, a label per choice (see `Network.twins`)."""
         self.undo: list[Best | Follow | Keep] = []
@@ -142,14 +141,14 @@ class Graph:
         return other
 
     def become(self, other: Graph) -> None:
-        """Takes the state of another graph, a sibling copy of this one from before."""
+        """Restores the state of an earlier sibling copy of this graph."""
         self.tables, self.costs, self.neighbours, self.spans = other.tables, other.costs, other.neighbours, other.spans
         self.constant, self.fixed_spans, self.exclusions = other.constant, other.fixed_spans, other.exclusions
         self.twins, self.undo, self.hint = other.twins, other.undo, other.hint
         self.unsupported, self.unfollowed, self.undominated = other.unsupported, other.unfollowed, other.undominated
 
     def forget(self) -> None:
-        """Frees what was computed of tables that are gone. What is computed of those that are left is shared anew."""
+        """Frees results for tables that no edge has any more. Results for others are computed again when needed."""
         self.tables = Tables()
 
     def touch(self, variables: Iterable[int]) -> None:

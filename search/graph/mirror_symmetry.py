@@ -1,8 +1,8 @@
-"""One half of the assignments of a network that has mirror images.
+"""Mirror symmetry: one variable's choices are halved, since each assignment has an image of equal cost.
 
-On a mesh (8, 8) every assignment costs what it costs with the two axes in each other's place. Messages cannot choose
-between such images: each of a variable's choices looks as good as its image, so that the bound of both at once stays
-below what either costs. Where one variable is told which of two images to take, nothing is lost, and the bound rises.
+On a mesh (8, 8) an exchange of the two axes keeps the cost of every assignment. Messages cannot choose between the two
+images: a choice looks as good as its image, and the bound stays below the cost of either. With one variable held to one
+choice of each pair, every assignment or its image is left, and the bound rises.
 
 >>> from shardplan.search import solve
 >>> net = Network()
@@ -10,7 +10,7 @@ below what either costs. Where one variable is told which of two images to take,
 >>> for u, v in ((a, b), (b, c), (a, c)):
 ...     net.add_edge(u, v, np.array([[0.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 4.0]]))
 >>> net.mirror = {v: np.array([0, 2, 1]) for v in (a, b, c)}
->>> half(net)
+>>> mirror_half(net)
 (0, array([ True,  True, False]))
 >>> solve(net).cost
 4.0
@@ -23,15 +23,15 @@ from numpy.typing import NDArray
 
 from shardplan.search.network import EXCLUDED, Network
 
-__all__ = ["half"]
+__all__ = ["mirror_half"]
 
 _ROUNDING = 1e-12
 """By what share the costs of images may differ: sums of the same numbers in another order."""
-_MOST_OWN_IMAGES = 0.5
+_MAX_OWN_IMAGES = 0.5
 """The share of a variable's choices that may be their own images: which of them it takes is not told."""
 
 
-def half(network: Network) -> tuple[int, NDArray[np.bool_]] | None:
+def mirror_half(network: Network) -> tuple[int, NDArray[np.bool_]] | None:
     """A variable, and which of its choices to keep, so that of each assignment or its mirror image one is left; None
     where images do not cost the same, or usages are to be kept within a limit.
 
@@ -50,7 +50,7 @@ def half(network: Network) -> tuple[int, NDArray[np.bool_]] | None:
     images = {id(mirror[v]): mirror[v] for v in spread}  # variables of equal choices share theirs
     shares = {key: float(np.mean(image == np.arange(len(image)))) for key, image in images.items()}
     own = {v: shares[id(mirror[v])] for v in spread}
-    able = [v for v in spread if own[v] <= _MOST_OWN_IMAGES]
+    able = [v for v in spread if own[v] <= _MAX_OWN_IMAGES]
     if not able:
         return None
     chosen = max(able, key=lambda v: (spread[v], -v))
@@ -61,7 +61,7 @@ def _costs_the_same(network: Network) -> bool:
     """Whether every assignment costs what its image does: each of its costs and tables does, and ties hold for both."""
     mirror = network.mirror
     images = [costs[mirror[v]] for v, costs in enumerate(network.costs)]
-    if not _same(np.concatenate(network.costs), np.concatenate(images)):
+    if not _equal_up_to_rounding(np.concatenate(network.costs), np.concatenate(images)):
         return False
     if any((mirror[u] != mirror[v]).any() for u, v in network.ties):
         return False
@@ -70,13 +70,13 @@ def _costs_the_same(network: Network) -> bool:
         key = (number, id(mirror[u]), id(mirror[v]))
         if key not in known:
             table = network.tables[number]
-            if not _same(table, table[mirror[u][:, None], mirror[v]]):
+            if not _equal_up_to_rounding(table, table[mirror[u][:, None], mirror[v]]):
                 return False
             known.add(key)
     return True
 
 
-def _same(array: NDArray[np.float64], image: NDArray[np.float64]) -> bool:
+def _equal_up_to_rounding(array: NDArray[np.float64], image: NDArray[np.float64]) -> bool:
     return np.array_equal(array, image) or np.allclose(array, image, rtol=_ROUNDING, atol=0.0)
 
 

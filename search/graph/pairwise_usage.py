@@ -1,8 +1,8 @@
 """Usages that depend on the choices of two variables.
 
-The copy of a tensor takes memory only where its layout differs from the tensor's own: that is no sum over variables.
-`with_pairs` says it by one more variable per pair. Its choices stand for a choice of the second variable, together with
-what the pair then uses, so that its usage is its own; the pair's costs move onto it.
+A resharded copy of a tensor takes memory only where its layout differs from the tensor's layout. That is no sum over
+variables. `with_pairs` adds one variable per pair. A choice of it is a choice of the second variable together with the
+usage of the pair, so the usage depends on one variable. The costs of the pair move to the new variable.
 
 >>> import numpy as np
 >>> net = Network(usage_limit=5)
@@ -54,7 +54,7 @@ class _States:
 
 
 def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
-    """A network with the usages of pairs besides; the variables of this one come first and keep their numbers."""
+    """A network with the usages of pairs added. The variables of this one come first and keep their numbers."""
     by_pair: dict[tuple[int, int], list[PairUsage]] = {}
     for usage in usages:
         if usage.start < usage.end:
@@ -83,8 +83,8 @@ def with_pairs(network: Network, usages: Iterable[PairUsage]) -> Network:
 
 
 def extended(network: Network, choices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """An assignment of the first variables of a network that `with_pairs` made, with the pairs' choices besides: for
-    each the cheapest, and of these the one that uses least."""
+    """An assignment of a network that `with_pairs` made, from the choices of its first variables. Each pair takes its
+    cheapest choice, and of these the one of least usage."""
     return all_extended(network, [choices])[0]
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Best, Follow, Graph, Infeasible
 from shardplan.search.graph.tables import beaten
-from shardplan.search.graph.usage_profile import drop_safe_spans, fitting
+from shardplan.search.graph.usage_profile import drop_safe_spans, feasible_choices
 
 __all__ = ["drop_dominated", "eliminate", "follow", "reduce_graph", "settle_usage", "shrink"]
 
@@ -53,7 +53,7 @@ def shrink(graph: Graph, dominance: bool = True) -> None:
         reduce_graph(graph, dominance)
         if graph.usage_limit is None:
             return
-        masks = fitting(graph)
+        masks = feasible_choices(graph)
         for v, keep in masks.items():
             if not keep.any():
                 raise Infeasible(f"no choice of variable {v} fits under the usage limit")

@@ -1,4 +1,4 @@
-"""A part of a network: some of the choices of each variable, as a network of its own, which is much smaller.
+"""Subnetworks: a few choices of each variable of a network, as a smaller network.
 
 >>> from shardplan.search.network import Network
 >>> net = Network()

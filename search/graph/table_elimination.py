@@ -1,11 +1,11 @@
-"""Taking a variable out of a sum of tables: that leaves a table over the others, of the least that any choice costs.
+"""Elimination of one variable from a sum of tables: the minimum over its choices, as a table over the others.
 
-`shardplan.search.graph.dynamic_programming` spends most of its time here. Tables of many dimensions are added with
-those that the same ones of them have side by side, which then count as one long dimension; and for one choice of the
-variable after the other, so that no table of all dimensions is ever made, which would not fit the processor's caches.
+`shardplan.search.graph.dynamic_programming` spends most of its time here. Adjacent dimensions that the same tables have
+count as one long dimension. Large results are computed choice by choice. The sum over all dimensions, which would not
+fit the processor's caches, is never stored.
 
 >>> costs, table = np.array([0.0, 1.0]), np.array([[5.0, 0.0, 9.0], [0.0, 1.0, 1.0]])
->>> taken = take_out(7, costs, [((7, 8), table)], Scratch(), True)
+>>> taken = eliminate_variable(7, costs, [((7, 8), table)], Scratch(), True)
 >>> taken.scope, taken.least.tolist(), [taken.decide({8: choice}) for choice in range(3)]
 ((8,), [1.0, 0.0, 2.0], [1, 0, 1])
 """
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Decision", "Factor", "Scratch", "Taken", "take_out"]
+__all__ = ["Decision", "EliminatedVariable", "Factor", "Scratch", "eliminate_variable"]
 
 Array = NDArray[np.float64]
 Factor = tuple[tuple[int, ...], Array]
 """Variables, and a table with a dimension for each."""
 Decision = Callable[[dict[int, int]], int]
 """A variable's cheapest choice, given those of others."""
-_EVERY = slice(None)
-_LARGE = 2048
+_ALL = slice(None)
+_LARGE_RESULT = 2048
 """Entries of what is left from which on choices are taken one after the other, and dimensions in runs."""
 
 
@@ -46,7 +46,7 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class EliminatedVariable:
     """What taking a variable out, of these costs and factors, has left.
 
     least: a table over `scope`, of the least sum of all that any choice of the variable has. decide: says which one.
@@ -64,16 +64,18 @@ class Taken:
         return same and all(one[1] is other[1] for one, other in zip(factors, self.factors, strict=True))
 
 
-def take_out(v: int, costs: Array, factors: list[Factor], scratch: Scratch, keeps: bool) -> Taken:
+def eliminate_variable(
+    v: int, costs: Array, factors: list[Factor], scratch: Scratch, keeps: bool
+) -> EliminatedVariable:
     """Takes a variable of these costs out of the factors that have it.
 
     keeps: whether these are kept to decide by, rather than which choice is the cheapest for each of the others'.
     """
     ordered = sorted(factors, key=_size)  # sums grow to the full size only at the end
     sizes = {w: size for names, table in factors for w, size in zip(names, table.shape, strict=True) if w != v}
-    large = math.prod(sizes.values()) >= _LARGE
+    large = math.prod(sizes.values()) >= _LARGE_RESULT
     scope = _in_runs(sizes, ordered) if large else (*sizes,)
-    tables = [_laid(factor, (v, *scope), large) for factor in ordered]
+    tables = [_axes_in_order(factor, (v, *scope), large) for factor in ordered]
     total, shape = costs.reshape(-1, *[1] * len(scope)), tuple([sizes[w] for w in scope])
     best = None if keeps else np.zeros(shape, dtype=np.uint16)
     if large:
@@ -87,7 +89,7 @@ def take_out(v: int, costs: Array, factors: list[Factor], scratch: Scratch, keep
         least = np.minimum.reduce(total)
         best = None if keeps else total.argmin(axis=0).astype(np.uint16)
     decide = _of_sums(v, costs, ordered) if best is None else _of_all(scope, best)
-    return Taken(costs, factors, scope, least, decide)
+    return EliminatedVariable(costs, factors, scope, least, decide)
 
 
 def _in_runs(sizes: dict[int, int], factors: list[Factor]) -> tuple[int, ...]:
@@ -98,13 +100,13 @@ def _in_runs(sizes: dict[int, int], factors: list[Factor]) -> tuple[int, ...]:
     return tuple([w for run in sorted(runs.values(), key=lambda run: math.prod([sizes[w] for w in run])) for w in run])
 
 
-def _laid(factor: Factor, order: tuple[int, ...], copies: bool) -> Array:
+def _axes_in_order(factor: Factor, order: tuple[int, ...], copies: bool) -> Array:
     """A factor's table with dimensions in the order of these variables, of one entry for those that it has not."""
     names, table = factor
     table = table.transpose([names.index(w) for w in order if w in names])
     if copies:
         table = np.ascontiguousarray(table)
-    return table if len(names) == len(order) else table[tuple([_EVERY if w in names else None for w in order])]
+    return table if len(names) == len(order) else table[tuple([_ALL if w in names else None for w in order])]
 
 
 def _least_of_rows(total: Array, tables: list[Array], row: Array, best: NDArray[np.uint16] | None) -> Array:
@@ -135,7 +137,7 @@ def _of_sums(v: int, costs: Array, factors: list[Factor]) -> Decision:
     def decide(found: dict[int, int]) -> int:
         total = costs
         for names, table in factors:
-            total = total + table[tuple([_EVERY if w == v else found[w] for w in names])]
+            total = total + table[tuple([_ALL if w == v else found[w] for w in names])]
         return int(total.argmin())
 
     return decide

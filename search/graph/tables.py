@@ -1,8 +1,8 @@
-"""Arithmetic on cost tables that is done once per distinct operands.
+"""Memoised arithmetic on cost tables.
 
-The networks of models repeat: layer after layer has the same tables, as the same objects. Every operation here is
-remembered by the identity of its operands, so that reducing 24 equal layers costs as much arithmetic as reducing one,
-and its results are again the same objects. Searches of one network within several limits share what they reduce alike.
+The layers of a model have the same tables, as the same objects. Each operation is remembered by the identity of its
+operands, and its result is again one object. The reduction of 24 equal layers takes as much arithmetic as that of one.
+Searches of one network within several limits share these results.
 
 >>> import numpy as np
 >>> tables = Tables()

@@ -1,4 +1,4 @@
-"""Connecting: what pairs connect, directly or not.
+"""Union-find: connected components by pairs of their members.
 
 >>> leaders(5, [(3, 4), (1, 3)])
 [0, 1, 2, 1, 1]

@@ -1,8 +1,8 @@
-"""Usage over time: profiles of assignments, times that can bind, choices that can never fit.
+"""Usage profiles: the usage of an assignment over time, binding times, and choices that never fit.
 
-Usages are half-open spans of time; a variable of a reduced graph may have thousands, as it stands for all the
-variables that follow it. `Profile` holds them flat, for one fixed order of variables and choices, and adds them up
-for an assignment (`used`) or, at one time, for every choice (`at`).
+A usage is an amount over a half-open span of time. A variable of a reduced graph may have thousands, since it stands
+for all variables that follow it. `Profile` holds the usages in flat arrays, for one order of variables and choices.
+`used` sums them for an assignment, `at` gives the usage of every choice at one time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph, Infeasible
 
-__all__ = ["Profile", "drop_safe_spans", "fitting"]
+__all__ = ["Profile", "drop_safe_spans", "feasible_choices"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -116,7 +116,7 @@ def drop_safe_spans(graph: Graph) -> int:
     return count
 
 
-def fitting(graph: Graph) -> dict[int, NDArray[np.bool_]]:
+def feasible_choices(graph: Graph) -> dict[int, NDArray[np.bool_]]:
     """Per variable, the choices that fit with everyone else at the least usage; only where some do not."""
     live = graph.live()
     profile = _whole(graph, live)

@@ -1,11 +1,11 @@
-"""Branch and bound: what no relaxation decides is split in two, again and again.
+"""Branch and bound on the choices of one variable at a time.
 
-Prices relax the usage limit, so where a few large tensors have to share what is left of the memory, the bound stays
-below the optimum however long messages are passed. Each branch here allows only the choices of one variable that use
-much at the priced times, or only those that use little; each is pruned, reduced and bounded by prices of its own
-(`shardplan.search.limits.usage_prices`), or by the same solver that works on whole graphs, and the branch of the least
-bound is split next. What was best at some prices before says which variable decides between too much and too dear, and
-is a plane of the branch that has it: so a branch begins with prices that were not tried.
+Prices relax the usage limit. Where a few large tensors share the rest of the memory, the bound stays below the optimum
+after any number of messages. A branch allows either the choices of one variable that use much at the priced times or
+those that use little. Each branch is pruned, reduced and bounded, by prices (`shardplan.search.limits.usage_prices`) or
+by the graph solver. The branch of the least bound is split next. The assignments of earlier prices show which variable
+decides between too much usage and too high a cost. Each of them is also a plane of the branch that contains it, so a
+branch starts at prices that are new.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardplan.search.limits.usage_prices import Pricing
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver.graph_solver import GraphSolver
 
-__all__ = ["Branching"]
+__all__ = ["BranchAndBound"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """What is left to split, its prices, and what was best at some, when the graph's `undo` had `mark` steps."""
+    """A graph to split, its prices, and its planes, from when the graph's `undo` had `mark` steps."""
 
     graph: Graph
     prices: dict[int, float]
@@ -37,7 +37,7 @@ class _Branch:
     mark: int = 0
 
 
-class Branching:
+class BranchAndBound:
     """Splits `solver`'s graph, and raises its lower bound or improves its assignment.
 
     budget: what each branch gets.
@@ -46,7 +46,7 @@ class Branching:
     def __init__(self, solver: GraphSolver, budget: Budget, pricing: Pricing | None = None) -> None:
         """pricing: of the solver's graph, or of the graph before more was dropped from it."""
         self.solver = solver
-        self.budget = replace(budget, dives=False, merging=0)
+        self.budget = replace(budget, dives=False, contraction_entries=0)
         self.nodes = 0
         self.estimate = 0.0
         """Seconds that the branches' sweeps should have taken, the same on every machine."""
@@ -107,7 +107,7 @@ class Branching:
         if branch.pricing is None:
             return None
         pricing = Pricing(solver or self._solver(branch))
-        if not pricing.able:
+        if not pricing.has_few_times:
             return None
         pricing.inherit(branch.pricing, branch.mark)
         return pricing

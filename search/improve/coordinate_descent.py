@@ -1,6 +1,6 @@
-"""Descending: single choices of an assignment that cost less, the rest as it is.
+"""Coordinate descent: cheaper choices of single variables, with all other choices fixed.
 
-Usage is not looked at: those who hold to a limit take over what fits.
+The descent ignores usage. The caller takes those of its steps that fit the limit.
 
 >>> net = Network()
 >>> variables = [net.add_variable([1.0, 0.0]) for _ in range(3)]
@@ -24,7 +24,7 @@ from shardplan.search.network import Network
 
 __all__ = ["Descent", "descents"]
 
-_MOST_ROUNDS = 10
+_MAX_ROUNDS = 10
 _LEAST_GAIN = 1e-13
 """Of what a variable and its edges cost: less is rounding."""
 
@@ -45,10 +45,10 @@ def descents(network: Network, choices: NDArray[np.int64]) -> list[Descent]:
     for u, v, index in network.edges:
         edges[u].append((v, network.tables[index]))
         edges[v].append((u, network.tables[index].T))
-    groups = {variables[0]: variables for variables in _together(len(network), network.ties)}
+    groups = {variables[0]: variables for variables in _independent(len(network), network.ties)}
     first = {v: place for place, variables in groups.items() for v in variables}
     waiting = groups
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         changed = dict[int, None]()
         for place, variables in waiting.items():
             costs = _costs(network, variables, edges, taken)
@@ -70,11 +70,11 @@ def descents(network: Network, choices: NDArray[np.int64]) -> list[Descent]:
     )
     return [
         Descent(sum(gains[found[n]] for n in part), {v: int(taken[v]) for n in part for v in groups[found[n]]})
-        for part in _together(len(found), touching)
+        for part in _independent(len(found), touching)
     ]
 
 
-def _together(count: int, pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
+def _independent(count: int, pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
     """The numbers below a count, those together that pairs connect."""
     groups: dict[int, list[int]] = {}
     for n, leader in enumerate(leaders(count, pairs)):

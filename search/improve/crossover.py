@@ -1,10 +1,9 @@
-"""Crossing assignments under a usage limit: of what is best at several prices of usage, the best mixture.
+"""Crossover under a usage limit: the best mixture of the assignments at several prices of usage.
 
-At the price that closes the bound, a few large tensors decide whether the limit is kept, and decoding takes all of
-them or none. But what is best when usage is free, and what is best when it is dear, differ in just these. So the
-choices that are best at some price, and those of the best assignment so far, are few per variable; with no others
-left, reductions and CP-SAT solve the graph, its usage limit included. Some noise on prices and costs makes the next
-crossing differ.
+At the price that closes the bound, a few large tensors decide whether the limit holds, and decoding takes all or none
+of them. The assignments at free and at dear usage differ in these tensors. The choices of all these assignments and of
+the best one are few per variable. Reductions and CP-SAT solve the graph of these choices, with its usage limit. Noise
+on prices and costs varies the next crossover.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.budget import Callbacks
 from shardplan.search.graph.graph import Graph, Infeasible
 from shardplan.search.graph.reductions import shrink
-from shardplan.search.solver.cp_sat import close
+from shardplan.search.solver.cp_sat import solve_by_cp_sat
 from shardplan.search.solver.graph_solver import GraphSolver
 
-__all__ = ["Crossing"]
+__all__ = ["Crossover"]
 
 _SCALES = ((0.0, 1.0), (0.0, 0.5, 0.8, 1.0, 1.2, 2.0), (0.0, 0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.3, 2.0))
 """Of the prices, in the first crossing, the second, and all later ones: a few mixtures are the quickest to improve."""
@@ -31,7 +30,7 @@ _NOISE_OF_PRICES = (0.6, 1.6)
 _NOISE_OF_COSTS = 0.02
 
 
-class Crossing:
+class Crossover:
     """Improves `solver`'s assignment, one crossing at a time."""
 
     def __init__(self, solver: GraphSolver) -> None:
@@ -61,7 +60,7 @@ class Crossing:
         self.steps += 1
         if small is None or small.entries() > _LARGEST:
             return False
-        result = close(
+        result = solve_by_cp_sat(
             small, _WORK, callbacks.seconds_left(), _TOLERANCE * (solver.upper - solver.lower), solver.prices
         )
         self.estimate += result.work

@@ -1,10 +1,9 @@
-"""Assignments that are nearly the best at the best prices, and differ from those that are known.
+"""Diversification: near-optimal assignments at the best prices that use choices no known assignment has.
 
-A weight, its gradient and what an optimiser keeps of it go together, as one thing that is stored whole, or split over
-some mesh axes or all of them. At the best prices of usage several of these ways are about equally good, for many
-weights at once, and what fits best under the limit is a matter of which weight gets which: a knapsack. What is best at
-some prices has few of the ways. So choices that no assignment has so far get a small reward: what is best at the best
-prices then has many of them. After a few such turns the ways are known, for `cross` to mix.
+A weight, its gradient and its optimiser state have one layout: whole, or split over some mesh axes. At the best prices
+of usage several layouts are about equally good for many weights at once. The question which weight gets which layout is
+a knapsack. The assignments at the prices so far contain few of the layouts. A small reward on choices that no
+assignment has leads to assignments with new ones. After a few turns all layouts are known, and `crossover` mixes them.
 """
 
 from __future__ import annotations
@@ -17,25 +16,24 @@ from numpy.typing import NDArray
 from shardplan.search.graph.graph import Infeasible
 from shardplan.search.graph.reductions import shrink
 from shardplan.search.limits.usage_prices import Pricing
-from shardplan.search.solver.cp_sat import SECONDS_PER_UNIT, close
+from shardplan.search.solver.cp_sat import SECONDS_PER_UNIT, solve_by_cp_sat
 
-__all__ = ["cross", "vary"]
+__all__ = ["crossover", "diversify"]
 
-_CROSSABLE = 40_000
+_CROSSOVER_ENTRIES = 40_000
 _LEAST_CROSSING, _MOST_CROSSING = 0.1, 1.0
 """In units of CP-SAT's deterministic time."""
 _VARIATIONS = 4
 _REWARD = 0.03
-"""What a choice that was not seen may cost more, as a share of what the usages of its variable's choices differ in at
-the prices."""
-_ALIKE = 1e-3
+"""The reward of a new choice, as a share of the range of its variable's priced usages."""
+_SIMILAR_RATIO = 1e-3
 """Choices whose usages cost the same but for such a share of that are one way to store a tensor."""
 _LESS = 0.25
 _WORTH = 0.1
 """The share of the gap that an assignment of new choices has to close for another one to be asked."""
 
 
-def vary(pricing: Pricing, seconds: float) -> None:
+def diversify(pricing: Pricing, seconds: float) -> None:
     """Adds assignments to `pricing` and recombines them, until there are no new choices, or the gap is closed, or for
     about so many seconds of work."""
     until, share = pricing.estimate + seconds, _REWARD
@@ -57,7 +55,7 @@ def vary(pricing: Pricing, seconds: float) -> None:
 
 
 def _rewards(pricing: Pricing, share: float) -> dict[int, NDArray[np.float64]]:
-    """Per variable, what each choice that is left is worth because no assignment has it."""
+    """Per variable, the reward of each remaining choice that no assignment has."""
     places = {v: place for place, v in enumerate(pricing.live)}
     rewards = {}
     for v, amounts in pricing.priced.amounts.items():
@@ -65,14 +63,14 @@ def _rewards(pricing: Pricing, share: float) -> dict[int, NDArray[np.float64]]:
         kept = pricing.priced.kept[v]
         known = np.isin(kept, [plane.choices[places[v]] for plane in pricing.planes])
         spread = float(np.ptp(priced))
-        unseen = np.abs(priced[:, None] - priced[known]).min(axis=1, initial=math.inf) > _ALIKE * spread
+        unseen = np.abs(priced[:, None] - priced[known]).min(axis=1, initial=math.inf) > _SIMILAR_RATIO * spread
         reward = share * spread
         if reward > 0 and unseen.any():
             rewards[v] = np.where(unseen, reward, 0.0)
     return rewards
 
 
-def cross(pricing: Pricing, work: float) -> None:
+def crossover(pricing: Pricing, work: float) -> None:
     """Mixes what was found at all prices; a mixture within the limit goes to the solver.
 
     work: seconds of CP-SAT, where that is neither little nor much.
@@ -91,11 +89,11 @@ def cross(pricing: Pricing, work: float) -> None:
         shrink(graph, dominance=False)
     except Infeasible:
         return
-    if graph.entries() > _CROSSABLE:
+    if graph.entries() > _CROSSOVER_ENTRIES:
         return
     tolerance = 0.5 * solver.gap * abs(pricing.bound)
     units = min(max(work / SECONDS_PER_UNIT, _LEAST_CROSSING), _MOST_CROSSING)
-    result = close(graph, units, solver.callbacks.seconds_left(), tolerance, solver.prices)
+    result = solve_by_cp_sat(graph, units, solver.callbacks.seconds_left(), tolerance, solver.prices)
     pricing.estimate += result.work
     pricing.mixed = len(pricing.planes) if result.proven else pricing.mixed
     if result.choices is not None:

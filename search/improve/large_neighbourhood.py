@@ -1,8 +1,8 @@
-"""Local search under a usage limit: parts of the graph are solved again, with the rest as it is.
+"""Large-neighbourhood search (LNS) under a usage limit: a part of the graph is solved again, the rest is fixed.
 
-A part is a variable and what lies around it. What the rest uses over time is taken off the limit, what its choices
-cost the part is added to the part's costs, and the same solver that works on whole graphs works on that. Parts are
-drawn where the best assignment is furthest above the bound, and grow where nothing is found.
+A part is a variable and its surroundings. The usage of the rest reduces the limit, and the tables to the rest become
+costs. The graph solver solves the part. Parts are drawn where the best assignment is furthest above the bound. They
+grow when no improvement is found.
 """
 
 from __future__ import annotations
@@ -16,15 +16,24 @@ from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
 from shardplan.search.solver.graph_solver import GraphSolver
 
-__all__ = ["LocalSearch"]
+__all__ = ["LargeNeighbourhoodSearch"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _SMALLEST, _LARGEST = 20, 400
-_BUDGET = Budget(sweeps=80, promising=3, table=3e4, entries=1e6, closing=0.3, closable=3000, dives=False, merging=0)
+_BUDGET = Budget(
+    sweeps=80,
+    promising_choices=3,
+    largest_table=3e4,
+    table_entries=1e6,
+    cp_sat_work=0.3,
+    cp_sat_entries=3000,
+    dives=False,
+    contraction_entries=0,
+)
 
 
-class LocalSearch:
+class LargeNeighbourhoodSearch:
     """Improves `graph.hint`, whose cost is `upper`, step by step."""
 
     def __init__(self, graph: Graph, upper: float, prices: dict[int, float], above: dict[int, float]) -> None:
@@ -47,7 +56,7 @@ class LocalSearch:
         self.weights = weights + 0.1 * max(float(weights.mean()), 1e-30)
 
     def restart(self, upper: float) -> None:
-        """Begins anew from the graph's hint, which somebody else has improved."""
+        """Restarts from the graph's hint after another method has improved it."""
         hint = self.graph.hint
         assert hint is not None
         self.upper = upper
@@ -55,7 +64,7 @@ class LocalSearch:
         self.used = self.profile.used(self.choices)
 
     def step(self, callbacks: Callbacks) -> bool:
-        """Solves one part again; True where that improved the assignment."""
+        """Solves one part again. True where the assignment improves."""
         self.steps += 1
         part = self._draw()
         small, spans = self._cut(part)

@@ -1,4 +1,4 @@
-"""Mixtures of assignments of a network: the best one, part by part, within any usage limit.
+"""Mixtures of assignments within any usage limit: the best exchange of parts between known assignments.
 
 >>> net = Network(usage_limit=9)
 >>> variables = [net.add_variable([4.0 + n, 0.0]) for n in range(3)]

@@ -1,4 +1,4 @@
-"""Planes above the concave function that prices of usage give (see `shardplan.search.limits.usage_prices`)."""
+"""Cutting planes of the concave dual function of usage prices (see `shardplan.search.limits.usage_prices`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from shardplan.search.or_tools import pywraplp
 
-__all__ = ["Plane", "highest", "highest_between"]
+__all__ = ["Plane", "maximum", "maximum_between"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _POINTS_BETWEEN = 65
-_LOW = 1e-4
-"""What the prices weigh beside what the planes leave to L."""
+_PRICE_WEIGHT = 1e-4
+"""The weight of the prices in the objective, next to the value that the planes leave to L."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Plane:
         return self.cost + float(prices @ self.excess)
 
 
-def highest(planes: Sequence[Plane], scale: float, enough: float) -> tuple[float, Array] | None:
+def maximum(planes: Sequence[Plane], scale: float, enough: float) -> tuple[float, Array] | None:
     """The highest value that planes leave to L at prices up to `scale`, or `enough` where that is less, and the lowest
     prices where they do."""
     program = pywraplp.Solver.CreateSolver("GLOP")
@@ -43,15 +43,15 @@ def highest(planes: Sequence[Plane], scale: float, enough: float) -> tuple[float
     for plane in planes:
         terms = [float(e) * (scale / unit) * p for e, p in zip(plane.excess, prices, strict=True) if e]
         program.Add(value <= plane.cost / unit + sum(terms))
-    program.Maximize(value - _LOW * sum(prices))
+    program.Maximize(value - _PRICE_WEIGHT * sum(prices))
     if program.Solve() != pywraplp.Solver.OPTIMAL:
         return None
     return unit * value.solution_value(), scale * np.array([p.solution_value() for p in prices])
 
 
-def highest_between(planes: Sequence[Plane], low: Array, high: Array) -> tuple[float, Array]:
+def maximum_between(planes: Sequence[Plane], low: Array, high: Array) -> tuple[float, Array]:
     """The highest value that planes leave to L between two prices, and the prices where they do."""
     points = low + np.linspace(0.0, 1.0, _POINTS_BETWEEN)[:, None] * (high - low)
     ceilings = np.min([plane.cost + points @ plane.excess for plane in planes], axis=0)
-    highest = int(ceilings.argmax())
-    return float(ceilings[highest]), points[highest]
+    maximum = int(ceilings.argmax())
+    return float(ceilings[maximum]), points[maximum]

@@ -1,13 +1,14 @@
-"""Packing: which parts to take at the least cost within room, where some exclude each other, nearly and at once.
+"""Knapsack by linear programming and rounding: the parts of least cost within several capacities, with exclusions.
 
-The linear program of it takes few parts in part: about one per kind of room. What it takes whole is taken; then, while
-room is short, what makes most of it for its cost; then whatever else saves cost and has room.
+The linear program leaves about one fractional part per capacity. Parts that it takes whole are taken. While the
+capacity is exceeded, the parts with the most relief per cost follow. Then all other parts that save cost and fit are
+taken.
 
 >>> costs, usages = np.array([-6.0, -5.0, -4.0]), np.array([[3.0], [2.0], [2.0]])
->>> packing = packed(costs, usages, np.array([4.0]), [])
+>>> packing = solve_knapsack(costs, usages, np.array([4.0]), [])
 >>> packing.taken.tolist(), bool(packing.bound <= costs[packing.taken].sum())
 ([False, True, True], True)
->>> packed(costs, usages, np.array([4.0]), [(0, 1), (0, 2), (1, 2)]).taken.tolist()
+>>> solve_knapsack(costs, usages, np.array([4.0]), [(0, 1), (0, 2), (1, 2)]).taken.tolist()
 [True, False, False]
 """
 
@@ -21,41 +22,43 @@ from numpy.typing import NDArray
 
 from shardplan.search.or_tools import pywraplp
 
-__all__ = ["Packing", "packed"]
+__all__ = ["KnapsackSolution", "solve_knapsack"]
 
 Array = NDArray[np.float64]
-_WHOLE = 1 - 1e-6
+_INTEGRAL = 1 - 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class KnapsackSolution:
     """taken: bool [parts]; bound: what no choice of parts costs less than."""
 
     taken: NDArray[np.bool_]
     bound: float
 
 
-def packed(costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[int, ...]]) -> Packing | None:
-    """Parts to take; None where nothing has room, or nothing that has was found.
+def solve_knapsack(
+    costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[int, ...]]
+) -> KnapsackSolution | None:
+    """The parts to take, or None where no selection that fits was found.
 
     costs: [parts]; usages: [parts, kinds of room]; exclusions: numbers of parts of which one at most can be taken.
     """
     shares = _shares(costs, usages, room, exclusions)
     if shares is None:
         return None
-    beside: list[list[int]] = [[] for _ in costs]
+    excluded: list[list[int]] = [[] for _ in costs]
     for numbers in exclusions:
         for number in numbers:
-            beside[number] += [other for other in numbers if other != number]
+            excluded[number] += [other for other in numbers if other != number]
     scale = np.maximum(np.abs(usages).max(axis=0), 1e-30)
     taken, barred, left = np.zeros(len(costs), dtype=bool), np.zeros(len(costs), dtype=bool), room
 
     def take(number: int) -> None:
         nonlocal left
         taken[number], barred[number], left = True, True, left - usages[number]
-        barred[beside[number]] = True
+        barred[excluded[number]] = True
 
-    for number in np.flatnonzero(shares > _WHOLE).tolist():
+    for number in np.flatnonzero(shares > _INTEGRAL).tolist():
         take(number)
     while (left < 0).any():
         short = np.maximum(-left, 0.0)
@@ -66,7 +69,7 @@ def packed(costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[
     for number in np.argsort(-shares, kind="stable").tolist():
         if costs[number] < 0 and not barred[number] and (usages[number] <= left).all():
             take(number)
-    return Packing(taken, float(costs @ shares))
+    return KnapsackSolution(taken, float(costs @ shares))
 
 
 def _shares(costs: Array, usages: Array, room: Array, exclusions: Sequence[tuple[int, ...]]) -> Array | None:

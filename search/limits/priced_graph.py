@@ -1,7 +1,7 @@
-"""A graph in which usage costs a price, instead of being limited, at any prices.
+"""The graph at given usage prices: usage is a cost instead of a limit.
 
-`PricedGraph.at` gives the graph at some prices. What is found there not to be in anything better than an assignment
-within the limit is left out at all later prices (`narrow`), so that these are quicker.
+`PricedGraph.at` gives the graph at some prices. `narrow` drops choices that no assignment within the limit and below
+the best cost has. They are missing at all later prices, whose searches are faster.
 
 >>> from shardplan.search.network import Network
 >>> net = Network(usage_limit=3)
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardplan.search.graph.graph import Best, Follow, Graph, Keep
 from shardplan.search.graph.usage_profile import Profile
 
-__all__ = ["PricedGraph", "left_by"]
+__all__ = ["PricedGraph", "remaining_choices"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -74,19 +74,19 @@ class PricedGraph:
         """Leaves out, from now on, the choices that were dropped from a graph that `at` gave before its `undo` had so
         many steps: because nothing better has them."""
         masks = {v: np.ones(self.graph.size(v), dtype=bool) for v in self.kept}
-        for v, left in left_by(priced.undo[:until]).items():
+        for v, left in remaining_choices(priced.undo[:until]).items():
             masks[v][:] = False
             masks[v][left] = True
         before = len(self.graph.undo)
         self.graph.restrict_all(masks)
         self.graph.make_consistent()
-        for v, left in left_by(self.graph.undo[before:]).items():
+        for v, left in remaining_choices(self.graph.undo[before:]).items():
             self.kept[v] = self.kept[v][left]
             if v in self.amounts:
                 self.amounts[v] = self.amounts[v][:, left]
 
 
-def left_by(steps: Sequence[Best | Follow | Keep]) -> dict[int, Index]:
+def remaining_choices(steps: Sequence[Best | Follow | Keep]) -> dict[int, Index]:
     """Per variable that lost choices by these steps, which of those before are left."""
     left: dict[int, Index] = {}
     for step in steps:

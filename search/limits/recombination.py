@@ -1,11 +1,10 @@
-"""Recombining assignments: what two of them differ in falls into parts that can be exchanged one by one.
+"""Recombination of assignments: their differences fall into independent parts (partition crossover).
 
-Where one assignment differs from another, the variables that differ fall into parts with no edge between them. Each
-part may be taken over alone: what that changes of the cost, and of the usage at each time, does not depend on the other
-parts. So of one assignment and the parts of all others, those that keep within the limit at the least cost are a
-knapsack with a few constraints, and exclusions of parts that overlap or touch. That is far smaller than the graph,
-layers included: a plan of a hundred layers has some hundred parts (compare partition crossover for the travelling
-salesman: Whitley, Hains, Howe, "Tunneling between optima", 2009).
+The variables in which two assignments differ fall into parts with no edge between them. The exchange of one part
+changes the cost and the usage at each time by amounts that do not depend on the other parts. The best selection of
+parts within the limit is a knapsack with a few constraints, and with exclusions of parts that overlap or touch. It is
+far smaller than the graph: a plan of a hundred layers has some hundred parts. The travelling salesman problem has the
+same operator (Whitley, Hains, Howe, "Tunneling between optima", 2009).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
-from shardplan.search.limits.knapsack import packed
+from shardplan.search.limits.knapsack import solve_knapsack
 from shardplan.search.or_tools import cp_model
 from shardplan.search.solver.cp_sat import SECONDS_PER_UNIT
 from shardplan.search.solver.interruptible_cp_sat import solve_model
@@ -31,7 +30,7 @@ _UNITS = 2.0**45
 """Costs and usages are counted in such shares of the largest, where they are not whole numbers."""
 _SECONDS_PER_VARIABLE = 3e-6
 """What finding the parts of one assignment takes, about, and packing one of them."""
-_NEARLY = 0.01
+_TOLERANCE = 0.01
 """How far above its bound a packing is good enough, as a share of that."""
 
 
@@ -93,7 +92,7 @@ class Recombination:
         return Mixture(mixture, spent + time)
 
     def _parts(self, base: Index, other: Index) -> list[_Part]:
-        """What two assignments differ in, by parts that no edge joins."""
+        """The difference of two assignments, as parts that no edge joins."""
         graph, live, place = self.graph, self.live, self.place
         left = dict.fromkeys(np.flatnonzero(base != other).tolist())
         parts = []
@@ -123,7 +122,7 @@ class Recombination:
         return parts
 
     def _exclusions(self, parts: Sequence[_Part]) -> list[tuple[int, ...]]:
-        """Numbers of parts of which one at most can be taken: those that change either end of an edge."""
+        """Sets of parts that exclude each other: those that change either end of an edge."""
         touching: dict[int, list[int]] = {}
         for number, part in enumerate(parts):
             for here in part.places.tolist():
@@ -143,9 +142,9 @@ def _knapsack(
     """The parts that keep within the room at the least cost, empty where none are known, and the seconds of work
     that it should have taken."""
     costs, usages = np.array([part.cost for part in parts]), np.stack([part.usage for part in parts])
-    begun, time = packed(costs, usages, room, exclusions), _SECONDS_PER_VARIABLE * len(parts)
+    begun, time = solve_knapsack(costs, usages, room, exclusions), _SECONDS_PER_VARIABLE * len(parts)
     chosen = None if begun is None else begun.taken
-    if begun is None or costs[begun.taken].sum() - begun.bound > max(tolerance, _NEARLY * abs(begun.bound)):
+    if begun is None or costs[begun.taken].sum() - begun.bound > max(tolerance, _TOLERANCE * abs(begun.bound)):
         chosen, spent = _closed(costs, usages, room, exclusions, (work, tolerance, chosen))
         time += spent
     return [] if chosen is None else [parts[number] for number in np.flatnonzero(chosen).tolist()], time
@@ -177,7 +176,7 @@ def _closed(
     model.minimize(cp_model.LinearExpr.weighted_sum(taken, np.round(costs / unit).astype(np.int64).tolist()))
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = work
-    # presolving a knapsack of large numbers takes a quarter of a second, uncounted; relaxed it was by `packed`
+    # presolving a knapsack of large numbers takes a quarter of a second, uncounted; relaxed it was by `solve_knapsack`
     solver.parameters.cp_model_presolve = False
     solver.parameters.linearization_level = 0
     solver.parameters.absolute_gap_limit = max(tolerance / unit, 1.0)

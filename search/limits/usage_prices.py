@@ -1,16 +1,15 @@
-"""Prices of usage: the best bound that they give, and assignments to cross.
+"""Lagrange multipliers of the usage limit: the best bound by cutting planes, and assignments for mixtures.
 
-A price on each time at which usage may exceed the limit makes usage a cost, and the graph one without a limit: it
-reduces further, and the same solver that works on whole graphs settles it. At prices p it finds an assignment of cost
-c and excess e (its usages less the limit), and L(p) = c + p e bounds what keeps within the limit from below. For all
-other prices q, the same assignment says L(q) <= c + q e: a plane above the concave function L. The prices where the
-planes found so far leave L the most room come next (Kelley, 1960), until they leave none; among those between prices
-that are too low and prices that are high enough, where these leave enough. Layers that repeat have equal
-usages at most of these times, and so at equal prices equal costs: they are folded there as without a limit.
+A price on each critical time makes usage a cost and removes the limit. The graph reduces further, and the graph solver
+solves it. At prices p it finds an assignment of cost c and excess e (usages less limit). L(p) = c + p e is a lower
+bound for the limited graph. For all other prices q the same assignment gives L(q) <= c + q e: a plane above the concave
+function L. The next prices are those where the planes leave L the most room (Kelley, 1960), until none is left. Prices
+between too low ones and high enough ones come first where the planes leave enough room there. Repeated layers have
+equal usages at most of these times, so they are folded as without a limit.
 
-Of what is best at these prices, some assignments use too much and some are too dear; they differ in a few large
-tensors. The best mixture of them that keeps within the limit (`shardplan.search.limits.recombination`) is nearly the
-best of all. As soon as there is one, what cannot be in anything better is left out at all prices that follow.
+Some assignments at these prices use too much and some cost too much. They differ in a few large tensors. Their best
+mixture within the limit (`shardplan.search.limits.recombination`) is nearly optimal. Once there is one, choices that no
+better assignment has are dropped at all later prices.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from shardplan.search.bounds.lagrangian import Messages
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph.reductions import shrink
 from shardplan.search.graph.usage_profile import Profile
-from shardplan.search.limits.concave_planes import Plane, highest, highest_between
-from shardplan.search.limits.priced_graph import PricedGraph, left_by
+from shardplan.search.limits.concave_planes import Plane, maximum, maximum_between
+from shardplan.search.limits.priced_graph import PricedGraph, remaining_choices
 from shardplan.search.limits.recombination import Recombination
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure.fold_repeats import begin_folded
@@ -38,48 +37,48 @@ __all__ = ["Pricing"]
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 _EVALUATIONS = 24
-_BUDGET = Budget(sweeps=120, table=1e5, entries=1e6, closing=0.1, closable=3000, dives=False)
-_ROUGH_EFFORT = replace(_BUDGET, sweeps=40, closing=0.0, closable=0, merging=0)
+_BUDGET = Budget(sweeps=120, largest_table=1e5, table_entries=1e6, cp_sat_work=0.1, cp_sat_entries=3000, dives=False)
+_ROUGH_BUDGET = replace(_BUDGET, sweeps=40, cp_sat_work=0.0, cp_sat_entries=0, contraction_entries=0)
 _SWEEPS_WHERE_LOOSE = 300
-_LOOSE = 0.3
-"""Evaluations that leave open such a share of what is between the bound and the best assignment get more sweeps, up to
-where neighbours are merged: messages alone are not tight where mesh axes are alike."""
+_LOOSE_RATIO = 0.3
+"""The share of the gap that an evaluation may leave open. A larger rest gets more sweeps, up to the contraction of
+neighbours: messages alone are not tight on meshes with equal axes."""
 _SWEEPS_WHERE_LOW = 40
-"""After these, prices are left that cannot raise the bound: an assignment that is nearly the best there is found."""
+"""The number of sweeps after which an evaluation ends where its prices cannot raise the bound."""
 _FIRST_TIMES = 4.0
-"""What the excess that is known costs at the first prices, at each time, in times of all the rest."""
-_MOST_TIMES = 24
-_MOST_LOW = 2
-"""After so many prices that are too low comes one that is high at all times."""
-_FAR = 0.02  # assignments that leave such a gap are recombined once more, when better prices are known
+"""The cost of the known excess at the first prices, at each time, as a multiple of all other costs."""
+_MAX_TIMES = 24
+_MAX_LOW_PRICES = 2
+"""The number of too low prices after which a price that is high at all times follows."""
+_RECOMBINATION_GAP = 0.02  # assignments that leave such a gap are recombined once more, when better prices are known
 _SHARE_OF_GAP = 0.2
-"""How much the planes may leave above the bound, of the gap that is asked for."""
-_INWARDS = 0.3
-"""Where several times have prices, the next ones are this far on the way back to the best: planes alone zigzag."""
-_WORTH_BETWEEN = 0.5
-"""Between prices that are too low and prices that are high enough lie some at which usage is near the limit at all
-times: where these leave L such a share of the room that all prices do, they are tried first."""
-_FLATTEST, _STEEPEST = 1.5, 4.0
-"""How much higher than all before the next prices may be: the more, the less the last ones have changed the excess."""
-_BEYOND = 0.1
-"""By what share of the gap the planes may leave L more than the best assignment costs."""
-_WIDE = 0.01
-"""Where the planes leave L so far below the best assignment, the last work goes into more of them, not into L."""
-_ROUGHLY = 2e-3
-"""The gap at which prices are evaluated that are too low to keep within the limit."""
+"""The share of the asked gap that the planes may leave above the bound."""
+_STEP_TO_BEST = 0.3
+"""The step back to the best prices, where several times have prices. Without it, the prices of planes zigzag."""
+_BETWEEN_RATIO = 0.5
+"""The share of the room above L from which on prices between too low and high enough ones are tried first. Usage is
+near the limit at all times there."""
+_LEAST_RAISE, _GREATEST_RAISE = 1.5, 4.0
+"""The ratio of the next prices to the highest before. It is larger where the last ones changed the excess by little."""
+_OVERSHOOT_RATIO = 0.1
+"""The share of the gap by which the planes may leave L above the cost of the best assignment."""
+_WIDE_GAP = 0.01
+"""The gap between planes and best assignment from which on the last work goes into more planes instead of L."""
+_ROUGH_GAP = 2e-3
+"""The gap of evaluations at prices that are too low for the limit."""
 _SHARE_OF_CUT = 0.1
-"""How exactly prices are evaluated: to this share of what the plane that comes out takes off the ones before."""
+"""The precision of an evaluation, as a share of the room that its plane takes off the planes before."""
 _SECONDS_PER_VARIABLE, _SECONDS_PER_OPEN = 3e-5, 1.5e-4
-"""What copying and reducing take, about, and what pruning and decoding take per variable that is left then."""
+"""The estimated time of copying and reducing per variable, and of pruning and decoding per variable that is left."""
 _TIMES_TO_IMPROVE, _LEAST_WORK = 1.3, 0.1
-"""What is hardly worth proving gets so many times the work until it was found, and such work at least, in seconds, in
-which small graphs are proven."""
-_TIMES_LONGER = 2.0
-"""What an evaluation may take however little work is left, in times of the longest before."""
-_ROUGH = 0.05  # where a gap like this is asked for, pruning takes longer than it saves
+"""The work for an assignment that needs no further proof, as a multiple of the work that found it, and the least work
+in seconds. Small graphs are proven within that."""
+_LONGEST_RATIO = 2.0
+"""The time of an evaluation that is allowed in any case, as a multiple of the longest before."""
+_PRUNING_GAP = 0.05  # where a gap like this is asked for, pruning takes longer than it saves
 _RECOMBINATIONS, _BASES = 4, 2
-_RECOMBINING = 0.01
-"""Likewise, per assignment that takes over parts of others."""
+_SECONDS_PER_RECOMBINATION = 0.01
+"""The estimated time of a recombination, per assignment that takes parts of others."""
 
 
 class Pricing:
@@ -94,35 +93,35 @@ class Pricing:
         self.profile = Profile(graph, self.live, self.offsets[:-1])
         self.instants = self.profile.candidates()
         self.mark = len(graph.undo)
-        """When this began."""
+        """The length of the graph's `undo` at the start."""
         self.planes: list[Plane] = []
         self.begun: Plane | None = None
-        """What the first prices are taken from."""
+        """The plane of the first prices."""
         self.best = np.zeros(len(self.instants))
         self.bound = -math.inf
         self.near = 0.0
-        """What costs at most so many times the bound is hardly worth proving any further."""
+        """The ratio to the bound up to which a cost needs no further proof."""
         self.until = math.inf
         """The estimate at which the search should end."""
         self._loose = self._brief = False
-        """Whether the last evaluation left much open, and whether what is nearly the best has to do."""
+        """Whether the last evaluation left a wide gap, and whether near-optimal assignments suffice."""
         self._messages: Messages = {}
-        """Those at the last prices, where twins were taken together."""
+        """The messages of the quotient at the last prices."""
         self.mixed = 0
-        """Of how many planes CP-SAT's best mixture is known."""
+        """The number of planes whose best mixture CP-SAT has computed."""
         self._recombined = 0, math.inf
         """The number of planes, and the cost of the best assignment, when they were recombined last."""
-        self.enough: Array | None = None
-        """The last prices of several times at which all usages kept within the limit."""
+        self.feasible_prices: Array | None = None
+        """The last prices of several times at which all usages were within the limit."""
         self.most = 0.0
         """The highest price that was tried."""
         self.estimate = self.longest = 0.0
-        """Seconds that it should have taken, and the longest evaluation, the same on every machine."""
+        """The estimated seconds in all and of the longest evaluation, equal on all machines."""
 
     @property
-    def able(self) -> bool:
-        """Whether there are few times to give prices to."""
-        return 0 < len(self.instants) <= _MOST_TIMES
+    def has_few_times(self) -> bool:
+        """Whether the times that need prices are few."""
+        return 0 < len(self.instants) <= _MAX_TIMES
 
     def begin(self, cost: float, times: NDArray[np.int64], usage: Array) -> None:
         """Takes the cost of an assignment, and its usage from each of these times on, which need not be one of the
@@ -140,7 +139,7 @@ class Pricing:
         self.most = max(self.solver.prices.values(), default=0.0) if self.planes else 0.0
 
     def assignments(self, most: int) -> list[NDArray[np.int64]]:
-        """What leaves L least at the best prices, as assignments of the network."""
+        """The assignments whose planes are lowest at the best prices, as assignments of the network."""
         planes = sorted((plane for plane in self.planes if plane.cost < math.inf), key=lambda p: p.at(self.best))
         chosen = [dict(zip(self.live, plane.choices.tolist(), strict=True)) for plane in planes[:most]]
         return [self.solver.graph.expand(choices, self.mark) for choices in chosen]
@@ -154,11 +153,11 @@ class Pricing:
         for number in range(_EVALUATIONS):
             high = not self.most > 0 and prices.any() and not self.known_prices().any()
             before = self.estimate
-            wide = self.solver.upper - ceiling > _WIDE * abs(ceiling)
+            wide = self.solver.upper - ceiling > _WIDE_GAP * abs(ceiling)
             self._brief = wide and before + self.longest > self.until
             self._evaluate(prices)
             last, self.longest = prices, max(self.longest, self.estimate - before)
-            far = self.solver.upper - self.bound > _FAR * abs(self.bound)
+            far = self.solver.upper - self.bound > _RECOMBINATION_GAP * abs(self.bound)
             between = self._between() if high and self._turned else None
             if between is not None and not self.solver.closed and self.estimate <= self.until:
                 prices = between
@@ -171,18 +170,18 @@ class Pricing:
             if self.solver.closed or self.estimate > self.until:
                 break
             ceiling, prices = self._highest() if self.most > 0 else (math.inf, self._first())
-            if (high or number == _MOST_LOW) and not (doubted or self._turned):
-                self.solver.callbacks.doubt()
+            if (high or number == _MAX_LOW_PRICES) and not (doubted or self._turned):
+                self.solver.callbacks.on_infeasible_hint()
                 doubted = True
-            if number >= _MOST_LOW and not self._turned:
+            if number >= _MAX_LOW_PRICES and not self._turned:
                 prices = np.full(len(prices), self._scale())  # at all times at once: whatever fits is worth knowing
             if self._turned and ceiling - self.bound <= _SHARE_OF_GAP * self.solver.gap * abs(self.bound):
                 break
             if np.count_nonzero(prices) > 1 and self._turned:
-                prices = prices + _INWARDS * (self.best - prices)
-            if self.enough is not None and not np.allclose(self.enough, self.best):
-                top, between = highest_between(self.planes, self.best, self.enough)
-                if top - self.bound > _WORTH_BETWEEN * (ceiling - self.bound):
+                prices = prices + _STEP_TO_BEST * (self.best - prices)
+            if self.feasible_prices is not None and not np.allclose(self.feasible_prices, self.best):
+                top, between = maximum_between(self.planes, self.best, self.feasible_prices)
+                if top - self.bound > _BETWEEN_RATIO * (ceiling - self.bound):
                     prices = between
             if np.allclose(prices, last, rtol=1e-6, atol=0.0):
                 break  # a plane that was not found exactly is in the way
@@ -223,7 +222,7 @@ class Pricing:
         priced = self.priced.at(prices)
         ceiling = min((plane.at(prices) for plane in self.planes), default=-math.inf)
         gap = self.solver.gap
-        precision = _SHARE_OF_GAP * gap if self._turned else max(_SHARE_OF_GAP * gap, min(gap, _ROUGHLY))
+        precision = _SHARE_OF_GAP * gap if self._turned else max(_SHARE_OF_GAP * gap, min(gap, _ROUGH_GAP))
 
         def report() -> None:
             priced.tick()
@@ -233,7 +232,7 @@ class Pricing:
             if low and inner.sweeps >= _SWEEPS_WHERE_LOW and ceiling < math.inf:
                 inner.gap = math.inf  # what these prices give is a plane, not a bound: it is low enough
 
-        seconds = max(self.until - self.estimate, _TIMES_LONGER * self.longest)
+        seconds = max(self.until - self.estimate, _LONGEST_RATIO * self.longest)
         begun = replace(_BUDGET, seconds=min(_BUDGET.seconds, seconds))
         budget = replace(begun, sweeps=_SWEEPS_WHERE_LOOSE) if self._loose else begun
         inner = GraphSolver(priced, math.inf, budget, precision, Callbacks(report, self.solver.callbacks.seconds_left))
@@ -256,11 +255,11 @@ class Pricing:
         return True
 
     def evaluate_roughly(self, rewards: Mapping[int, Array]) -> None:
-        """Keeps an assignment that is nearly the best at the best prices, where choices have rewards besides."""
+        """Keeps a near-optimal assignment at the best prices, found with rewards on some choices."""
         priced = self.priced.at(self.best, rewards)
         callbacks, known = Callbacks(priced.tick, self.solver.callbacks.seconds_left), self._messages
-        inner = GraphSolver(priced, math.inf, _ROUGH_EFFORT, _ROUGHLY, callbacks)
-        if self._begin(inner, _ROUGH_EFFORT) and inner.upper < math.inf:
+        inner = GraphSolver(priced, math.inf, _ROUGH_BUDGET, _ROUGH_GAP, callbacks)
+        if self._begin(inner, _ROUGH_BUDGET) and inner.upper < math.inf:
             inner.gap = math.inf
         self._settle(inner)
         self._messages = known
@@ -280,7 +279,7 @@ class Pricing:
         self.most = max(self.most, float(prices.max()))
         inner = self._inner(prices)
         priced = inner.graph
-        if not inner.messages and priced.live() and solver.upper < math.inf and solver.gap < _ROUGH:
+        if not inner.messages and priced.live() and solver.upper < math.inf and solver.gap < _PRUNING_GAP:
             self._narrow(inner)
         narrowed = len(priced.undo)
         self._settle(inner)
@@ -291,9 +290,9 @@ class Pricing:
         if priced.hint is not None:
             self.take(self.priced.choices(priced))
             if len(prices) > 1 and self.planes[-1].excess.max() <= 0:
-                self.enough = prices
+                self.feasible_prices = prices
         self.priced.narrow(priced, narrowed)
-        self._loose = not inner.closed and inner.upper - inner.lower > _LOOSE * (solver.upper - self.bound)
+        self._loose = not inner.closed and inner.upper - inner.lower > _LOOSE_RATIO * (solver.upper - self.bound)
         solver.callbacks.report()
 
     def _narrow(self, inner: GraphSolver) -> None:
@@ -316,38 +315,38 @@ class Pricing:
 
     @property
     def needs_assignments(self) -> bool:
-        """Whether the best assignment is above all that the planes leave to L, so that no prices can prove it."""
+        """Whether the best assignment is above the maximum that the planes leave to L. No prices can prove it then."""
         return self._turned and self.solver.upper - self._highest()[0] > self.solver.gap * abs(self.bound)
 
     @property
     def _turned(self) -> bool:
-        """Whether some prices were so high that all usages kept within the limit."""
+        """Whether an assignment within the limit came out at some prices."""
         return any(plane.excess.max() <= 0 for plane in self.planes)
 
     def _highest(self) -> tuple[float, Array]:
         """The highest value that the planes leave to L, and prices where they do: the lowest where that is more than
         the best assignment needs to be proven."""
         upper, lower = self.solver.upper, self.solver.lower
-        enough = upper + _BEYOND * (upper - lower) if upper < math.inf else upper
+        enough = upper + _OVERSHOOT_RATIO * (upper - lower) if upper < math.inf else upper
         planes = self.planes
         if self.begun is not None and all(plane.excess.max() <= 0 for plane in planes):
             planes = [*planes, self.begun]
-        return highest(planes, self._scale(), enough) or (self.bound, self.best)
+        return maximum(planes, self._scale(), enough) or (self.bound, self.best)
 
     def _scale(self) -> float:
-        """How high prices may get: above those that were tried, and not at once as high as the planes allow."""
+        """The highest next price: above those tried so far, in steps below the height that the planes allow."""
         if self.most > 0 and not self._turned:
             last, before = (float(plane.excess.max()) for plane in [*self.planes[::-1], self.begun][:2] if plane)
-            return self.most * min(max(before / max(before - last, 1e-30), _FLATTEST), _STEEPEST)
+            return self.most * min(max(before / max(before - last, 1e-30), _LEAST_RAISE), _GREATEST_RAISE)
         if self.most > 0:
-            return _STEEPEST * self.most
+            return _GREATEST_RAISE * self.most
         first = self.planes[0]
         return max(abs(first.cost), 1e-30) / max(float(first.excess.max()), 1e-3 * self.profile.limit)
 
     def inherit(self, known: Pricing, mark: int) -> None:
         """Takes over what was best at some prices of the graph when its `undo` had `mark` steps, where it still has
         it."""
-        left = left_by(self.solver.graph.undo[mark:])
+        left = remaining_choices(self.solver.graph.undo[mark:])
         places = {v: place for place, v in enumerate(known.live)}
         for plane in known.planes:
             choices = {v: int(k) for v, k in zip(known.live, plane.choices, strict=True)}
@@ -369,13 +368,15 @@ class Pricing:
             if graph.hint is not None:
                 bases.insert(0, np.array([graph.hint[v] for v in self.live], dtype=np.intp))
             for base in bases:
-                mixture = recombination.best(base, [plane.choices for plane in planes], _RECOMBINING, tolerance)
+                mixture = recombination.best(
+                    base, [plane.choices for plane in planes], _SECONDS_PER_RECOMBINATION, tolerance
+                )
                 self.estimate += mixture.work
                 if (found := mixture.choices) is not None and not any((found == p.choices).all() for p in planes):
                     self.take(dict(zip(self.live, found.tolist(), strict=True)))
             self._recombined = len(self.planes), solver.upper
             self.solver.prices = self.by_time()
-            solver.callbacks.ask()
+            solver.callbacks.on_plateau()
             if solver.closed or not solver.upper < before - tolerance:
                 return
 

@@ -239,7 +239,7 @@ def _bisect(clusters: _Clusters, members: NDArray[np.int64], share: float) -> ND
 
 
 def _farthest(cut: _Cut, start: int, preferred: NDArray[np.bool_]) -> int:
-    """The place farthest from another one, a preferred one where there is any besides."""
+    """The place farthest from another one. Preferred places come first where there are others."""
     others = np.arange(len(preferred)) != start
     among = others & preferred if (others & preferred).any() else others
     return int(np.where(among, cut.distances(start), -1.0).argmax())

@@ -1,10 +1,10 @@
-"""Anchoring: one variable is told apart from its twins, and messages tell all others apart by it.
+"""Symmetry breaking by an anchor: the graph is split by one variable's choices, each part with one of each twin set.
 
-On a mesh (4, 4, 4) every assignment has images that cost the same, or nearly so, with the axes in each other's places.
-Messages average them: a cycle that no assignment can have without cost looks free to half of one image and half of
-another. A variable, the anchor, has one of each set of twins in each part of the graph; the parts together have all of
-its choices. Within a part messages see what twins really cost. A good assignment of the first part is one of the whole,
-and where no part has a better one, that is proven, whether the twins are true ones or not.
+On a mesh (4, 4, 4) every assignment has images under permutations of the axes, of equal or nearly equal cost. Messages
+average the images. A cycle that costs every assignment something looks free to half of one image and half of another.
+Each part of the graph keeps one member of each set of the anchor's twins. All parts together keep all choices. Within a
+part, messages see the costs of single images. A good assignment of the first part is one of the whole graph. Where no
+part has a better one it is optimal. That proof needs no true symmetry.
 
 >>> from shardplan.search.network import Network
 >>> net = Network()
@@ -28,19 +28,19 @@ from shardplan.search.budget import Budget
 from shardplan.search.graph.graph import Graph, Infeasible
 from shardplan.search.solver.bounded_graph import BoundedGraph
 
-__all__ = ["Anchor", "bound_of_parts", "budget_of_part", "look_among"]
+__all__ = ["Anchor", "bound_of_parts", "budget_of_part", "solve_among"]
 
-_MOST_SETS = 0.7
+_MAX_SETS_PER_CHOICE = 0.7
 """Sets of twins of an anchor, per choice: with more, it would tell little apart."""
-_MOST_PARTS = 6
+_MAX_PARTS = 6
 """As many as three axes have orders."""
 _SWEEPS, _ENTRIES = 200, 1e6
 """What searching a part may take: what messages do not settle by then they hardly do later."""
-_SHARE = 1.0
+_WORK_RATIO = 1.0
 """Of the work before, what all parts may take where they are searched for a bound: most close soon, or not at all."""
-_MOST_TRIED = 2
+_MAX_ANCHORS = 2
 """Anchors where parts are searched for a bound."""
-_FIRST_SWEEPS, _WORTH_SEARCHING = 20, 0.1
+_FIRST_SWEEPS, _LEAST_GAIN = 20, 0.1
 """After so many sweeps of a part, the share of the gap that they must close for the search to go on."""
 
 
@@ -65,7 +65,7 @@ class Anchor:
             labels = graph.twins.get(v)
             if labels is not None and len(labels) > 1:
                 sizes = np.unique(labels, return_counts=True)[1]
-                if len(sizes) <= _MOST_SETS * len(labels) and sizes.max() <= _MOST_PARTS:
+                if len(sizes) <= _MAX_SETS_PER_CHOICE * len(labels) and sizes.max() <= _MAX_PARTS:
                     able[v] = sum(_difference(table) for table in graph.neighbours[v].values())
         anchors = []
         for chosen in sorted(able, key=lambda v: (-able[v], v))[:count]:
@@ -76,8 +76,8 @@ class Anchor:
 
 def budget_of_part(budget: Budget) -> Budget:
     """What searching a part may take, of what a search of the whole graph may: no model for CP-SAT, no merging."""
-    few = replace(budget, sweeps=_SWEEPS, entries=_ENTRIES, closing=0.0, closable=0)
-    return replace(few, dives=False, merging=0, fitting=False)
+    few = replace(budget, sweeps=_SWEEPS, table_entries=_ENTRIES, cp_sat_work=0.0, cp_sat_entries=0)
+    return replace(few, dives=False, contraction_entries=0, near_optimal_dp=False)
 
 
 def bound_of_parts(solver: BoundedGraph) -> float:
@@ -87,14 +87,14 @@ def bound_of_parts(solver: BoundedGraph) -> float:
     An anchor may tell apart what messages tell apart already, or what has no part in the contradiction: its first part
     has no higher bound then. So a few are tried.
     """
-    most = (1 + _SHARE) * solver.estimate
-    for anchor in Anchor.several(solver.graph, _MOST_TRIED):
+    most = (1 + _WORK_RATIO) * solver.estimate
+    for anchor in Anchor.several(solver.graph, _MAX_ANCHORS):
         lower = math.inf
         for number, part in enumerate(anchor.parts):
             budget = budget_of_part(solver.budget)
             budget = replace(budget, seconds=min(budget.seconds, most - solver.estimate))
-            masks, least = {anchor.variable: part}, -math.inf if number else _WORTH_SEARCHING
-            lower = min(lower, look_among(solver, masks, budget, solver.upper, least))
+            masks, least = {anchor.variable: part}, -math.inf if number else _LEAST_GAIN
+            lower = min(lower, solve_among(solver, masks, budget, solver.upper, least))
             if lower == -math.inf:
                 break
         if lower > -math.inf or solver.estimate >= most:
@@ -102,7 +102,7 @@ def bound_of_parts(solver: BoundedGraph) -> float:
     return -math.inf
 
 
-def look_among(
+def solve_among(
     solver: BoundedGraph,
     masks: dict[int, NDArray[np.bool_]],
     budget: Budget,
@@ -120,7 +120,7 @@ def look_among(
     try:
         part.restrict_all(masks)
         part.make_consistent()
-        if least == -math.inf or _promises(inner, solver, least):
+        if least == -math.inf or _closes_enough(inner, solver, least):
             inner.solve()
     except Infeasible:
         inner.raise_lower(inner.upper)
@@ -132,7 +132,7 @@ def look_among(
     return inner.lower if inner.closed else -math.inf
 
 
-def _promises(inner: BoundedGraph, solver: BoundedGraph, least: float) -> bool:
+def _closes_enough(inner: BoundedGraph, solver: BoundedGraph, least: float) -> bool:
     """Whether a few sweeps of a part close so much of the gap that the solver of the whole graph has."""
     inner.reduce()
     budget, inner.budget = inner.budget, replace(inner.budget, sweeps=_FIRST_SWEEPS)

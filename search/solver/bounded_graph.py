@@ -21,13 +21,13 @@ __all__ = ["BoundedGraph"]
 
 _SWEEPS = 20
 _FIRST_SWEEPS = 2
-_LAST_SWEEPS, _SLOW = 5, 0.1
-"""Where so many sweeps close less than this share of the gap, all of it takes longer than dynamic programming."""
-_WORTH_SWEEPING_ON = 0.75
-_WORTH_PRUNING = 0.2
-_QUICKLY_OPENED = 1_000_000
+_LAST_SWEEPS, _SLOW_SHARE = 5, 0.1
+"""Sweeps, and the share of the gap. Where the sweeps close less than it, dynamic programming is faster."""
+_SWEEP_ON_RATIO = 0.75
+_PRUNING_SHARE = 0.2
+_CYCLE_ENTRIES = 1_000_000
 """Table entries up to which cycles are looked for while messages still raise the bound, though slowly."""
-_FAR = 0.005
+_FAR_GAP = 0.005
 """The gap of a start whose assignment is not as good as its messages."""
 
 
@@ -49,13 +49,13 @@ class BoundedGraph(ABC):
         self.prunes = True
         """Whether `sweep_until_prunable` ends where much can be pruned."""
         self.patience = 2
-        """After so many turns that hardly raise the bound, messages count as stalled."""
+        """The number of turns of small gain after which messages count as stalled."""
         self.stalled = self.slow = False
-        """Whether the messages have stopped to help; and whether the last sweeps have raised the bound by little."""
+        """Whether messages have stopped to raise the bound; whether the last sweeps have raised it by little."""
         self.contradicted = False  # whether twins may be what leaves the gap open, and are worth telling apart
         self.opens = self.creeping = False
         """Whether `sweep_until_prunable` ends where messages creep far from closed; and whether it has."""
-        self.fitted = math.inf  # the gap where choices that fit were looked through
+        self.near_optimal_gap = math.inf  # the gap where choices that fit were looked through
         self.estimate = 0.0
         """Seconds that the sweeps should have taken, the same on every machine."""
         self._reduced = False
@@ -132,7 +132,7 @@ class BoundedGraph(ABC):
             bounds.append(self.lower)
             if self.closed:
                 break
-            if self._untried == 0 or (len(bounds) == 1 and relative_gap(self.upper, self.lower) > _FAR):
+            if self._untried == 0 or (len(bounds) == 1 and relative_gap(self.upper, self.lower) > _FAR_GAP):
                 upper = self.upper
                 self._try_promising(relaxation)
                 # Trials get rarer while they find nothing.
@@ -140,14 +140,16 @@ class BoundedGraph(ABC):
                 self._untried = self._wait
             self._untried -= 1
             self.creeping = self.opens and not self.messages and self._creeps(relaxation, left)
-            if self.closed or (self.prunes and relaxation.prunable(max(self.upper, self.ceiling)) > _WORTH_PRUNING):
+            if self.closed or (
+                self.prunes and relaxation.prunable_share(max(self.upper, self.ceiling)) > _PRUNING_SHARE
+            ):
                 break
-            if self._hardly_risen(bounds) and relaxation.settled:
+            if self._hardly_risen(bounds) and relaxation.prices_settled:
                 self.stalled = True
                 break
             if self.creeping:
                 break
-        self.slow = self.creeping or relaxation.risen(_LAST_SWEEPS) < _SLOW * (self.upper - self.lower)
+        self.slow = self.creeping or relaxation.bound_gain(_LAST_SWEEPS) < _SLOW_SHARE * (self.upper - self.lower)
         self.prices = relaxation.price_by_time()
         return relaxation
 
@@ -155,20 +157,20 @@ class BoundedGraph(ABC):
         # Messages of a start have been swept before: where they are far from closed, they have stalled or nearly so.
         if self.messages and self.stalled:  # where the start knows that they have
             return True
-        turns = 1 if self.messages and relative_gap(self.upper, self.lower) > _FAR else self.patience
+        turns = 1 if self.messages and relative_gap(self.upper, self.lower) > _FAR_GAP else self.patience
         return len(bounds) > turns + 1 and bounds[-1] - bounds[-1 - turns] < 0.05 * (self.upper - self.lower)
 
     def _creeps(self, relaxation: Relaxation, left: float) -> bool:
         """Whether a turn of sweeps left most of the gap, or a later one's last do: short cycles are quicker."""
-        gap, few = self.upper - self.lower, relaxation.sweeper.entries < _QUICKLY_OPENED
-        slow = relaxation.sweeps > _SWEEPS and relaxation.risen(_LAST_SWEEPS) < _SLOW * gap
-        return few and (slow or gap > _WORTH_SWEEPING_ON * left) and relative_gap(self.upper, self.lower) > _FAR
+        gap, few = self.upper - self.lower, relaxation.sweeper.entries < _CYCLE_ENTRIES
+        slow = relaxation.sweeps > _SWEEPS and relaxation.bound_gain(_LAST_SWEEPS) < _SLOW_SHARE * gap
+        return few and (slow or gap > _SWEEP_ON_RATIO * left) and relative_gap(self.upper, self.lower) > _FAR_GAP
 
     def _sweep_while_closing(self, relaxation: Relaxation) -> None:
         """Sweeps, a few at a time, as long as each time closes much of the gap: messages that are good already may
         close all of it."""
         before, left = math.inf, math.inf
-        while self.may_sweep() and not self.closed and (left == math.inf or left < _WORTH_SWEEPING_ON * before):
+        while self.may_sweep() and not self.closed and (left == math.inf or left < _SWEEP_ON_RATIO * before):
             self.sweep(relaxation, _FIRST_SWEEPS)
             before, left = left, self.upper - self.lower
 
@@ -189,12 +191,14 @@ class BoundedGraph(ABC):
         graph, budget = self.graph, self.budget
         last = relaxation.choices if relaxation.choices is not None else relaxation.sweeper.decode()
         hint = graph.hint if graph.hint is not None else relaxation.by_variable(last)
-        for count in range(budget.promising, 1, -1):
-            keep = relaxation.promising(count)
+        for count in range(budget.promising_choices, 1, -1):
+            keep = relaxation.promising_choices(count)
             for v, k in hint.items():
                 if not (keep[v] == k).any():
                     keep[v] = np.sort(np.append(keep[v], k))
-            order = plan({v: len(k) for v, k in keep.items()}, adjacency(graph), budget.table, budget.entries)
+            order = plan(
+                {v: len(k) for v, k in keep.items()}, adjacency(graph), budget.largest_table, budget.table_entries
+            )
             if order is not None and (not order.fixed or count == 2):
                 break
         else:

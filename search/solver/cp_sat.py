@@ -1,4 +1,4 @@
-"""Closing what message passing leaves: OR-tools' CP-SAT on the pruned remainder of a graph."""
+"""CP-SAT of OR-tools on the rest of a pruned graph."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardplan.search.graph.usage_profile import Profile
 from shardplan.search.or_tools import cp_model
 from shardplan.search.solver.interruptible_cp_sat import solve_model
 
-__all__ = ["SECONDS_PER_UNIT", "Closing", "close"]
+__all__ = ["SECONDS_PER_UNIT", "CpSatResult", "solve_by_cp_sat"]
 
 _LARGEST_TOTAL = 2.0**50
 _FEW_INSTANTS = 60
 _INSTANTS_PER_ROUND = 8
 _DISTANCE = 20
 SECONDS_PER_UNIT = 4.0
-"""What a unit of CP-SAT's deterministic time takes, about: it counts its search, and not all of what prepares it."""
+"""The seconds of a unit of CP-SAT's deterministic time, which counts the search and only a part of the presolve."""
 _SECONDS_PER_PAIR = 3e-5
-"""What one pair of choices takes in the model: it is built in Python, and goes through CP-SAT's presolve."""
+"""The estimated time of one pair of choices in the model, for its construction in Python and for CP-SAT's presolve."""
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class CpSatResult:
     """choices: by variable id, `None` where nothing was found. proven: whether nothing better exists (within
     rounding of costs to integers, and the tolerance), or nothing at all where there are no choices. lower_bound: of the
     graph's cost. work: seconds that it should have taken, the same on every machine."""
@@ -39,7 +39,9 @@ class Closing:
     work: float = 0.0
 
 
-def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, times: Iterable[int] = ()) -> Closing:
+def solve_by_cp_sat(
+    graph: Graph, work: float, seconds: float, tolerance: float = 0.0, times: Iterable[int] = ()
+) -> CpSatResult:
     """Solves what is left of the graph.
 
     work: CP-SAT's deterministic time, which alone decides what is found, unless `seconds` end first.
@@ -65,18 +67,18 @@ def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, tim
         left -= solver.response_proto.deterministic_time
         spent += solver.response_proto.deterministic_time * SECONDS_PER_UNIT
         if status == cp_model.INFEASIBLE:
-            return Closing(None, math.inf, True, spent)
+            return CpSatResult(None, math.inf, True, spent)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return Closing(None, lower_bound, False, spent)
+            return CpSatResult(None, lower_bound, False, spent)
         bound = builder.offset + (solver.best_objective_bound - builder.rounding) * builder.unit
         lower_bound = max(lower_bound, bound)
         choices = builder.choices(solver)
         over = _exceeded(profile, choices, instants) if profile is not None else []
         if not over:
             found = dict(zip(variables, choices, strict=True))
-            return Closing(found, lower_bound, status == cp_model.OPTIMAL, spent)
+            return CpSatResult(found, lower_bound, status == cp_model.OPTIMAL, spent)
         if left <= 0:
-            return Closing(None, lower_bound, False, spent)
+            return CpSatResult(None, lower_bound, False, spent)
         for instant in over:
             builder.limit(profile, instant)  # type: ignore[arg-type]
         instants += over
@@ -85,8 +87,8 @@ def close(graph: Graph, work: float, seconds: float, tolerance: float = 0.0, tim
 def _solver(limited: bool) -> cp_model.CpSolver:
     """CP-SAT with one worker.
 
-    limited: whether usage has a limit. A few sums of amounts are left then, beside tables whose relaxation is nearly
-    whole: the tree proves that sooner than cuts, probing and symmetries do.
+    limited: whether usage has a limit. The model is then a few sums of amounts and tables
+    of nearly integral relaxation. The search tree proves it faster than cuts, probing and symmetries.
     """
     solver = cp_model.CpSolver()
     solver.parameters.linearization_level = 2

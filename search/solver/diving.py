@@ -1,7 +1,6 @@
-"""Diving: a graph is solved on the choices near the least min-marginals alone, with noise on the costs.
+"""Diving: a solve on the choices of the least min-marginals alone, with noise on the costs.
 
-Where many assignments are equally good by the relaxation, and most of them contradict themselves, noise makes one of
-them stand out.
+Many assignments may be equally good by the relaxation, and most of them contradict themselves. Noise prefers one.
 
 >>> import math
 >>> from shardplan.search.budget import Budget, Callbacks
@@ -29,7 +28,7 @@ from shardplan.search.solver.bounded_graph import BoundedGraph
 
 __all__ = ["dive"]
 
-_LAST_DIVE = 0.1
+_LEAST_SHARE = 0.1
 """Of the work of sweeps, what a dive may take at least, and after sweeps that were cut off."""
 _GAP = 1e-4
 _FEW_CHOICES = 4000
@@ -43,15 +42,20 @@ def dive(solver: BoundedGraph, relaxation: Relaxation) -> None:
     if not solver.budget.dives:
         return
     room = 0.02 * min(solver.upper - solver.lower, abs(solver.lower))
-    small: Graph = relaxation.narrowed(room)
+    small: Graph = relaxation.pruned_copy(room)
     rng = np.random.default_rng(solver.sweeps)
     for v in small.live():
         small.costs[v] = small.costs[v] + rng.random(small.size(v)) * 0.2 * room  # type: ignore[operator]
     small.undominated.update(small.live())
     left = solver.budget.seconds - solver.estimate if solver.stalled else 0.0
-    seconds = max(left, _LAST_DIVE * solver.budget.seconds)
+    seconds = max(left, _LEAST_SHARE * solver.budget.seconds)
     budget = replace(
-        solver.budget, sweeps=200, closing=0.05 * solver.budget.closing, dives=False, merging=0, fitting=False
+        solver.budget,
+        sweeps=200,
+        cp_sat_work=0.05 * solver.budget.cp_sat_work,
+        dives=False,
+        contraction_entries=0,
+        near_optimal_dp=False,
     )
     inner = solver.of_part(small, replace(budget, seconds=seconds), gap=_GAP)
     inner.prices = solver.prices

@@ -1,8 +1,8 @@
-"""Running CP-SAT so that Ctrl-C is what it is everywhere in Python: a `KeyboardInterrupt`, at once.
+"""CP-SAT runs that Ctrl-C ends at once with a `KeyboardInterrupt`.
 
-Left to itself, CP-SAT takes the signal for a time limit, gives what it has found by then, and leaves the process
-without a handler: the next Ctrl-C kills it. Without CP-SAT's handler, Python's own runs once the search is over, which
-may take seconds. So the search has a thread of its own, which the caller waits for and ends.
+CP-SAT's own handler takes the signal for a time limit, returns the solution so far, and leaves the process without a
+handler: the next Ctrl-C kills it. Without CP-SAT's handler, Python's handler runs only after the search, which may take
+seconds. The search therefore has its own thread. The caller waits for the thread and stops the search.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Dynamic programming on the choices that fit, those of pairs that raise the bound by little, and the others as one.
+"""Dynamic programming on near-optimal choices, with all other choices of a variable as one group.
 
-Where messages stall, many choices of a variable look as good as each other, twins above all, and a few promising ones
-of each variable leave out those that go together. But what is better than the best known hardly takes a choice whose
-pairs with some neighbour all raise the bound by a good share of the gap. All such choices of a variable are taken
-together (`shardplan.search.graph.choice_groups`), and dynamic programming looks at everything that is left, where it
-can. That sees cycles of any length, which messages do not, and what it finds is a bound. Where it takes choices that
-were taken
-together, these are split, and it is asked again: until it takes none, and is the best there is, or the gap is closed,
-or tables get too large.
+Where messages stall, many choices of a variable look equally good, above all symmetric ones. The few most promising
+ones do not contain a consistent assignment. But a better assignment hardly takes a choice whose pairs with one
+neighbour all raise the bound by a good share of the gap. These choices become one group per variable
+(`shardplan.search.graph.choice_groups`), and dynamic programming solves the rest where its tables allow. It sees cycles
+of any length, which messages do not, and its optimum is a bound. Groups that its assignment takes are split, and it
+runs again. It ends when the assignment has no group and is optimal, when the gap is closed, or when tables get too
+large.
 
 >>> from shardplan.search.budget import Budget, Callbacks
 >>> from shardplan.search.network import Network
@@ -19,7 +18,7 @@ or tables get too large.
 ...     net.add_edge(u, v, np.array([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 0.0]]))
 >>> solver = GraphSolver(Graph.of(net), 5.0, Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0))
 >>> solver.prune(solver.relax_again())
->>> settle_fitting(solver), solver.upper, solver.lower
+>>> solve_near_optimal(solver), solver.upper, solver.lower
 (True, 3.0, 3.0)
 """
 
@@ -34,50 +33,55 @@ from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.graph.choice_groups import Groups
 from shardplan.search.graph.dynamic_programming import Elimination, Plan, adjacency, plan
 from shardplan.search.graph.graph import Graph
-from shardplan.search.graph.table_elimination import Taken
+from shardplan.search.graph.table_elimination import EliminatedVariable
 from shardplan.search.solver.bounded_graph import BoundedGraph
 
-__all__ = ["MOST_ENTRIES", "settle_fitting"]
+__all__ = ["MAX_GRAPH_ENTRIES", "solve_near_optimal"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
-_SHARES = 0.02, 0.01
+_GAP_SHARES = 0.02, 0.01
 """Of the gap, of which the first one is taken that is affordable. A few turns of splitting groups follow, which look at
 little each: with a larger share, the first turn takes longer than all of them."""
 _ENTRIES, _LARGEST = 1e8, 1e7
 """Table entries, in all and of one table: less than a second's."""
-MOST_ENTRIES = 3e7
+MAX_GRAPH_ENTRIES = 3e7
 """Of the graph, whose tables are copied."""
 _GROWTH = 2.0
 """Times as many may be needed as groups are split."""
 _SHARE_OF_WORK = 0.5
 """Of the work of sweeps, what splitting them may take."""
-_WORTH = 0.5
+_RETRY_RATIO = 0.5
 """The share of the gap that was open when choices were looked through before, up to which they are again."""
 _SECONDS_PER_ENTRY, _SECONDS_PER_VARIABLE = 2e-9, 5e-5
 
 
-def settle_fitting(solver: BoundedGraph) -> bool:
+def solve_near_optimal(solver: BoundedGraph) -> bool:
     """Takes what dynamic programming on choices that fit, and groups of the others, finds and proves into account; True
     where the gap is closed by it."""
     graph, left = solver.graph, solver.upper - solver.lower
     live = graph.live()
-    if not live or left == math.inf or left > _WORTH * solver.fitted or any(graph.spans[v] for v in live):
+    if (
+        not live
+        or left == math.inf
+        or left > _RETRY_RATIO * solver.near_optimal_gap
+        or any(graph.spans[v] for v in live)
+    ):
         return False
-    if graph.entries() > MOST_ENTRIES:
+    if graph.entries() > MAX_GRAPH_ENTRIES:
         return False
-    solver.fitted = left
+    solver.near_optimal_gap = left
     graph.make_consistent()
     relaxation = Relaxation(graph)
     bound, _ = relaxation.reduced_costs()
-    affordable = _affordable(graph, _rises(relaxation), max(solver.upper, solver.ceiling) - bound)
+    affordable = _affordable_groups(graph, _pair_bounds(relaxation), max(solver.upper, solver.ceiling) - bound)
     if affordable is None:
         return False
     order: Plan | None
     places, order = affordable
     groups = Groups(relaxation.above_bound(), places)
-    known: dict[int, Taken] = {}  # of groups that are not split, most of what was found stays
+    known: dict[int, EliminatedVariable] = {}  # of groups that are not split, most of what was found stays
     until = solver.estimate + _SHARE_OF_WORK * solver.budget.seconds
     while order is not None and solver.estimate < until:
         small = groups.small
@@ -99,10 +103,10 @@ def settle_fitting(solver: BoundedGraph) -> bool:
     return solver.closed
 
 
-def _affordable(graph: Graph, rises: dict[int, Array], gap: float) -> tuple[dict[int, Index], Plan] | None:
+def _affordable_groups(graph: Graph, rises: dict[int, Array], gap: float) -> tuple[dict[int, Index], Plan] | None:
     """Per variable the group of each choice, where those that raise the bound by more than a share of the gap are one;
     and the order in which dynamic programming can look at all of them."""
-    for share in _SHARES:
+    for share in _GAP_SHARES:
         places = _places(graph, rises, share * gap)
         order = _plan(graph, places, 1.0)
         if order is not None:
@@ -132,7 +136,7 @@ def _places(graph: Graph, rises: dict[int, Array], room: float) -> dict[int, Ind
     return places
 
 
-def _rises(relaxation: Relaxation) -> dict[int, Array]:
+def _pair_bounds(relaxation: Relaxation) -> dict[int, Array]:
     """Per variable and choice, by how much the bound rises at least with the best pairs that it has with each of the
     variable's neighbours: by the most of these."""
     offsets, above = relaxation.sweeper.offsets, relaxation.sweeper.beliefs

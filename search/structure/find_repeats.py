@@ -1,10 +1,9 @@
-"""Finding the parts of a graph that repeat, as layers do in the network of an unrolled model.
+"""Detection of repeated layers in the graph of an unrolled model.
 
-Layers have equal costs and equal tables between them, as the same objects (see `shardplan.search.graph.tables`). So the
-step from one layer to the next is a map of variables onto variables that keeps costs and tables. It is grown from one
-pair: variables are coloured by what lies around them (the refinement of Weisfeiler and Leman, a few rounds of it),
-two that are near each other and of one colour are mapped on one another, and then the neighbours of what is mapped,
-wherever only one of each fits.
+Layers have equal costs and equal tables, as the same objects (see `shardplan.search.graph.tables`). The step from one
+layer to the next is a map of variables that keeps costs and tables. The map grows from one pair. A few rounds of
+Weisfeiler-Leman refinement colour the variables by their surroundings. Two variables of one colour that are near each
+other start the map. Neighbours of mapped variables follow where only one of each fits.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network
@@ -26,15 +25,15 @@ from dataclasses import dataclass, field
 
 from shardplan.search.graph.graph import Graph
 
-__all__ = ["FEW_ENDS", "MORE_ENDS", "Folded", "Repetition", "find_repetition", "fold"]
+__all__ = ["END_LAYERS", "MORE_END_LAYERS", "FoldedGraph", "Repetition", "find_repetition", "fold"]
 
 _ROUNDS = 4
-_FEWEST = 9
-FEW_ENDS, MORE_ENDS = 2, 6
+_MIN_LENGTH = 9
+END_LAYERS, MORE_END_LAYERS = 2, 6
 """So many layers are kept at either end, and where what is best of them does not go together when it is lifted: choices
 near the ends need not go with themselves in the middle."""
 _SIZES_TRIED = 3
-_WORTH_FOLDING = 0.6
+_FOLDING_SHARE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Repetition:
 
 
 @dataclass(frozen=True, slots=True)
-class Folded:
+class FoldedGraph:
     """A graph with most of its layers left out.
 
     graph: of the same variable ids; those of the layers left out are `None`. variable: per variable of the whole
@@ -70,7 +69,7 @@ class Folded:
 
 
 def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | None:
-    """The longest repetition that is found, or `None`. Takes time linear in the graph.
+    """The longest repetition, or `None`, in time linear in the graph.
 
     known: variables that repeat already, from which no more is asked.
     """
@@ -82,7 +81,7 @@ def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | No
     for v, colour in colours.items():
         if v not in known:
             classes.setdefault(colour, []).append(v)
-    sizes = Counter(len(members) for members in classes.values() if len(members) >= _FEWEST)
+    sizes = Counter(len(members) for members in classes.values() if len(members) >= _MIN_LENGTH)
     for size in sorted(sizes, key=lambda s: (-sizes[s] * s, s))[:_SIZES_TRIED]:
         seeds = next(members for members in classes.values() if len(members) == size)
         start = seeds[len(seeds) // 2]
@@ -95,10 +94,10 @@ def find_repetition(graph: Graph, known: Container[int] = ()) -> Repetition | No
     return None
 
 
-Around = dict[int, list[tuple[int, int]]]
+Surroundings = dict[int, list[tuple[int, int]]]
 
 
-def _numbered(graph: Graph) -> Around:
+def _numbered(graph: Graph) -> Surroundings:
     """Per variable: its edges' tables, numbered as they are met, and the variables at their other ends."""
     numbers: dict[int, int] = {}
     return {
@@ -107,7 +106,7 @@ def _numbered(graph: Graph) -> Around:
     }
 
 
-def _colours(graph: Graph, around: Around) -> dict[int, int] | None:
+def _colours(graph: Graph, around: Surroundings) -> dict[int, int] | None:
     """Equal numbers for variables whose surroundings are equal; `None` where hardly any are."""
     numbers: dict[Hashable, int] = {}
     colours = {v: numbers.setdefault(id(graph.costs[v]), len(numbers)) for v in around}
@@ -122,7 +121,7 @@ def _colours(graph: Graph, around: Around) -> dict[int, int] | None:
     return colours
 
 
-def _nearest(start: int, colours: dict[int, int], around: Around) -> int | None:
+def _nearest(start: int, colours: dict[int, int], around: Surroundings) -> int | None:
     """The variable of the same colour that the fewest edges lie between."""
     seen, queue = {start}, deque([start])
     while queue:
@@ -135,17 +134,18 @@ def _nearest(start: int, colours: dict[int, int], around: Around) -> int | None:
     return None
 
 
-def _grow(graph: Graph, start: int, target: int, colours: dict[int, int], around: Around) -> dict[int, int]:
+def _grow(graph: Graph, start: int, target: int, colours: dict[int, int], around: Surroundings) -> dict[int, int]:
     """The map that takes `start` to `target`: as far as it is determined, then, one by one, any way that fits.
 
-    Twins (equal tensors that are read alike) leave a choice; either is right, and decides what hangs on them.
+    Twins (equal tensors with equal readers) leave a choice. Either is right, and decides the variables that
+    depend on it.
     """
     following, taken = {start: target}, {target}
     queue, unclear = deque([start]), deque[int]()
 
     def open_pairs(v: int) -> list[tuple[list[int], list[int]]]:
         """Neighbours of `v` and of its image that may correspond: by their tables, and where several have one table, by
-        their colours besides."""
+        their colours too."""
         ours, theirs = _by_table(around[v], following), _by_table(around[following[v]], taken)
         found = []
         for table, ends in ours.items():
@@ -154,8 +154,8 @@ def _grow(graph: Graph, start: int, target: int, colours: dict[int, int], around
                 found.append((ends, others))
             elif others:
                 for colour in {colours[w]: None for w in ends}:
-                    alike = [[w for w in group if colours[w] == colour] for group in (ends, others)]
-                    found.append((alike[0], alike[1]))
+                    equal_edges = [[w for w in group if colours[w] == colour] for group in (ends, others)]
+                    found.append((equal_edges[0], equal_edges[1]))
         return [pair for pair in found if pair[1]]
 
     def take(w: int, y: int) -> None:
@@ -189,7 +189,7 @@ def _by_table(edges: list[tuple[int, int]], without: Container[int]) -> dict[int
     return found
 
 
-def _layers(following: dict[int, int], around: Around) -> Repetition | None:
+def _layers(following: dict[int, int], around: Surroundings) -> Repetition | None:
     """Numbers the layers, so that the edges between sequences lead from a layer to itself or one near it."""
     orbits: dict[int, list[int]] = {}
     for first in following.keys() - set(following.values()):
@@ -199,13 +199,13 @@ def _layers(following: dict[int, int], around: Around) -> Repetition | None:
         orbits[first] = sequence
     longest = max(map(len, orbits.values()), default=0)
     orbits = {first: orbits[first] for first in sorted(orbits) if 4 * len(orbits[first]) >= 3 * longest}
-    if longest < _FEWEST:
+    if longest < _MIN_LENGTH:
         return None
     place = {v: (first, i) for first, sequence in orbits.items() for i, v in enumerate(sequence)}
     offsets = _offsets(orbits, place, around)
     first = max(offsets[o] for o in orbits)
     last = min(offsets[o] + len(sequence) - 1 for o, sequence in orbits.items())
-    if last - first + 1 < _FEWEST:
+    if last - first + 1 < _MIN_LENGTH:
         return None
     return Repetition(
         following={v: w for v, w in following.items() if v in place},
@@ -216,7 +216,7 @@ def _layers(following: dict[int, int], around: Around) -> Repetition | None:
     )
 
 
-def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], around: Around) -> dict[int, int]:
+def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], around: Surroundings) -> dict[int, int]:
     """The layer in which each sequence begins: those with most edges between them are set against each other first,
     by the step that most of these edges take. Otherwise layers run askew through what repeats in two directions."""
     steps: dict[int, dict[int, Counter[int]]] = {o: {} for o in orbits}
@@ -242,13 +242,13 @@ def _offsets(orbits: dict[int, list[int]], place: dict[int, tuple[int, int]], ar
     return offsets
 
 
-def fold(graph: Graph, ends: int = FEW_ENDS) -> Folded | None:
+def fold(graph: Graph, ends: int = END_LAYERS) -> FoldedGraph | None:
     """The graph without most of its repeated layers, where that makes it much smaller; without its usages.
 
     ends: the layers that stay at either end. There may be several repetitions, such as the layers of an encoder and
     those of a decoder.
     """
-    result: Folded | None = None
+    result: FoldedGraph | None = None
     known: set[int] = set()
     while True:
         small = graph if result is None else result.graph
@@ -258,14 +258,14 @@ def fold(graph: Graph, ends: int = FEW_ENDS) -> Folded | None:
             break
         known |= found.layer.keys()
         result = folded if result is None else _composed(result, folded)
-    if result is None or len(result.graph.live()) > _WORTH_FOLDING * len(graph.live()):
+    if result is None or len(result.graph.live()) > _FOLDING_SHARE * len(graph.live()):
         return None
     return result
 
 
-def _composed(first: Folded, second: Folded) -> Folded:
+def _composed(first: FoldedGraph, second: FoldedGraph) -> FoldedGraph:
     """Folding one way, and what comes out another way."""
-    return Folded(
+    return FoldedGraph(
         second.graph,
         {v: second.variable[w] for v, w in first.variable.items()},
         {edge: second.edge[w] for edge, w in first.edge.items() if w in second.edge},
@@ -273,7 +273,7 @@ def _composed(first: Folded, second: Folded) -> Folded:
     )
 
 
-def _without_layers(graph: Graph, found: Repetition, ends: int) -> Folded | None:
+def _without_layers(graph: Graph, found: Repetition, ends: int) -> FoldedGraph | None:
     """A few layers at either end stay, as the ends may be best with layouts of their own. What led from the last layer
     before those left out to the first of these leads to the first one after them.
     """
@@ -299,11 +299,11 @@ def _without_layers(graph: Graph, found: Repetition, ends: int) -> Folded | None
             elif v < w:
                 small.set_edge(v, w, table)
     stand_ins = _variables(graph, found, (start, stop)), _edges(graph, small, found, (start, stop))
-    return Folded(small, *stand_ins, [(found, range(start, stop))])
+    return FoldedGraph(small, *stand_ins, [(found, range(start, stop))])
 
 
 def _ahead(found: Repetition, v: int, steps: int) -> int | None:
-    """The variable so many layers further on."""
+    """The variable this many layers ahead."""
     end: int | None = v
     for _ in range(steps):
         end = None if end is None else found.following.get(end)
@@ -311,7 +311,7 @@ def _ahead(found: Repetition, v: int, steps: int) -> int | None:
 
 
 def _variables(graph: Graph, found: Repetition, gap: tuple[int, int]) -> dict[int, int]:
-    """Those left out are stood for by the nearest layer that stays."""
+    """The kept variable for each variable: dropped layers map to the nearest kept layer."""
     start, stop = gap
     at = {(found.orbit[v], layer): v for v, layer in found.layer.items() if layer in (start - 1, stop)}
     result = {}
@@ -327,7 +327,7 @@ def _variables(graph: Graph, found: Repetition, gap: tuple[int, int]) -> dict[in
 def _edges(
     graph: Graph, small: Graph, found: Repetition, gap: tuple[int, int]
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """Edges are alike that join the same sequences at the same distance; of those, that of the nearest layer."""
+    """Edges correspond if they join the same sequences at the same distance. The one of the nearest layer is taken."""
     start, stop = gap
     missing = stop - start
 
@@ -349,13 +349,13 @@ def _edges(
     result = {}
     for v in graph.live():
         for w in graph.neighbours[v]:
-            alike = known.get(kind(v, w, (layer(v), layer(w))))
-            if alike is None:
+            equal_edges = known.get(kind(v, w, (layer(v), layer(w))))
+            if equal_edges is None:
                 continue
             number = layer(v, layer(w))
             if number is not None and number >= start:
                 number = number - missing if number >= stop else start - 1 if 2 * number < start + stop else start
-            if number is not None and number not in alike:
-                number = min(alike, key=lambda n: abs(n - number))  # type: ignore[operator]
-            result[v, w] = alike[number]
+            if number is not None and number not in equal_edges:
+                number = min(equal_edges, key=lambda n: abs(n - number))  # type: ignore[operator]
+            result[v, w] = equal_edges[number]
     return result

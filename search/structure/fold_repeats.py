@@ -1,14 +1,13 @@
-"""Starting the search on a graph with repeated layers from the same graph with few of them.
+"""Warm start from a folded graph, which keeps a few of the repeated layers.
 
-`shardplan.search.structure.find_repeats` leaves out all layers but a few at either end. That small graph is searched
-first. What it
-gives is lifted to the whole graph: each layer that was left out gets the choices, and the messages, of the nearest one
-that stayed; the messages are then made to suit a layer between its like
-(`shardplan.search.structure.periodic_messages`). Where choices that were lifted exclude each other, more layers are
-kept at either end. Lifted choices are an assignment like any other, whose cost is counted on the whole graph. Lifted
-messages are a start like any other: whatever the messages are, the bound of a sweep is true. So nothing rests on the
-layers being equal; where they are, a few sweeps of the whole graph reach the bound that took a hundred of the small
-one.
+`shardplan.search.structure.find_repeats` drops all layers but a few at either end. The small graph is searched first,
+and its result is unfolded: each dropped layer gets the choices and messages of the nearest kept layer. Periodic
+messages then replace those of the dropped layers (`shardplan.search.structure.periodic_messages`). Where unfolded
+choices exclude each other, the ends keep more layers.
+
+Unfolded choices are an assignment of the whole graph, and their cost is counted there. The bound of a sweep holds for
+any messages. The result therefore does not depend on equal layers. Where layers are equal, a few sweeps of the whole
+graph reach the bound of a hundred sweeps of the small one.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from shardplan.search.graph.graph import Graph
 from shardplan.search.run import Stop
 from shardplan.search.solver.diving import dive
 from shardplan.search.solver.graph_solver import GraphSolver
-from shardplan.search.structure.find_repeats import FEW_ENDS, MORE_ENDS, Folded, fold
+from shardplan.search.structure.find_repeats import END_LAYERS, MORE_END_LAYERS, FoldedGraph, fold
 from shardplan.search.structure.periodic_messages import Ring
-from shardplan.search.structure.shared_variables import excess_of_shared, means, weighted
-from shardplan.search.structure.unfold_repeats import filled
+from shardplan.search.structure.shared_variables import excess_of_shared, means, weighted_graph
+from shardplan.search.structure.unfold_repeats import unfolded_choices
 
 __all__ = ["Start", "begin_folded", "folded_start"]
 
-_CLOSE = 2e-4
-"""The gap at which the small graph has given what it can: pruning the whole one is quicker from there on."""
+_CLOSED_GAP = 2e-4
+"""The gap at which the search of the small graph ends: pruning of the whole graph is faster from there on."""
 
-_CLOSER = 0.6
+_GAP_RATIO = 0.6
 """The gap asked of the small graph and of rings, as a share of that of the whole one, which may come out larger."""
 
-_SWEEPS_OF_ALL = 80
+_MAX_WORK_IN_SWEEPS = 80
 """The work of sweeping the small graph is held to that of so many sweeps of the whole one, which pruning makes cheaper
 as it goes on."""
 _LAST_SWEEPS = 20
-_WORTH_AGAIN = 0.4
+_SECOND_SEARCH_SHARE = 0.4
 """The share of the whole graph's table entries up to which the small one is searched a second time: sweeps of the whole
 one find what its layers share as well."""
-_SWEEPS_TO_ASK, _MISLED = 20, 0.1
+_SWEEPS_TO_CHECK, _MISLEADING_EXCESS = 20, 0.1
 """After so many sweeps of the small graph, what layers share may have choices that cost all of them more by this share
 of all costs: it is not searched to its end then."""
 _SHARE_OF_TIME = 0.2
@@ -70,57 +69,59 @@ class Start:
 def folded_start(graph: Graph, budget: Budget, gap: float, callbacks: Callbacks) -> Start | None:
     """A start for a graph by its repeated layers; `None` where it has none.
 
-    Where usage is limited, layers are not alike: they use memory at other times. There is no start then. Where it has
-    a price instead (`shardplan.search.limits.usage_prices`), layers that use as much at the priced times are alike.
+    A usage limit makes layers differ, since they use memory at different times. There is no start then. With prices
+    of usage (`shardplan.search.limits.usage_prices`), layers of equal usage at the priced times are equal.
     """
-    folded = None if any(graph.spans) else fold(graph, FEW_ENDS)
+    folded = None if any(graph.spans) else fold(graph, END_LAYERS)
     if folded is None:
         return None
     start = _start_of(graph, folded, budget, gap, callbacks, settles=True)
     cost, more = math.inf if start.choices is None else graph.cost(start.choices), None
     if start.choices is None or cost == math.inf:
-        more = fold(graph, MORE_ENDS)
-    elif _excess(graph, folded, start) > _CLOSE * abs(cost):
-        more = weighted(graph, folded)
+        more = fold(graph, MORE_END_LAYERS)
+    elif _excess(graph, folded, start) > _CLOSED_GAP * abs(cost):
+        more = weighted_graph(graph, folded)
     if more is not None:
         first, folded = start, more
         start = _start_of(graph, folded, budget, gap, callbacks, settles=bool(more.weight))
         start = replace(start, sweeps=first.sweeps + start.sweeps, estimate=first.estimate + start.estimate)
-    return _steadied(graph, folded, start, gap, callbacks)
+    return _with_periodic_messages(graph, folded, start, gap, callbacks)
 
 
-def _start_of(graph: Graph, folded: Folded, budget: Budget, gap: float, callbacks: Callbacks, settles: bool) -> Start:
-    """What a folded graph gives the whole one."""
+def _start_of(
+    graph: Graph, folded: FoldedGraph, budget: Budget, gap: float, callbacks: Callbacks, settles: bool
+) -> Start:
+    """The warm start of the whole graph from a folded one."""
     small = folded.graph
     if not folded.weight:  # the same share of the graph's constant cost, so that gaps compare
         small.constant = graph.constant * len(small.live()) / len(graph.live())
-    sweeps = min(budget.sweeps, math.ceil(_SWEEPS_OF_ALL * graph.entries() / max(small.entries(), 1)))
+    sweeps = min(budget.sweeps, math.ceil(_MAX_WORK_IN_SWEEPS * graph.entries() / max(small.entries(), 1)))
 
     def misled(found: Start) -> bool:
-        start = _lifted(graph, folded, found)
+        start = _unfolded(graph, folded, found)
         known = start.choices is not None and not folded.weight
-        return known and _excess(graph, folded, start) > _MISLED * abs(graph.cost(start.choices or {}))
+        return known and _excess(graph, folded, start) > _MISLEADING_EXCESS * abs(graph.cost(start.choices or {}))
 
-    return _lifted(graph, folded, _search(small, replace(budget, sweeps=sweeps), gap, callbacks, settles, misled))
+    return _unfolded(graph, folded, _search(small, replace(budget, sweeps=sweeps), gap, callbacks, settles, misled))
 
 
-def _excess(graph: Graph, folded: Folded, start: Start) -> float:
-    """What choices of what layers share cost too much, where the folded graph is worth searching a second time."""
-    if start.choices is None or folded.graph.entries() > _WORTH_AGAIN * graph.entries():
+def _excess(graph: Graph, folded: FoldedGraph, start: Start) -> float:
+    """The excess of the shared variables' choices, where a second search of the folded graph is cheap enough."""
+    if start.choices is None or folded.graph.entries() > _SECOND_SEARCH_SHARE * graph.entries():
         return 0.0
     return excess_of_shared(graph, folded, start.messages, start.choices)
 
 
-def _steadied(graph: Graph, folded: Folded, start: Start, gap: float, callbacks: Callbacks) -> Start:
+def _with_periodic_messages(graph: Graph, folded: FoldedGraph, start: Start, gap: float, callbacks: Callbacks) -> Start:
     """The start, with messages of layers in rings for those that were left out."""
     if start.choices is None:
         return start
-    choices = filled(graph, folded, start.choices)
+    choices = unfolded_choices(graph, folded, start.choices)
     start = replace(start, choices=choices)
     allowed = _SHARE_OF_TIME * callbacks.seconds_left()
     for found, layers in folded.repetitions:
         ring = Ring(graph, found, start.messages, choices)
-        ring.sweep(_CLOSER * gap, lambda: callbacks.seconds_left() > allowed)
+        ring.sweep(_GAP_RATIO * gap, lambda: callbacks.seconds_left() > allowed)
         start = replace(
             start,
             messages=start.messages | ring.messages(layers),
@@ -131,7 +132,7 @@ def _steadied(graph: Graph, folded: Folded, start: Start, gap: float, callbacks:
 
 
 def begin_folded(solver: GraphSolver, budget: Budget) -> None:
-    """Reduces a solver's graph, without a usage limit, and starts from what its repeated layers say."""
+    """Reduces a solver's graph without a usage limit, and starts it from its repeated layers."""
     solver.reduce(dominance=False)  # what others beat is found by messages sooner
     start = folded_start(solver.graph, budget, solver.gap, solver.callbacks)
     if start is not None:
@@ -142,10 +143,10 @@ def begin_folded(solver: GraphSolver, budget: Budget) -> None:
 def _search(
     small: Graph, budget: Budget, gap: float, callbacks: Callbacks, settles: bool, misled: Callable[[Start], bool]
 ) -> Start:
-    """Messages and an assignment of a small graph, as good as they get.
+    """Messages and an assignment of a small graph.
 
-    settles: whether it is searched on for the assignment where messages leave it open. misled: asked after some sweeps
-    whether what is found then is of no use.
+    settles: whether the solver goes on for an assignment where messages leave a gap. misled: a test after some sweeps
+    whether the result would be of no use.
     """
     allowed = _SHARE_OF_TIME * callbacks.seconds_left()
 
@@ -156,13 +157,13 @@ def _search(
     def report() -> None:
         nonlocal settles
         tick()
-        if solver.sweeps == _SWEEPS_TO_ASK and solver.relaxation is not None and misled(_found(small, solver)):
+        if solver.sweeps == _SWEEPS_TO_CHECK and solver.relaxation is not None and misled(_found(small, solver)):
             settles = False
             raise Stop
 
     small.tick = tick
     solver = GraphSolver(
-        small.copy(), math.inf, budget, max(_CLOSER * gap, _CLOSE), Callbacks(report, callbacks.seconds_left)
+        small.copy(), math.inf, budget, max(_GAP_RATIO * gap, _CLOSED_GAP), Callbacks(report, callbacks.seconds_left)
     )
     solver.prunes, solver.patience = False, 1
     # Where the time is over, what was found by then is lifted all the same.
@@ -170,8 +171,8 @@ def _search(
         solver.sweep_until_prunable()
     found = _found(small, solver)
     if settles and solver.relaxation is not None and not solver.closed:
-        # What stays open is mostly at the ends, and little beside the cost of all layers.
-        solver.budget = replace(budget, sweeps=solver.sweeps + _LAST_SWEEPS, closing=0.1 * budget.closing)
+        # The rest of the gap is mostly at the ends, and small against the cost of all layers.
+        solver.budget = replace(budget, sweeps=solver.sweeps + _LAST_SWEEPS, cp_sat_work=0.1 * budget.cp_sat_work)
         with contextlib.suppress(Stop):
             solver.prune(solver.relaxation)
             solver.reduce()
@@ -192,7 +193,7 @@ def _found(small: Graph, solver: GraphSolver) -> Start:
     return Start(messages, choices, solver.sweeps, solver.estimate)
 
 
-def _lifted(graph: Graph, folded: Folded, found: Start) -> Start:
+def _unfolded(graph: Graph, folded: FoldedGraph, found: Start) -> Start:
     """A start for the whole graph."""
     each = {edge: into / folded.weight.get(edge, 1.0) for edge, into in found.messages.items()}
     messages = {edge: each[w] for edge, w in folded.edge.items() if w in each} | means(graph, folded, each)

@@ -1,14 +1,12 @@
-"""Searching a graph and the smaller one that its twins make when taken together, each with what the other has shown.
+"""Joint pruning of a graph and its quotient by symmetric choices.
 
-The small graph (`shardplan.search.structure.symmetry_coarsening`) has a lower bound for both. Its best assignment, with
-the twins that go together best, is one of the whole graph, and says what anything better costs less than. Choices of
-the small graph that nothing so cheap takes are dropped, in both graphs with all their twins. So the sweeps of the small
-graph get quicker while its bound rises, and hardly more than it has may be left of the whole graph in the end.
+The quotient (`shardplan.search.structure.symmetry_coarsening`) has a lower bound for both graphs. Its best assignment,
+with the best members of each group, is an assignment of the whole graph and an upper bound. Choices of the quotient
+that no better assignment has are dropped in both graphs, with all their members. Sweeps of the quotient get faster as
+its bound rises, and little more than it may be left of the whole graph.
 
-Where its messages stall, cycles that contradict themselves (`shardplan.search.bounds.cycle_opening`) are opened in the
-small graph
-first: most of those of the whole graph are the same but for twins, and what sweeps of the small one then show leaves
-few choices of the whole one.
+Where messages of the quotient stall, its contradictory cycles are opened first
+(`shardplan.search.bounds.cycle_opening`). Most cycles of the whole graph are images of these.
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ from shardplan.search.graph.reductions import shrink
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver.graph_solver import GraphSolver
 
-__all__ = ["Narrowing", "kept_choices", "kept_twins", "lifted", "restricted_messages"]
+__all__ = ["JointPruning", "kept_choices", "kept_twins", "lifted_messages", "restricted_messages"]
 
 Index = NDArray[np.intp]
 Masks = dict[int, NDArray[np.bool_]]
-_GUESSES = 5e-4, 4e-3
+_GUESSED_GAPS = 5e-4, 4e-3
 """Of the bound of the small graph, by how much the best assignment of the whole graph is guessed to be above it."""
 
 
 @dataclass(slots=True)
-class Narrowing:
+class JointPruning:
     """A graph and the small one of a solver, which has been swept; both lose choices.
 
     places: per variable, the choice of the small graph that each of its choices became. look: gives the best assignment
@@ -52,7 +50,7 @@ class Narrowing:
     _looked_at: float = field(default=math.inf)
 
     def run(self, budget: Budget) -> bool:
-        """Goes on until the small graph's bound proves what is found, or hardly rises any more.
+        """Sweeps and prunes until the small graph's bound closes the gap or hardly rises.
 
         True where the whole graph is to be searched at once, from the solver's messages: twins contradict each other,
         which the small graph does not know of, and no more is left of the whole one than there was of the small one.
@@ -88,7 +86,7 @@ class Narrowing:
         swept = loaded = Relaxation(opened)
         loaded.load(solver.relaxation.messages())
         opens = rises = False
-        while swept is not None and not self._done(further, budget.enough) and further.may_sweep():
+        while swept is not None and not self._done(further, budget.acceptable_gap) and further.may_sweep():
             further.prune(swept)
             shrink(opened, dominance=False)
             swept = None  # which is of the graph as it was
@@ -98,22 +96,22 @@ class Narrowing:
             if opened.live():
                 swept = further.sweep_until_prunable()
             else:
-                further.settle(budget.entries, budget.entries)
+                further.settle(budget.table_entries, budget.table_entries)
             rises = not further.stalled
             self._look_at(opened)
             further.ceiling = self.graph.cost(self.choices)
         solver.sweeps, solver.estimate = further.sweeps, further.estimate
         solver.raise_lower(min(further.lower, further.ceiling))
-        if not opens or not opened.live() or self.gap_to(solver.lower) <= budget.enough:
+        if not opens or not opened.live() or self.gap_to(solver.lower) <= budget.acceptable_gap:
             return False
         most = sum(table.size for table in solver.relaxation.sweeper.model.tables)
         return (
-            self._guess(swept or Relaxation(opened), _GUESSES if further.closed else (), budget)
+            self._guess(swept or Relaxation(opened), _GUESSED_GAPS if further.closed else (), budget)
             or self.graph.entries() <= most
         )
 
     def _look_at(self, opened: Graph) -> None:
-        """Takes the best assignment of the small graph into account, opened, and its twins."""
+        """Accepts the best assignment of the opened small graph, with its twins."""
         if opened.hint is not None:
             full = opened.expand(opened.hint)
             choices = {v: int(full[v]) for v in self.solver.graph.live()}
@@ -131,7 +129,7 @@ class Narrowing:
             assert self.choices is not None
             upper = self.graph.cost(self.choices)
             room = min(upper - bound, share * abs(bound)) + 1e-9 * max(abs(upper), abs(self.graph.constant), 1e-30)
-            left = left_of(relaxation.graph, relaxation.by_choice(above <= room))
+            left = remaining_masks(relaxation.graph, relaxation.by_choice(above <= room))
             if self.proven or bound + room >= upper:
                 self._keep(left, self.choices)
                 break
@@ -149,7 +147,7 @@ class Narrowing:
             part.restrict_all(masks)
             part.make_consistent()
             solver.reduce()
-            solver.messages = restricted_messages(lifted(small.relaxation.messages(), self.places), part.undo)
+            solver.messages = restricted_messages(lifted_messages(small.relaxation.messages(), self.places), part.undo)
             solver.sweeps, solver.estimate, solver.stalled = small.sweeps, small.estimate, True
             solver.solve()
         except Infeasible:
@@ -162,25 +160,25 @@ class Narrowing:
                 self.choices = {v: int(full[v]) for v in graph.live()}
 
     def _done(self, further: GraphSolver, enough: float) -> bool:
-        """Whether a solver of the small graph, opened, need not go on."""
+        """Whether the solver of the opened small graph is done."""
         return self.proven or further.closed or self.gap_to(further.lower) <= enough
 
     @property
     def proven(self) -> bool:
-        """Whether what is found is within the asked gap of the bound."""
+        """Whether the gap of the best assignment is the asked one."""
         return self.gap_to(self.solver.lower) <= self.gap
 
     def gap_to(self, lower: float) -> float:
-        """The gap of the best assignment of the whole graph that is found, to a lower bound."""
+        """The gap between the best assignment of the whole graph and a lower bound."""
         return math.inf if self.choices is None else relative_gap(self.graph.cost(self.choices), lower)
 
     @property
     def looked(self) -> bool:
-        """Whether the twins of the small graph's best assignment are taken into account."""
+        """Whether the twins of the small graph's best assignment have been searched."""
         return self._looked_at <= self.solver.upper
 
     def _look(self) -> None:
-        """Takes the twins of the small graph's best assignment into account, if that is new."""
+        """Searches the twins of the small graph's best assignment, if that is new."""
         if self.looked:
             return
         self._looked_at = self.solver.upper
@@ -189,7 +187,7 @@ class Narrowing:
             self.choices = found
 
     def _drop(self, choices: dict[int, int]) -> None:
-        """Drops what is in no assignment that costs less than this one, which stays."""
+        """Drops choices that no cheaper assignment than this one has. Its own choices stay."""
         graph, small, relaxation = self.graph, self.solver.graph, self.solver.relaxation
         assert relaxation is not None
         upper = graph.cost(choices)
@@ -221,7 +219,7 @@ class Narrowing:
         self.choices, graph.hint = graph.hint, None
 
 
-def lifted(messages: Messages, places: dict[int, Index]) -> Messages:
+def lifted_messages(messages: Messages, places: dict[int, Index]) -> Messages:
     """Messages into the choices of the small graph, as messages into those of the whole one, equal for twins."""
     return {(v, w): into[places[v]] for (v, w), into in messages.items()}
 
@@ -233,7 +231,7 @@ def kept_twins(small: Graph, places: dict[int, Index]) -> Masks:
     return {v: place == small.hint[v] for v, place in places.items()}
 
 
-def left_of(graph: Graph, masks: Masks) -> dict[int, Index]:
+def remaining_masks(graph: Graph, masks: Masks) -> dict[int, Index]:
     """Per variable that a graph had, its choices then that go with some of the choices of those that are left."""
     left: dict[int, Index] = {v: np.flatnonzero(mask) for v, mask in masks.items()}
     for step in reversed(graph.undo):

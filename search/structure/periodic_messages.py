@@ -1,13 +1,11 @@
-"""Messages that suit a layer wherever it stands: those of a few layers closed to a ring.
+"""Periodic messages of a repeated layer: the fixed point on a ring of a few layers.
 
-Messages change from layer to layer: near the first layers they say what is cheap to come from, near the last ones what
-is cheap to go to. In a graph with few layers (`shardplan.search.structure.find_repeats`) they change from one end to
-the other within these. A layer put in between gets messages from the layers before it and after it that do not belong
-together, and what it loses by that is lost again in every copy. Where a few equal layers stand in a ring, the last
-before the first, no layer is nearer to either end. The mean of their messages, as one layer's, fits before itself and
-after
-itself, and bounds a layer by no less than the ring does its mean layer: bounds are concave in the messages. In the
-graph of all layers, what is lost is then lost only where the ends begin.
+Messages change from layer to layer. They describe the cost of the layers before near the first layers, and the cost of
+the layers behind near the last ones. In a graph with few layers (`shardplan.search.structure.find_repeats`) they change
+within these. A layer between two of them gets messages that do not belong together, and the loss recurs in every copy.
+In a ring of a few equal layers no layer is near an end. The mean of their messages, as those of one layer, fits its own
+copies. It bounds a layer by no less than the mean over the ring, since bounds are concave in the messages. A loss is
+left only where the ends of the whole graph begin.
 """
 
 from __future__ import annotations
@@ -27,12 +25,12 @@ __all__ = ["Ring"]
 _LAYERS = 3
 """The fewest where the layer before one and the layer after it are two."""
 _SWEEPS = 20
-_WORTH_SWEEPING_ON = 0.05
+_SWEEP_ON_SHARE = 0.05
 """The part of what is open that so many sweeps must close."""
-_SWEEPS_OF_ALL = 16
+_MAX_WORK_IN_SWEEPS = 16
 """The work of sweeping a ring is held to that of so many sweeps of the whole graph, which it saves more of."""
 
-Kind = tuple[int, int, int]
+EdgeKind = tuple[int, int, int]
 """What edges have in common that join the same sequences of layers at the same distance."""
 
 
@@ -47,7 +45,7 @@ class Ring:
     def __init__(self, whole: Graph, found: Repetition, messages: Messages, choices: dict[int, int]) -> None:
         self.whole, self.found = whole, found
         self.sweeps, self.estimate = 0, 0.0
-        self._kinds: dict[tuple[int, int], Kind] = {}
+        self._kinds: dict[tuple[int, int], EdgeKind] = {}
         start: Messages = {}
         first = (3 * found.first + found.last) // 4  # all in one half, whose layers have the same choices and messages
         place = {(found.orbit[v], layer): v for v, layer in found.layer.items() if 0 <= layer - first < _LAYERS}
@@ -73,7 +71,7 @@ class Ring:
     def sweep(self, gap: float, may_go_on: Callable[[], bool]) -> None:
         """Sweeps until the ring's gap is that, or while it helps. may_go_on: asked before each sweep."""
         relaxation = self._relaxation
-        most = _SWEEPS_OF_ALL * self.whole.entries() / max(self.graph.entries(), 1)
+        most = _MAX_WORK_IN_SWEEPS * self.whole.entries() / max(self.graph.entries(), 1)
         left = math.inf
         while self.sweeps < most and may_go_on():
             relaxation.improve(self._upper)
@@ -83,17 +81,17 @@ class Ring:
                 break
             if self.sweeps % _SWEEPS == 0:
                 before, left = left, self._upper - relaxation.bound
-                if left > (1 - _WORTH_SWEEPING_ON) * before:
+                if left > (1 - _SWEEP_ON_SHARE) * before:
                     break
         self.estimate = self.sweeps * relaxation.seconds_per_sweep
 
     def messages(self, layers: range) -> Messages:
         """For edges of the whole graph between two of these layers: the mean message of the ring's edges like it."""
         found, messages = self.found, self._relaxation.messages()
-        alike: dict[Kind, list[np.ndarray]] = {}
+        by_kind: dict[EdgeKind, list[np.ndarray]] = {}
         for edge, kind in self._kinds.items():
-            alike.setdefault(kind, []).append(messages[edge])
-        mean = {kind: np.mean(several, axis=0) for kind, several in alike.items()}
+            by_kind.setdefault(kind, []).append(messages[edge])
+        mean = {kind: np.mean(several, axis=0) for kind, several in by_kind.items()}
         result: Messages = {}
         for v, layer in found.layer.items():
             if layer in layers:

@@ -1,17 +1,16 @@
-"""Answers of networks within a network: each variable's choices restricted to a few that go together.
+"""Warm starts from restricted networks, such as those of coarser meshes.
 
-`Network.restrictions` says which: for a mesh of three axes, the layouts that a mesh of two would have, where some axes
-go as one. Such a network is much smaller and has fewer cycles that contradict themselves, so that its best
-assignment is soon found. It is one of the whole network too: an answer to begin with, where a search of all choices
-does not find a better one by itself.
+`Network.restrictions` gives a few choices per variable that belong together: for a mesh of three axes, the layouts of a
+mesh of two, where some axes are joined. Such a network is much smaller and has fewer contradictory cycles, so its
+optimum is found soon. The optimum is an assignment of the whole network.
 
 >>> from shardplan.search.network import Network
 >>> net = Network()
 >>> a, b = net.add_variable([0.0, 0.0, 4.0]), net.add_variable([0.0, 0.0, 4.0])
 >>> net.add_edge(a, b, np.array([[9.0, 9.0, 9.0], [9.0, 9.0, 9.0], [9.0, 9.0, 0.0]]))
 >>> net.restrictions = [{a: np.array([True, False, True]), b: np.array([True, False, True])}]
->>> answer = restricted(net, net.restrictions[0], Budget(), 0.0, Callbacks(lambda: None, lambda: math.inf))
->>> answer.choices.tolist(), lifted(Graph.of(net), answer.choices)
+>>> answer = solve_restricted(net, net.restrictions[0], Budget(), 0.0, Callbacks(lambda: None, lambda: math.inf))
+>>> answer.choices.tolist(), reduced_choices(Graph.of(net), answer.choices)
 ([2, 2], {0: 2, 1: 2})
 """
 
@@ -32,13 +31,13 @@ from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure.fold_repeats import folded_start
 from shardplan.search.structure.symmetry_coarsening import coarse_start
 
-__all__ = ["Answer", "begin", "lifted", "originals", "restricted"]
+__all__ = ["RestrictedSolution", "begin", "originals", "reduced_choices", "solve_restricted"]
 
-_LIFTING = Budget(sweeps=100, closing=0.0, dives=False, merging=0)
+_LIFTING_BUDGET = Budget(sweeps=100, cp_sat_work=0.0, dives=False, contraction_entries=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RestrictedSolution:
     """choices: of every variable of the network. estimate: seconds that its search should have taken."""
 
     choices: NDArray[np.int64]
@@ -46,7 +45,7 @@ class Answer:
 
 
 def begin(solver: GraphSolver) -> float:
-    """Starts a search from what twins taken together give, or few of the repeated layers, where a graph has such.
+    """Warm start from the quotient by symmetry or from folded layers, where the graph has either.
 
     Returns a lower bound of the graph, as far as there is one. The first sweeps of the whole give a better one.
     """
@@ -61,15 +60,15 @@ def begin(solver: GraphSolver) -> float:
     return start.lower_bound
 
 
-def restricted(
+def solve_restricted(
     network: Network,
     kept: Mapping[int, NDArray[np.bool_]],
     budget: Budget,
     gap: float,
     callbacks: Callbacks,
     upper: float = math.inf,
-) -> Answer | None:
-    """The best assignment below `upper` that is found among some choices of each variable; None where there is none."""
+) -> RestrictedSolution | None:
+    """The best assignment below `upper` among some choices of each variable, or None."""
     try:
         graph = Graph.of(network)
         graph.tick = callbacks.report
@@ -79,14 +78,14 @@ def restricted(
         solver = GraphSolver(graph, upper, budget, gap, callbacks)
         solver.reduce()
         bound = begin(solver)
-        if relative_gap(solver.upper, bound) > budget.enough:
+        if relative_gap(solver.upper, bound) > budget.acceptable_gap:
             solver.solve()
     except Infeasible:
         return None
-    return None if graph.hint is None else Answer(graph.expand(graph.hint), solver.estimate)
+    return None if graph.hint is None else RestrictedSolution(graph.expand(graph.hint), solver.estimate)
 
 
-def lifted(graph: Graph, choices: NDArray[np.int64]) -> dict[int, int] | None:
+def reduced_choices(graph: Graph, choices: NDArray[np.int64]) -> dict[int, int] | None:
     """An assignment of a reduced graph that is as good as one of its network, or None.
 
     A reduction drops choices that others are as good as: a variable whose choice was dropped may take any other.
@@ -100,7 +99,7 @@ def lifted(graph: Graph, choices: NDArray[np.int64]) -> dict[int, int] | None:
     try:
         part.restrict_all(masks)
         part.make_consistent()
-        solver = GraphSolver(part, math.inf, _LIFTING, 0.0, Callbacks(part.tick, lambda: math.inf))
+        solver = GraphSolver(part, math.inf, _LIFTING_BUDGET, 0.0, Callbacks(part.tick, lambda: math.inf))
         solver.solve()
     except Infeasible:
         return None

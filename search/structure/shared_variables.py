@@ -1,9 +1,9 @@
-"""What all layers share, beside the few of them that a folded graph keeps.
+"""Variables that all repeated layers share, and their weight in a folded graph.
 
-The result of an encoder that each layer of a decoder attends to, or a bias that all layers add, has the choice that is
-best for all of them. Four layers in the place of fifty may want another one. Then the layers that stay are made as dear
-as all of them are together (`weighted`), which costs the ends some of their freedom, and the folded graph is searched
-again (`shardplan.search.structure.fold_repeats`).
+Each layer of a decoder attends to the result of the encoder, and all layers may add one bias. The best choice of such a
+variable depends on the number of layers: four layers may prefer another choice than fifty. `weighted_graph` multiplies
+the tables of the kept layers so that they count as much as all layers. The ends lose some of their freedom by that. The
+folded graph is then searched again (`shardplan.search.structure.fold_repeats`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from shardplan.search.bounds.lagrangian import Messages
 from shardplan.search.graph.graph import Graph
-from shardplan.search.structure.find_repeats import Folded
+from shardplan.search.structure.find_repeats import FoldedGraph
 
-__all__ = ["excess_of_shared", "means", "weighted"]
+__all__ = ["excess_of_shared", "means", "weighted_graph"]
 
 
-def _reads(graph: Graph, folded: Folded) -> set[tuple[int, int]]:
-    """Variables outside of the layers that some which were left out read, with the sequence of these."""
+def _reads(graph: Graph, folded: FoldedGraph) -> set[tuple[int, int]]:
+    """Variables outside of the layers that dropped layers read, with the sequence of the readers."""
     return {
         (w, found.orbit[v])
         for found, missing in folded.repetitions
@@ -32,8 +32,8 @@ def _reads(graph: Graph, folded: Folded) -> set[tuple[int, int]]:
     }
 
 
-def excess_of_shared(graph: Graph, folded: Folded, messages: Messages, choices: dict[int, int]) -> float:
-    """By how much the choices of what layers share are above the best, as messages of all layers have it."""
+def excess_of_shared(graph: Graph, folded: FoldedGraph, messages: Messages, choices: dict[int, int]) -> float:
+    """The excess of the shared variables' choices above the best ones, by the messages of all layers."""
     total = 0.0
     for v in sorted({v for v, _ in _reads(graph, folded)}):
         belief = graph.costs[v]
@@ -45,8 +45,8 @@ def excess_of_shared(graph: Graph, folded: Folded, messages: Messages, choices: 
     return total
 
 
-def weighted(graph: Graph, folded: Folded) -> Folded:
-    """The folded graph with the layers that stay as dear as all are; only itself where they share nothing."""
+def weighted_graph(graph: Graph, folded: FoldedGraph) -> FoldedGraph:
+    """The folded graph with the kept layers weighted as all layers."""
     factor: dict[int, float] = {}
     group: dict[int, int] = {}
     orbit: dict[int, int] = {}
@@ -80,17 +80,17 @@ def weighted(graph: Graph, folded: Folded) -> Folded:
     return replace(folded, graph=small, weight=weight)
 
 
-def means(graph: Graph, folded: Folded, messages: Messages) -> Messages:
-    """Between layers that were left out and what all layers share: the mean of the messages of those that stayed, which
-    add up to what these do in the folded graph."""
+def means(graph: Graph, folded: FoldedGraph, messages: Messages) -> Messages:
+    """Messages between dropped layers and shared variables: the mean of the kept layers' messages. Their sum is that of
+    the folded graph."""
     result: Messages = {}
     for found, missing in folded.repetitions:
-        alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        edges_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for v, orbit in found.orbit.items():
             for w in graph.neighbours[v]:
                 if w not in found.layer:
-                    alike.setdefault((orbit, w), []).append((v, w))
-        for edges in alike.values():
+                    edges_of.setdefault((orbit, w), []).append((v, w))
+        for edges in edges_of.values():
             gone = [(v, w) for v, w in edges if found.layer[v] in missing]
             known = [(v, w) for v, w in edges if (v, w) in messages and (w, v) in messages]
             if gone and known:

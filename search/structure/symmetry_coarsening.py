@@ -1,17 +1,15 @@
-"""Starting the search on a graph whose choices are taken together with their twins.
+"""Warm start from the quotient by axis symmetry: each set of symmetric choices (twins) is one choice.
 
-Layouts that differ in the names of equal mesh axes alone cost the same: on a mesh (2, 2, 2) six such twins have the
-same messages. Here all twins become one choice, and a table says the least that any pair of their members costs. That
-is a relaxation, whatever the twins are: its bound holds for the whole graph. Where they are true twins nothing is lost
-against messages on the whole graph, whose tables are up to 36 times as large. Messages are lifted to the whole graph,
-each choice with that of its twins, as from any start.
+Layouts that differ only in the names of equal mesh axes cost the same: on a mesh (2, 2, 2) six such twins have the same
+messages. In the quotient, a table holds the least cost of any pair of members. The quotient is a relaxation for any
+groups, so its bound holds for the whole graph. With true symmetry its message passing is as strong as that of the whole
+graph, whose tables are up to 36 times as large. Messages of the quotient are those of all members in the whole graph.
 
-Which members go together is not said by the assignment that the small graph gives: the graph is searched for it with
-only these twins (`shardplan.search.structure.symmetry_refinement`). Where that comes out dearer than the bound, which
-takes twins that do not go together, the few next best choices are looked through besides, from the same messages, in a
-part of the graph in which twins are told apart (`shardplan.search.solver.anchoring`). Layers that repeat are searched
-once (`shardplan.search.structure.fold_repeats`), then all of them. What is found that way within the asked gap of the
-bound needs no search of the whole graph.
+The assignment of the quotient does not say which members belong together. A search of the graph with only these members
+finds them (`shardplan.search.structure.symmetry_refinement`). Where the result is above the bound, the search includes
+the next best choices, in a part of the graph where an anchor breaks the symmetry
+(`shardplan.search.solver.anchoring`). Repeated layers are folded first (`shardplan.search.structure.fold_repeats`). A
+result within the gap ends the search.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network
@@ -20,7 +18,7 @@ bound needs no search of the whole graph.
 >>> net.add_edge(a, b, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 9.0], [1.0, 9.0, 0.0]]))
 >>> net.twins = {a: np.array([0, 1, 1]), b: np.array([0, 1, 1])}
 >>> whole = Graph.of(net)
->>> small = coarse(whole, places_of(whole))
+>>> small = quotient(whole, places_of(whole))
 >>> small.costs[1].tolist(), small.neighbours[0][1].tolist()
 ([5.0, 0.0], [[0.0, 1.0], [1.0, 0.0]])
 """
@@ -36,35 +34,35 @@ from numpy.typing import NDArray
 
 from shardplan.search.bounds.lagrangian import Messages, Relaxation
 from shardplan.search.budget import Budget, Callbacks
-from shardplan.search.graph.choice_groups import coarse
+from shardplan.search.graph.choice_groups import quotient
 from shardplan.search.graph.graph import Graph
 from shardplan.search.run import Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure.fold_repeats import Start, folded_start
-from shardplan.search.structure.joint_pruning import Narrowing, kept_twins, lifted, restricted_messages
-from shardplan.search.structure.symmetry_refinement import CLOSER, Parts
+from shardplan.search.structure.joint_pruning import JointPruning, kept_twins, lifted_messages, restricted_messages
+from shardplan.search.structure.symmetry_refinement import TWINS_GAP_RATIO, SymmetryRefinement
 
-__all__ = ["coarse", "coarse_start", "places_of"]
+__all__ = ["coarse_start", "places_of", "quotient"]
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Masks = dict[int, NDArray[np.bool_]]
 
-_WORTH_ENTRIES, _WORTH_AT_PRICES = 1_000_000, 300_000
-_WORTH_SHARE = 0.5
+_MIN_ENTRIES, _MIN_ENTRIES_AT_PRICES = 1_000_000, 300_000
+_MAX_SHARE = 0.5
 """Graphs with fewer table entries, the second where they are searched at price after price, or that keep more than this
 share of them, are not searched first."""
 
-_FIRST_SWEEPS, _MOST_SWEEPS = 60, 1000
+_FIRST_SWEEPS, _MAX_SWEEPS = 60, 1000
 """Of the small graph: before it is first seen what the twins of its best assignment cost, and then."""
 
 _SWEEPS = 200
-_NEAR = 4, 8
+_NEAR_CHOICES = 4, 8
 """Where the best assignment of the small graph has no twins that go together well, so many choices of each of its
 variables may be looked through, with their twins; then more of them."""
 
-_OWN = 0.1
+_OWN_SHARE = 0.1
 """The share of the small graph's gap that twins may cost more than its best assignment, where the next best choices are
 not looked through: what messages leave open there, they leave open among those as well."""
 
@@ -86,18 +84,18 @@ def coarse_start(
     above: float | None = None,
     known: Messages | None = None,
 ) -> Start | None:
-    """A start for a graph by its twins; `None` where it has none, or hardly any, or where usage is limited.
+    """A warm start from the quotient; `None` for graphs with no or few twins, or with a usage limit.
 
     Choices of the graph that cannot be in anything better than what is found are dropped. above: a cost up to which
     they are kept, where what is found need not be the best among its twins and those near it. known: messages that a
     start gave before, at other costs.
     """
     unfit = graph.hint is not None or graph.usage_limit is not None or not graph.twins
-    if unfit or (before := graph.entries()) < (_WORTH_ENTRIES if above is None else _WORTH_AT_PRICES):
+    if unfit or (before := graph.entries()) < (_MIN_ENTRIES if above is None else _MIN_ENTRIES_AT_PRICES):
         return None
-    if _entries(graph, places := places_of(graph)) > _WORTH_SHARE * before:
+    if _entries(graph, places := places_of(graph)) > _MAX_SHARE * before:
         return None
-    small = coarse(graph, places)
+    small = quotient(graph, places)
     allowed = _SHARE_OF_TIME * callbacks.seconds_left()
 
     def tick() -> None:
@@ -109,31 +107,31 @@ def coarse_start(
     first = replace(budget, sweeps=_FIRST_SWEEPS if above is None else _SWEEPS)
     solver = GraphSolver(small, math.inf, first, _SHARE_OF_GAP * gap, quiet)
     solver.prunes, solver.patience = False, 1
-    parts = Parts(replace(budget, sweeps=_SWEEPS), gap, quiet)
-    narrowing = Narrowing(graph, solver, places, gap, parts.among_twins)
+    parts = SymmetryRefinement(replace(budget, sweeps=_SWEEPS), gap, quiet)
+    narrowing = JointPruning(graph, solver, places, gap, parts.among_twins)
     # Where the time is over, what was found by then is lifted all the same.
     with contextlib.suppress(Stop):
-        solver.messages = _taken_together(known or {}, places)
+        solver.messages = _quotient_messages(known or {}, places)
         layers = replace(budget, seconds=_SHARE_OF_LAYERS * budget.seconds)
-        start = None if solver.messages else folded_start(small, layers, CLOSER * gap, quiet)
+        start = None if solver.messages else folded_start(small, layers, TWINS_GAP_RATIO * gap, quiet)
         if start is not None:
             solver.begin(start.messages, start.choices)
             solver.sweeps, solver.estimate = start.sweeps, start.estimate
             solver.budget = replace(budget, sweeps=start.sweeps + _SWEEPS)
         solver.sweep_until_prunable()
         narrows = start is None and above is None and not solver.closed
-        further = replace(budget, sweeps=_MOST_SWEEPS)
+        further = replace(budget, sweeps=_MAX_SWEEPS)
         if narrows and (narrowing.run(further) or (solver.stalled and narrowing.open_cycles(further))):
             messages = solver.relaxation.messages() if solver.relaxation is not None else solver.messages
-            return parts.start(solver, lifted(messages, places), narrowing.choices, solver.stalled)
+            return parts.start(solver, lifted_messages(messages, places), narrowing.choices, solver.stalled)
     relaxation, choices = solver.relaxation, narrowing.choices
     if relaxation is None:
         return None if choices is None else Start({}, choices, solver.sweeps, solver.estimate, solver.lower)
-    if narrowing.gap_to(solver.lower) <= budget.enough:
+    if narrowing.gap_to(solver.lower) <= budget.acceptable_gap:
         return parts.start(solver, {}, choices)
-    if above is None and not _open_by_itself(solver, graph, choices):
-        parts.near = [_near(small, relaxation, places, count) for count in _NEAR]
-    messages = lifted(relaxation.messages(), places)
+    if above is None and not _gap_is_of_quotient(solver, graph, choices):
+        parts.near = [_near(small, relaxation, places, count) for count in _NEAR_CHOICES]
+    messages = lifted_messages(relaxation.messages(), places)
     if not narrowing.proven and (parts.near or not narrowing.looked):
         parts.kept, parts.messages = kept_twins(small, places), messages
         parts.looked, parts.fitting = narrowing.looked, lambda found: _fitting(graph, relaxation, places, found, None)
@@ -142,12 +140,12 @@ def coarse_start(
         mark = len(graph.undo)
         choices = _dropped(graph, choices, _fitting(graph, relaxation, places, choices, above))
         messages = restricted_messages(messages, graph.undo[mark:])
-    return parts.start(solver, messages, choices, solver.stalled and _open_by_itself(solver, graph, choices))
+    return parts.start(solver, messages, choices, solver.stalled and _gap_is_of_quotient(solver, graph, choices))
 
 
-def _open_by_itself(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:
-    """Whether most of the gap is the small graph's own: its best assignment has twins that hardly cost more."""
-    own = _OWN * (solver.upper - solver.lower)
+def _gap_is_of_quotient(solver: GraphSolver, graph: Graph, choices: dict[int, int] | None) -> bool:
+    """Whether most of the gap is the quotient's own: its best assignment has members that hardly cost more."""
+    own = _OWN_SHARE * (solver.upper - solver.lower)
     return choices is not None and graph.cost(choices) - solver.upper < own
 
 
@@ -178,7 +176,7 @@ def _fitting(
 
 
 def places_of(graph: Graph) -> dict[int, Index]:
-    """Per variable, the choice that each of its choices becomes where twins are taken together."""
+    """Per variable, the choice of the quotient for each of its choices."""
     places = {}
     for v in graph.live():
         labels = graph.twins.get(v)
@@ -188,13 +186,13 @@ def places_of(graph: Graph) -> dict[int, Index]:
 
 
 def _entries(graph: Graph, places: dict[int, Index]) -> int:
-    """Table entries of the graph with twins taken together."""
+    """The table entries of the quotient."""
     sizes = {v: int(place.max(initial=-1)) + 1 for v, place in places.items()}
     return sum(size * sizes[w] for v, size in sizes.items() for w in graph.neighbours[v] if v < w)
 
 
-def _taken_together(messages: Messages, places: dict[int, Index]) -> Messages:
-    """Messages into the choices of a graph, equal for twins, as messages into those of the small one."""
+def _quotient_messages(messages: Messages, places: dict[int, Index]) -> Messages:
+    """Messages of the whole graph, equal for twins, as messages of the quotient."""
     found = {}
     for (v, w), into in messages.items():
         if v in places and w in places and len(into) == len(places[v]):
@@ -205,7 +203,7 @@ def _taken_together(messages: Messages, places: dict[int, Index]) -> Messages:
 def _near(small: Graph, relaxation: Relaxation, places: dict[int, Index], count: int) -> Masks:
     """Per variable, the choices that became one of so many best, or the one that the best assignment takes."""
     hint = small.hint or {}
-    best = relaxation.promising(count)
+    best = relaxation.promising_choices(count)
     masks = {}
     for v, place in places.items():
         near = np.zeros(small.size(v), dtype=bool)

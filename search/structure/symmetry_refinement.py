@@ -1,10 +1,9 @@
-"""Looking for an assignment of a graph where messages took twins together.
+"""Refinement of a quotient's assignment: a solve among the members of the chosen groups.
 
-Messages of twins taken together (`shardplan.search.structure.symmetry_coarsening`) say which choices are good, and
-nothing of which twins go together. The twins of the best choices alone are few, and searched first. Where they
-contradict each other, the next best choices of each variable are looked through besides, in a part of the graph that
-tells twins apart (`shardplan.search.solver.anchoring`) or, where that has nothing better, with all twins. Layers that
-repeat are searched once.
+Messages of the quotient (`shardplan.search.structure.symmetry_coarsening`) rank the groups, but not their members. The
+members of the best groups are few, and are searched first. Where they contradict each other, the search includes the
+next best groups of each variable, first in a part of the graph with an anchor (`shardplan.search.solver.anchoring`),
+then with all members. Repeated layers are folded first.
 
 >>> import numpy as np
 >>> from shardplan.search.network import Network
@@ -12,7 +11,8 @@ repeat are searched once.
 >>> a, b = net.add_variable([5.0, 0.0, 0.0]), net.add_variable([5.0, 0.0, 1.0])
 >>> net.add_edge(a, b, np.array([[0.0, 1.0, 1.0], [1.0, 0.0, 9.0], [1.0, 9.0, 0.0]]))
 >>> best = np.array([False, True, True])
->>> Parts(Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0)).among_twins(Graph.of(net), {a: best, b: best})
+>>> refinement = SymmetryRefinement(Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0))
+>>> refinement.among_twins(Graph.of(net), {a: best, b: best})
 {0: 1, 1: 1}
 """
 
@@ -33,29 +33,29 @@ from shardplan.search.run import Stop
 from shardplan.search.solution import relative_gap
 from shardplan.search.solver.anchoring import Anchor, budget_of_part
 from shardplan.search.solver.graph_solver import GraphSolver
-from shardplan.search.structure.find_repeats import FEW_ENDS, MORE_ENDS, fold
+from shardplan.search.structure.find_repeats import END_LAYERS, MORE_END_LAYERS, fold
 from shardplan.search.structure.fold_repeats import Start
 from shardplan.search.structure.joint_pruning import restricted_messages
 
-__all__ = ["CLOSER", "Parts"]
+__all__ = ["TWINS_GAP_RATIO", "SymmetryRefinement"]
 
 Masks = dict[int, NDArray[np.bool_]]
 
-_MOST_NEAR = 2_000_000
+_MAX_ENTRIES = 2_000_000
 """Table entries up to which that is worth its time."""
 
-_SWEEPS_NEAR = 100
+_SWEEPS_OF_NEAR_CHOICES = 100
 """Among near choices: messages among few choices decode well long before they prove anything."""
 
-CLOSER, _CLOSEST = 0.3, 0.1
+TWINS_GAP_RATIO, _NEAR_GAP_RATIO = 0.3, 0.1
 """The gap asked among the twins of the best assignment, and among near choices from known messages, as a share of that
 of the whole graph."""
 
 
 @dataclass(slots=True)
-class Parts:
-    """Choices of a graph among which a good assignment is, per variable: the twins of the best choice of the small
-    graph, and those of the next best ones besides. messages: of the graph, to look through the latter
+class SymmetryRefinement:
+    """Sets of choices per variable that contain a good assignment: the twins of the small graph's best choice, and
+    those of its next best choices. messages: of the graph, to look through the latter
     from in a few of its layers, where they are good at once.
     """
 
@@ -75,7 +75,7 @@ class Parts:
     def start(
         self, small: GraphSolver, messages: Messages, choices: dict[int, int] | None, stalled: bool = False
     ) -> Start:
-        """A start from what a search of the small graph, and those among its twins, have found."""
+        """A warm start from the searches of the small graph and among its twins."""
         estimate = small.estimate + sum(self.estimates)
         return Start(messages, choices, small.sweeps, estimate, small.lower, stalled)
 
@@ -85,7 +85,7 @@ class Parts:
         Twins that go together in one layer do so in all: layers that repeat are looked through once, and what is
         found is lifted to all of them. Where that does not close the gap, the whole graph is looked through.
         """
-        for ends in (FEW_ENDS, MORE_ENDS):
+        for ends in (END_LAYERS, MORE_END_LAYERS):
             folded = fold(graph, ends)
             if folded is None:
                 break
@@ -112,7 +112,7 @@ class Parts:
         return best
 
     def _found(self, graph: Graph, messages: Messages) -> Iterator[dict[int, int]]:
-        """What is best in a graph of some of the variables among the twins, then among the next best ones besides."""
+        """The best assignment of some of the variables among the twins, then with the next best choices too."""
         choices = self.among_twins(graph, {v: self.kept[v] for v in graph.live()} if self.kept else {})
         yield from self._found_near(graph, messages, choices)
 
@@ -123,7 +123,7 @@ class Parts:
         choices: dict[int, int] | None,
         fitting: Callable[[dict[int, int]], Masks] | None = None,
     ) -> Iterator[dict[int, int]]:
-        """The best among the twins, then what is best among the next best choices besides.
+        """The best assignment among the twins, then with the next best choices too.
 
         fitting: says which choices may be in anything better, where all of them are searched afterwards. An assignment
         of a part that tells twins apart does then; without one, near choices are looked through while they are fewer.
@@ -155,7 +155,7 @@ class Parts:
         part, masks = graph.copy(), {v: fits[v] & near for v, near in self.near[0].items()}
         part.twins = {}
         masks[anchor.variable] = masks[anchor.variable] & anchor.parts[0]
-        budget = replace(budget_of_part(self.budget), fitting=self.budget.fitting)
+        budget = replace(budget_of_part(self.budget), near_optimal_dp=self.budget.near_optimal_dp)
         solver = GraphSolver(part, graph.cost(choices), budget, self.gap, self.callbacks)
         with contextlib.suppress(Stop, Infeasible):
             part.restrict_all(masks)
@@ -176,8 +176,8 @@ class Parts:
         with contextlib.suppress(Stop, Infeasible):
             part.restrict_all(keep)
             part.make_consistent()
-            budget = replace(self.budget, closing=0.0, dives=False, merging=0)
-            solver = GraphSolver(part, math.inf, budget, CLOSER * self.gap, self.callbacks)
+            budget = replace(self.budget, cp_sat_work=0.0, dives=False, contraction_entries=0)
+            solver = GraphSolver(part, math.inf, budget, TWINS_GAP_RATIO * self.gap, self.callbacks)
             solver.solve()
             self.estimates.append(solver.estimate)
             return _expanded(graph, part)
@@ -195,10 +195,12 @@ class Parts:
         part.twins, part.hint = {}, choices and dict(choices)
         part.restrict_all(keep)
         part.make_consistent()
-        if part.entries() > _MOST_NEAR:
+        if part.entries() > _MAX_ENTRIES:
             return choices
-        budget = replace(self.budget, sweeps=_SWEEPS_NEAR, closing=0.0, dives=False, merging=0)
-        solver = GraphSolver(part, math.inf, budget, _CLOSEST * self.gap, self.callbacks)
+        budget = replace(
+            self.budget, sweeps=_SWEEPS_OF_NEAR_CHOICES, cp_sat_work=0.0, dives=False, contraction_entries=0
+        )
+        solver = GraphSolver(part, math.inf, budget, _NEAR_GAP_RATIO * self.gap, self.callbacks)
         if messages:
             solver.messages = restricted_messages(messages, part.undo)
         else:

@@ -1,11 +1,11 @@
-"""Choices for layers that were left out of a folded graph: each takes those of one of the layers that stayed.
+"""Choices of the dropped layers of a folded graph, by dynamic programming over the sequence of layers.
 
-What is best of few layers may change from one to the next, where that costs nothing as often as it is done there, and
-something where a layer follows its like. So the sequence of layers is chosen by dynamic programming: each layer that
-was left out is any of those that stayed, at what it costs beside the one before it.
+The best assignment of few layers may change from one layer to the next, at places where the change is free. The same
+change may cost something between other layers. Each dropped layer takes the choices of one kept layer. The sequence is
+a cheapest path: its steps cost what a layer costs next to the one before.
 
 >>> import numpy as np
->>> steps = np.array([[5.0, 0.0], [0.0, 5.0]])  # to be alike costs
+>>> steps = np.array([[5.0, 0.0], [0.0, 5.0]])  # equal states cost
 >>> cheapest_path(np.zeros(2), steps, 3, (0, 0))
 [1, 0, 1]
 """
@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardplan.search.graph.graph import Graph
-from shardplan.search.structure.find_repeats import Folded, Repetition
+from shardplan.search.structure.find_repeats import FoldedGraph, Repetition
 
-__all__ = ["cheapest_path", "filled"]
+__all__ = ["cheapest_path", "unfolded_choices"]
 
 Array = NDArray[np.float64]
 
 
-def filled(graph: Graph, folded: Folded, choices: dict[int, int]) -> dict[int, int]:
+def unfolded_choices(graph: Graph, folded: FoldedGraph, choices: dict[int, int]) -> dict[int, int]:
     """An assignment of the whole graph, or a better one in which layers that were left out are like others that stayed
     than those that stand for them."""
     best = graph.cost(choices)

@@ -1,9 +1,9 @@
-"""Networks of training steps written as einsums, for tests and benchmarks of the searches.
+"""Networks of training steps written as einsums, for tests and benchmarks.
 
-A `Program` is a list of tensors and einsums over named indices. `network` turns it into a cost network for a mesh:
-one variable per tensor (which mesh axis splits which dimension), one per einsum (which axis splits which index), and
-tables with the bytes that one device sends, by ring algorithms. It is a stand-in for what a planner derives from real
-programs, in shape and in scale, not a model of any compiler.
+A `Program` is a list of tensors and einsums over named indices. `network` turns it into a cost network for a mesh. A
+tensor is a variable whose choice is the dimension that each mesh axis splits. An einsum is a variable whose choice is
+the index that each axis splits. Tables hold the bytes that one device sends, by ring algorithms. The networks have the
+shape and the scale of real programs, and model no compiler.
 
 >>> program = Program()
 >>> x, w = program.tensor("bi", b=64, i=32), program.tensor("io", i=32, o=16)

@@ -55,7 +55,7 @@ def random_graph(
 
 
 def random_twins(rng: np.random.Generator, excluded: float = 0.0) -> Network:
-    """A dense network of seven variables whose choices are called twins at random: few of them are alike."""
+    """A dense network of seven variables whose choices are called twins at random: few of them are true twins."""
     pairs = [(u, v) for u in range(7) for v in range(u + 1, 7) if rng.random() < 0.7]
     net = random_graph(rng, [*pairs, (0, 1), (5, 6)], 4, excluded)
     net.twins = {v: rng.integers(0, 2, len(costs)) for v, costs in enumerate(net.costs)}

@@ -81,10 +81,10 @@ def find(
         network,
         method=search.method,
         gap=PRECISION if precise else ENOUGH,
-        enough=ENOUGH,
+        acceptable_gap=ENOUGH,
         time_limit=seconds,
         work_limit=work,
-        serves=serves,
+        is_feasible=serves,
     )
     choices = straightened(problem, solution.choices[: len(problem.network)])
     solution = replace(solution, choices=choices)

@@ -1,4 +1,4 @@
-"""Parts in which one variable is told apart from its twins: together they have every assignment."""
+"""Anchors: the parts of a graph cover every assignment, and prove what messages leave open."""
 
 import math
 
@@ -12,7 +12,7 @@ from shardplan.search.graph.graph import Graph
 from shardplan.search.solver import anchoring
 from shardplan.search.solver.anchoring import Anchor
 from shardplan.search.solver.graph_solver import GraphSolver
-from shardplan.search.structure.symmetry_refinement import Parts
+from shardplan.search.structure.symmetry_refinement import SymmetryRefinement
 from shardplan.search.testing import random_networks
 
 CALLBACKS = Callbacks(lambda: None, lambda: 60.0)
@@ -56,7 +56,8 @@ def test_parts_prove_what_messages_leave_open() -> None:
     assert solver.closed_by_parts() and solver.upper == optimum
 
 
-def test_parts_together_may_take_as_much_work_as_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_held_to_the_work_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All parts together take at most as much work as the search before them."""
     allowed = []
 
     def searched(solver: GraphSolver, _masks: object, budget: Budget, upper: float, _least: float) -> float:
@@ -64,7 +65,7 @@ def test_parts_together_may_take_as_much_work_as_what_came_before(monkeypatch: p
         solver.estimate += 0.75
         return upper
 
-    monkeypatch.setattr(anchoring, "look_among", searched)
+    monkeypatch.setattr(anchoring, "solve_among", searched)
     solver = GraphSolver(Graph.of(quarrelling(9)), math.inf, Budget(), 1e-6, CALLBACKS)
     solver.estimate = 2.0
     anchoring.bound_of_parts(solver)
@@ -105,11 +106,11 @@ def test_parts_are_right_whatever_the_twins(excluded: float) -> None:
 
 
 def test_a_part_gives_an_assignment_without_near_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Parts, "_among_near", lambda *_: pytest.fail("near choices were looked through"))
+    monkeypatch.setattr(SymmetryRefinement, "_among_near", lambda *_: pytest.fail("near choices were looked through"))
     net = quarrelling(9)
     graph = Graph.of(net)
     every = {v: np.ones(2, dtype=bool) for v in graph.live()}
-    parts = Parts(Budget(), 1e-9, CALLBACKS, near=[every])
+    parts = SymmetryRefinement(Budget(), 1e-9, CALLBACKS, near=[every])
     same = dict.fromkeys(graph.live(), 0)
     found = list(parts._found_near(graph, {}, same, lambda _: every))
     assert found[0] == same and graph.cost(found[1]) == random_networks.brute_force(net)[1]

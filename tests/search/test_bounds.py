@@ -1,4 +1,4 @@
-"""Lower bounds hold at every moment; pruning and reparametrisation keep what they must."""
+"""Lower bounds hold at every moment; pruning and reparametrisation keep the optimum."""
 
 import math
 
@@ -7,17 +7,17 @@ import pytest
 
 from shardplan.search import Hint, Network, solve
 from shardplan.search import exact as search_exact
-from shardplan.search.bounds.contraction import merge_neighbours
+from shardplan.search.bounds.contraction import contract_neighbours
 from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.bounds.message_order import Model
-from shardplan.search.bounds.momentum import Extrapolation
+from shardplan.search.bounds.momentum import Momentum
 from shardplan.search.bounds.trws import Sweeper
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.exact import lowest_peak
 from shardplan.search.graph.dynamic_programming import Elimination, plan
 from shardplan.search.graph.graph import Graph, Infeasible
-from shardplan.search.improve.branch_and_bound import Branching
-from shardplan.search.improve.crossover import Crossing
+from shardplan.search.improve.branch_and_bound import BranchAndBound
+from shardplan.search.improve.crossover import Crossover
 from shardplan.search.run import Run
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.testing import random_networks
@@ -134,7 +134,7 @@ def test_merging_neighbours_leaves_out_only_what_is_no_better() -> None:
             least = every.min(axis=tuple({0, 1, 2, 3, 4} - {v, w}))
             assert (bound + rise <= (least if v < w else least.T) + 1e-9).all()
         before = sum(table.size for v in graph.live() for table in graph.neighbours[v].values())
-        assert merge_neighbours(graph, relaxation, float(every.min()), 10**6)
+        assert contract_neighbours(graph, relaxation, float(every.min()), 10**6)
         left_out += before - sum(table.size for v in graph.live() for table in graph.neighbours[v].values())
         assert _best(net, graph) == every.min()
     assert left_out > 0
@@ -152,7 +152,9 @@ def test_merging_closes_cycles_that_messages_leave_open() -> None:
     bounds = []
     for merging in (0, 10**6):
         graph = Graph.of(net)
-        solver = GraphSolver(graph, math.inf, Budget(entries=1, closable=0, merging=merging), 1e-9, _callbacks())
+        solver = GraphSolver(
+            graph, math.inf, Budget(table_entries=1, cp_sat_entries=0, contraction_entries=merging), 1e-9, _callbacks()
+        )
         solver.solve()
         bounds.append(solver.lower)
         assert solver.upper == random_networks.brute_force(net)[1]
@@ -196,11 +198,11 @@ def test_branching_proves_what_relaxations_leave_open() -> None:
     proven = 0
     for net, graph, optimum in graphs(True, 30):
         graph.hint = None
-        no_closing = Budget(sweeps=20, closable=0, dives=False)
+        no_closing = Budget(sweeps=20, cp_sat_entries=0, dives=False)
         solver = GraphSolver(graph, np.inf, no_closing, 0.0, Callbacks(lambda: None, lambda: 60.0))
         solver.solve()
         open_before = not solver.closed
-        branching = Branching(solver, no_closing)
+        branching = BranchAndBound(solver, no_closing)
         for _ in range(200):
             assert solver.lower <= optimum + 1e-9
             if solver.closed or not branching.step():
@@ -223,10 +225,12 @@ def test_crossings_mix_what_is_best_at_several_prices_of_memory():
     free = solve(net, gap=1e-4)
     net.usage_limit = 0.65 * net.peak(free.choices)[0]
     graph = Graph.of(net)
-    solver = GraphSolver(graph, math.inf, Budget(sweeps=60, closing=0.0), 1e-6, Callbacks(lambda: None, lambda: 60.0))
+    solver = GraphSolver(
+        graph, math.inf, Budget(sweeps=60, cp_sat_work=0.0), 1e-6, Callbacks(lambda: None, lambda: 60.0)
+    )
     solver.solve()
     before, lower = solver.upper, solver.lower
-    crossing = Crossing(solver)
+    crossing = Crossover(solver)
     while crossing.step(solver.callbacks):
         assert solver.upper < before
     assert solver.lower == lower <= solver.upper < before
@@ -239,7 +243,7 @@ def test_crossings_mix_what_is_best_at_several_prices_of_memory():
 def test_what_cp_sat_does_within_a_limit_is_counted():
     counted = 0
     for net, graph, optimum in graphs(True, 12):
-        solver = GraphSolver(graph, math.inf, Budget(closing=10.0), 1e-9, Callbacks(lambda: None, lambda: 60.0))
+        solver = GraphSolver(graph, math.inf, Budget(cp_sat_work=10.0), 1e-9, Callbacks(lambda: None, lambda: 60.0))
         solver.reduce()
         left = any(graph.spans[v] for v in graph.live())  # usage that could bind, or dynamic programming would do
         solver.finish()
@@ -249,7 +253,8 @@ def test_what_cp_sat_does_within_a_limit_is_counted():
     assert counted > 3
 
 
-def test_a_model_that_takes_longer_than_the_work_is_not_built_to_find_an_assignment_within_a_limit():
+def test_model_larger_than_the_work_left():
+    """CP-SAT's model is not built for an assignment within a limit where it takes longer than the work left."""
     _, graph, optimum = graphs(True, 1)[0]
     for seconds, found in ((1e-9, False), (60.0, True)):
         solver = GraphSolver(graph, math.inf, Budget(seconds=seconds), 1e-9, Callbacks(lambda: None, lambda: 60.0))
@@ -281,7 +286,7 @@ def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
             [(index[v], index[w]) for v, w in pairs],
             [graph.neighbours[v][w] for v, w in pairs],
         )
-        fast, plain = Extrapolation(Sweeper(model)), Sweeper(model)
+        fast, plain = Momentum(Sweeper(model)), Sweeper(model)
         bounds = [graph.constant + fast.sweep() for _ in range(16)]
         for _ in range(16):
             plain.up()
@@ -292,10 +297,11 @@ def test_longer_steps_keep_the_bound_true_and_raise_it_sooner() -> None:
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_the_least_peak_is_not_looked_for_where_something_within_the_limit_is_known_besides(monkeypatch, served):
+def test_lowest_peak_with_a_served_hint(monkeypatch, served):
+    """A known assignment within the limit makes the search for the lowest peak needless."""
     looked = []
     monkeypatch.setattr(search_exact, "lowest_peak", looked.append)
-    monkeypatch.setattr(search_exact, "_price", lambda run, solver, begun: solver.callbacks.doubt())
+    monkeypatch.setattr(search_exact, "_price", lambda run, solver, begun: solver.callbacks.on_infeasible_hint())
     net = random_networks.random_memory_bound(np.random.default_rng(6), 40, 0.5)
     net.hint = Hint(np.zeros(len(net), dtype=np.int64), served=served)
     solve(net, work_limit=1e-3)

@@ -1,4 +1,4 @@
-"""Graphs over groups of choices."""
+"""Quotient graphs over groups of choices, and their splits."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ EDGES = [(0, 1), (1, 2), (2, 3), (0, 3), (0, 2), (1, 3)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_bound_what_choices_cost_and_splitting_them_finds_the_best(seed: int) -> None:
+def test_groups_are_a_bound_and_their_splits_find_the_optimum(seed: int) -> None:
     rng = np.random.default_rng(seed)
     net = random_networks.random_graph(rng, EDGES, 5)
     graph, optimum = Graph.of(net), random_networks.brute_force(net)[1]
@@ -30,7 +30,8 @@ def test_groups_bound_what_choices_cost_and_splitting_them_finds_the_best(seed: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_above_the_bound_every_assignment_costs_the_same_and_nothing_is_negative(seed: int) -> None:
+def test_graph_above_the_bound(seed: int) -> None:
+    """Every assignment costs the same above the bound, and no entry is negative."""
     rng = np.random.default_rng(seed)
     net = random_networks.random_graph(rng, EDGES, 5)
     graph = Graph.of(net)

@@ -1,4 +1,4 @@
-"""Cycles whose choices fit pair by pair, but not all the way round, opened at one of their variables."""
+"""Cycle tightening: contradictory cycles are found and opened."""
 
 import math
 
@@ -13,7 +13,7 @@ from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph.graph import Graph
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure import symmetry_coarsening
-from shardplan.search.structure.symmetry_refinement import Parts
+from shardplan.search.structure.symmetry_refinement import SymmetryRefinement
 from shardplan.search.testing import random_networks
 
 
@@ -58,9 +58,10 @@ def test_an_opened_cycle_has_the_optimum_and_messages_find_it(seed: int) -> None
         assert net.cost(graph.expand(graph.hint)) == optimum
 
 
-def test_cycles_that_messages_leave_open_are_closed_where_merging_has_no_room() -> None:
+def test_contradictory_cycles_without_room_for_contraction() -> None:
+    """Opened cycles close the gap that messages leave."""
     net = joined_cycles(3, 6, 8)
-    budget = Budget(entries=1, closable=0, merging=60_000)
+    budget = Budget(table_entries=1, cp_sat_entries=0, contraction_entries=60_000)
     solver = GraphSolver(Graph.of(net), math.inf, budget, 1e-6, Callbacks(lambda: None, lambda: 60.0))
     solver.solve()
     assert solver.closed
@@ -68,7 +69,8 @@ def test_cycles_that_messages_leave_open_are_closed_where_merging_has_no_room() 
     assert net.cost(solver.graph.expand(solver.graph.hint)) == pytest.approx(solver.upper)
 
 
-def test_messages_of_a_start_that_leave_much_open_count_as_stalled_sooner() -> None:
+def test_start_with_a_wide_gap_stalls_sooner() -> None:
+    """Messages of a warm start that leave a wide gap count as stalled sooner."""
     graph = Graph.of(joined_cycles(2, 6, 4))
     swept = Relaxation(graph)
     for _ in range(40):
@@ -94,7 +96,7 @@ def twice_joined_cycles(count: int, differ: float) -> Network:
     return net
 
 
-def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_is_open(
+def test_near_choices_where_twins_leave_no_gap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each choice has a twin that fits as well: all that is open contradicts itself with twins taken together."""
@@ -102,8 +104,8 @@ def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_i
     def looked(*arguments: object) -> None:
         raise AssertionError("what is near leaves as much open")
 
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
-    monkeypatch.setattr(Parts, "_among_near", looked)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
+    monkeypatch.setattr(SymmetryRefinement, "_among_near", looked)
     monkeypatch.setattr(GraphSolver, "open_cycles", lambda _: False)
     graph = Graph.of(twice_joined_cycles(2, 0.0))
     start = symmetry_coarsening.coarse_start(graph, Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0))
@@ -114,7 +116,7 @@ def test_choices_near_the_best_are_not_looked_through_where_twins_are_not_what_i
 @pytest.mark.parametrize("differ", [0.0, 1.0])
 def test_cycles_are_opened_with_twins_taken_together(monkeypatch: pytest.MonkeyPatch, differ: float) -> None:
     """Where twins of the best assignment then contradict each other, what is hardly dearer is searched for the best."""
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
     graph = Graph.of(twice_joined_cycles(4, differ))
     entries, least = graph.entries(), solve(twice_joined_cycles(4, differ)).cost
     start = symmetry_coarsening.coarse_start(graph, Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0))
@@ -124,7 +126,7 @@ def test_cycles_are_opened_with_twins_taken_together(monkeypatch: pytest.MonkeyP
     assert graph.entries() < 0.5 * entries
 
 
-def test_cycles_are_opened_within_the_room_and_apart_from_each_other() -> None:
+def test_opened_cycles_share_no_variable_and_keep_the_room() -> None:
     graph = Graph.of(joined_cycles(3, 6, 8))
     entries = sum(table.size for v in graph.live() for table in graph.neighbours[v].values()) // 2
     for room, count in ((0, 0), (25_000, 1), (10**6, 3)):
@@ -146,7 +148,8 @@ def test_a_cycle_that_fits_all_the_way_round_is_left_alone() -> None:
     assert len(graph.live()) == 4
 
 
-def test_a_cycle_is_found_beside_shorter_ones_through_the_same_variables() -> None:
+def test_cycle_with_shorter_ones_on_its_variables() -> None:
+    """Shorter cycles through the same variables do not hide a cycle."""
     net = joined_cycles(1, 6, 5)
     for v in range(6):  # shorter ways from each variable to the one after the next
         net.add_edge(net.add_variable(np.zeros(5)), v, np.zeros((5, 5)))
@@ -165,7 +168,7 @@ def test_looking_for_cycles_takes_counted_work(monkeypatch: pytest.MonkeyPatch) 
 
     known = cycle_opening.open_cycles(*_before_opening())
     assert known.cycles and known.seconds > 0.0
-    monkeypatch.setattr(cycle_opening, "_MOST_ENTRIES", 1)
+    monkeypatch.setattr(cycle_opening, "_MAX_ENTRIES", 1)
     least = cycle_opening.open_cycles(*_before_opening())
     assert least.cycles == 0 and least.seconds <= known.seconds
 
@@ -184,7 +187,7 @@ def test_cycles_that_fit_take_none_of_the_work_of_measuring(monkeypatch: pytest.
             fits = (rows[:, None] == (rows[None, :] + turned) % fitting) & (rows < fitting)
             net.add_edge(v, w, np.where(fits, 0.0, 1.0))
     graph = Graph.of(net)
-    monkeypatch.setattr(cycle_opening, "_MOST_ENTRIES", 4 * size**3)  # of one
+    monkeypatch.setattr(cycle_opening, "_MAX_ENTRIES", 4 * size**3)  # of one
     assert cycle_opening.open_cycles(graph, Relaxation(graph), 2.0, 10**6).cycles == 1
 
 

@@ -1,9 +1,9 @@
-"""Messages of many edges at once are those of each edge by itself, and eliminations remember what was cheapest."""
+"""Edge blocks: messages of many edges at once equal those of single edges; eliminations keep their minima."""
 
 import numpy as np
 import pytest
 
-from shardplan.search.bounds.edge_blocks import Block, alike
+from shardplan.search.bounds.edge_blocks import Block, groups_by_size
 from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.graph import dynamic_programming
 from shardplan.search.graph.dynamic_programming import Elimination, plan
@@ -25,9 +25,9 @@ def test_tables_of_a_block_keep_their_entries() -> None:
 
 
 def test_edges_are_gathered_by_their_choices() -> None:
-    assert alike([2, 90, 3, 90], [100, 100, 100, 100]) == [[1, 3], [2, 0]]
-    assert alike([2, 90, 3, 90], [10, 10, 10, 10]) == [[1, 3, 2, 0]]
-    assert alike([], []) == []
+    assert groups_by_size([2, 90, 3, 90], [100, 100, 100, 100]) == [[1, 3], [2, 0]]
+    assert groups_by_size([2, 90, 3, 90], [10, 10, 10, 10]) == [[1, 3, 2, 0]]
+    assert groups_by_size([], []) == []
 
 
 def test_messages_are_those_of_edges_by_themselves() -> None:
@@ -53,7 +53,7 @@ def test_messages_are_those_of_edges_by_themselves() -> None:
 
 @pytest.mark.parametrize("most_kept", [0, 10**6])
 def test_eliminations_remember_what_was_cheapest(most_kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic_programming, "_MOST_KEPT", most_kept)
+    monkeypatch.setattr(dynamic_programming, "_MAX_KEPT", most_kept)
     for seed in range(10):
         net = random_networks.random_grid(np.random.default_rng(seed), 3, 3, 3, 0.0)
         graph = Graph.of(net)

@@ -65,7 +65,7 @@ def test_dynamic_programming_comes_before_merging(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(GraphSolver, "_merge", merged)
     monkeypatch.setattr(GraphSolver, "open_cycles", merged)
-    monkeypatch.setattr("shardplan.search.solver.graph_solver._AT_ONCE", 1e4)
+    monkeypatch.setattr("shardplan.search.solver.graph_solver._IMMEDIATE_ENTRIES", 1e4)
     rng = np.random.default_rng(2)
     net = Network()
     for _ in range(9):
@@ -73,7 +73,9 @@ def test_dynamic_programming_comes_before_merging(monkeypatch: pytest.MonkeyPatc
     for u in range(9):
         for v in range(u + 1, 9):
             net.add_edge(u, v, rng.random((4, 4)))
-    solver = GraphSolver(Graph.of(net), math.inf, Budget(promising=2), 0.0, Callbacks(lambda: None, lambda: 60.0))
+    solver = GraphSolver(
+        Graph.of(net), math.inf, Budget(promising_choices=2), 0.0, Callbacks(lambda: None, lambda: 60.0)
+    )
     solver.solve()
     assert solver.sweeps and solver.closed
     assert solver.upper == pytest.approx(random_networks.brute_force(net)[1])
@@ -87,7 +89,7 @@ def test_what_merging_leaves_open_is_closed_on_the_graph_before() -> None:
         _, optimum = random_networks.brute_force(net)
         graph = Graph.of(net)
         first = {v: 0 for v in graph.live()}
-        budget = Budget(closable=250, merging=2000, entries=1)
+        budget = Budget(cp_sat_entries=250, contraction_entries=2000, table_entries=1)
         solver = GraphSolver(graph, math.inf, budget, 0.0, Callbacks(lambda: None, lambda: 60.0))
         solver.accept(first, graph.cost(first))
         solver._merge()

@@ -1,4 +1,4 @@
-"""Repeated layers are left out and given back: never another optimum, never a false bound."""
+"""Folded graphs: repeated layers are dropped and given back with the optimum and a true bound."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure import fold_repeats
 from shardplan.search.structure.find_repeats import fold
 from shardplan.search.structure.fold_repeats import folded_start
-from shardplan.search.structure.shared_variables import weighted
-from shardplan.search.structure.unfold_repeats import filled
+from shardplan.search.structure.shared_variables import weighted_graph
+from shardplan.search.structure.unfold_repeats import unfolded_choices
 from shardplan.search.testing import random_networks
 from shardplan.search.testing.einsum_networks import gpt
 
@@ -130,7 +130,8 @@ def test_what_is_lifted_is_an_assignment_and_a_bound() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 3, 7])
-def test_what_lifted_messages_lose_is_lost_at_the_ends_and_not_in_every_layer(seed: int) -> None:
+def test_unfolded_messages_lose_at_the_ends_only(seed: int) -> None:
+    """The loss of unfolded messages does not grow with the number of layers."""
     lost = []
     for count in (30, 90):
         graph = Graph.of(stacked((Layers(seed), count))[0])
@@ -146,9 +147,10 @@ def test_what_lifted_messages_lose_is_lost_at_the_ends_and_not_in_every_layer(se
     assert lost[1] < 1.1 * lost[0]
 
 
-def test_the_folded_graph_is_not_swept_for_longer_than_the_whole_one_would_take(
+def test_sweeps_of_the_folded_graph_are_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Sweeps of the folded graph take no longer than those of the whole graph would."""
     monkeypatch.setattr(GraphSolver, "_hardly_risen", lambda *_: False)  # it seems to help for ever
     graph = Graph.of(stacked((Layers(2), 20))[0])
     start = folded_start(graph, Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0))
@@ -156,7 +158,7 @@ def test_the_folded_graph_is_not_swept_for_longer_than_the_whole_one_would_take(
     assert start.sweeps < 600
 
 
-def test_choices_of_the_ends_that_do_not_go_with_themselves_are_looked_for_among_more_layers() -> None:
+def test_end_choices_that_exclude_themselves() -> None:
     """Four layers are best as 0, 1, 3, 4, but 1 cannot follow itself: in the middle of forty stands 2."""
     follows = np.full((5, 5), 10.0)
     follows[1, 1] = follows[3, 3] = np.inf
@@ -189,7 +191,7 @@ def test_several_stacks_fold_and_every_variable_is_stood_for() -> None:
         assert graph.neighbours[v][w] is folded.graph.neighbours[x][y]
 
 
-def test_what_all_layers_share_is_best_for_all_and_not_for_the_few_that_stay() -> None:
+def test_shared_variable_is_best_for_all_layers() -> None:
     """One variable is read by all layers, and costs more with the choice that is a little cheaper for each of them."""
     net, table = Network(), np.array([[0.0, 2.0], [2.0, 0.0]])
     shared, chain = net.add_variable([0.0, 20.0]), [net.add_variable([3.0, 3.0]) for _ in range(60)]
@@ -200,7 +202,7 @@ def test_what_all_layers_share_is_best_for_all_and_not_for_the_few_that_stay() -
     graph = Graph.of(net)
     folded = fold(graph)
     assert folded is not None
-    dear = weighted(graph, folded).graph
+    dear = weighted_graph(graph, folded).graph
     assert sum(float(np.asarray(dear.costs[v])[0]) for v in dear.live()) == 60 * 3
     start = folded_start(graph, Budget(), 1e-4, Callbacks(lambda: None, lambda: 60.0))
     assert start is not None and start.choices is not None
@@ -211,21 +213,23 @@ def test_what_all_layers_share_is_best_for_all_and_not_for_the_few_that_stay() -
     assert 60 * 3 + 18 <= relaxation.bound <= 60 * 3 + 20
 
 
-def test_where_few_layers_are_clearly_misled_about_what_all_share_they_are_not_searched_to_the_end(monkeypatch) -> None:
+def test_misleading_shared_variable_ends_the_search(monkeypatch) -> None:
+    """Few layers that prefer another shared choice are not searched to the end."""
     net, layers = stacked((Layers(3), 60))
     shared = net.add_variable([0.0, 300.0])
     for layer in layers:
         net.add_edge(shared, layer[0], np.repeat([[20.0], [0.0]], CHOICES, axis=1))
     graph, found = Graph.of(net), []
-    for misled in (math.inf, fold_repeats._MISLED):
-        monkeypatch.setattr(fold_repeats, "_MISLED", misled)
+    for misled in (math.inf, fold_repeats._MISLEADING_EXCESS):
+        monkeypatch.setattr(fold_repeats, "_MISLEADING_EXCESS", misled)
         found.append(folded_start(graph, Budget(), 1e-6, Callbacks(lambda: None, lambda: 60.0)))
     [(whole, first), (asked, second)] = [(start.sweeps, graph.cost(start.choices or {})) for start in found if start]
     assert asked < whole
     assert second <= first + 1e-9
 
 
-def test_layers_that_were_left_out_are_chosen_by_what_they_cost_beside_their_like() -> None:
+def test_dropped_layers_by_the_cost_between_layers() -> None:
+    """Dropped layers get choices by the cost of a step from one layer to the next."""
     net, table = Network(), np.array([[5.0, 0.0], [0.0, 5.0]])  # to be like the layer before costs
     chain = [net.add_variable([0.0, 0.0]) for _ in range(41)]
     for u, v in itertools.pairwise(chain):
@@ -235,7 +239,7 @@ def test_layers_that_were_left_out_are_chosen_by_what_they_cost_beside_their_lik
     assert folded is not None
     found = {v: place % 2 for place, v in enumerate(folded.graph.live())}
     nearest = {v: found[stand_in] for v, stand_in in folded.variable.items()}
-    assert graph.cost(nearest) >= 30 * 5 > 10 >= graph.cost(filled(graph, folded, nearest))
+    assert graph.cost(nearest) >= 30 * 5 > 10 >= graph.cost(unfolded_choices(graph, folded, nearest))
 
 
 def test_networks_without_repetition_are_left_alone() -> None:
@@ -318,7 +322,7 @@ def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.Monk
         assert found is not None
         sweeps.append(found.sweeps)
         whole = GraphSolver(graph, math.inf, Budget(sweeps=8), -1.0, Callbacks(lambda: None, lambda: 60.0))
-        monkeypatch.setattr(whole, "_try_promising", None)  # which is not tried beside what was lifted
+        monkeypatch.setattr(whole, "_try_promising", None)  # which is not tried with an unfolded assignment
         whole.begin(found.messages, found.choices)
         whole.sweep_until_prunable()
         assert whole.upper - whole.lower <= 1e-3 * whole.upper
@@ -327,7 +331,9 @@ def test_the_folded_graph_does_not_grow_with_the_layers(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-def test_momentum_takes_a_few_sweeps_for_what_plain_ones_take_many() -> None:
+def test_momentum_saves_sweeps() -> None:
+    """A few sweeps with momentum reach the bound of many plain ones."""
+
     def sweeps(relaxation: Relaxation, goal: float, momentum: bool) -> int:
         count = 0
         while relaxation.bound < goal:

@@ -1,4 +1,4 @@
-"""The one signature of all methods: registry, determinism, interruption, time limits, statuses."""
+"""`solve`: registry, determinism, interruption, time limits and statuses."""
 
 import itertools
 import subprocess
@@ -42,7 +42,7 @@ def test_methods_that_read_layouts_say_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_gives_a_valid_assignment_and_the_same_one_again(method: str) -> None:
+def test_methods_are_valid_and_deterministic(method: str) -> None:
     for program in (gpt(1, batch=8, length=128, width=256, vocabulary=1024), lstm(1, 2), resnet((1, 1))):
         net = program.network((2, 2))
         first, second = (solve(net, method=method, time_limit=20) for _ in range(2))
@@ -91,7 +91,7 @@ def test_memory_limit_binds_and_is_kept() -> None:
 def test_local_search_improves_and_keeps_the_limit() -> None:
     from shardplan.search.budget import Callbacks
     from shardplan.search.graph.graph import Graph
-    from shardplan.search.improve.large_neighbourhood import LocalSearch
+    from shardplan.search.improve.large_neighbourhood import LargeNeighbourhoodSearch
 
     rng = np.random.default_rng(3)
     net = random_networks.random_memory_bound(rng, 60, 0.6)
@@ -99,7 +99,7 @@ def test_local_search_improves_and_keeps_the_limit() -> None:
     live = graph.live()
     graph.hint = {v: 0 for v in live}
     start = graph.cost(graph.hint)
-    local = LocalSearch(graph, start, {}, dict.fromkeys(live, 1.0))
+    local = LargeNeighbourhoodSearch(graph, start, {}, dict.fromkeys(live, 1.0))
     costs = []
     for _ in range(15):
         local.step(Callbacks(lambda: None, lambda: 60.0))
@@ -194,7 +194,8 @@ def test_without_time_there_is_a_valid_solution(method: str):
 
 
 @pytest.mark.slow
-def test_a_search_that_is_cut_by_work_ends_at_the_same_place_on_a_slow_machine():
+def test_work_limit_on_a_slow_machine():
+    """A search that its work limit ends gives the same result on a slow machine."""
     net = gpt(2).network((8,), memory=True)
     free = solve(net, gap=1e-4)
     net.usage_limit = 0.65 * net.peak(free.choices)[0]
@@ -211,7 +212,8 @@ def test_a_search_that_is_cut_by_work_ends_at_the_same_place_on_a_slow_machine()
 
 
 @pytest.mark.long
-def test_where_nothing_fits_the_least_peak_is_looked_for_as_long_as_that_helps() -> None:
+def test_lowest_peak_where_nothing_fits() -> None:
+    """The search for the lowest peak goes on while it gains."""
     net = memory_bound_gpt(0.01)
     solution = solve(net)
     assert solution.status == "infeasible"
@@ -225,7 +227,7 @@ def test_a_search_ends_soon_after_it_has_found_enough() -> None:
     net = random_networks.random_graph(rng, pairs, 6)
     whole = solve(net, time_limit=2000, work_limit=1.0)
     first = solve(net, gap=2 * whole.gap + 0.1, time_limit=2000, work_limit=1.0)
-    quick = solve(net, time_limit=2000, work_limit=1.0, enough=2 * whole.gap + 0.1)
+    quick = solve(net, time_limit=2000, work_limit=1.0, acceptable_gap=2 * whole.gap + 0.1)
     assert first.work <= quick.work < whole.work
     assert quick.cost <= first.cost and quick.status == first.status == "optimal"
     assert quick.work <= 1.6 * first.work

@@ -1,4 +1,4 @@
-"""Half of the assignments: of each and its mirror image one is looked at, and nothing is lost."""
+"""Mirror symmetry: one of each pair of images is enough for the optimum."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from shardplan.plans.pipeline import build_problem
 from shardplan.plans.planned_call import trace_call
 from shardplan.problem.cost_network import Problem
 from shardplan.search import Network, solve
-from shardplan.search.graph.mirror_symmetry import half
+from shardplan.search.graph.mirror_symmetry import mirror_half
 from shardplan.search.testing.random_networks import brute_force
 
 
@@ -31,12 +31,13 @@ def mirrored_network(seed: int) -> Network:
 @pytest.mark.parametrize("seed", range(8))
 def test_half_of_the_assignments_has_the_optimum(seed: int) -> None:
     net = mirrored_network(seed)
-    kept = half(net)
+    kept = mirror_half(net)
     assert kept is not None and not kept[1].all()
     assert solve(net, gap=0.0).cost == pytest.approx(brute_force(net)[1])
 
 
-def test_networks_whose_images_cost_something_else_are_left_whole() -> None:
+def test_images_of_other_cost() -> None:
+    """Networks whose images cost something else keep all choices."""
     for change in ("cost", "table", "limit", "missing"):
         net = mirrored_network(0)
         if change == "cost":
@@ -48,8 +49,8 @@ def test_networks_whose_images_cost_something_else_are_left_whole() -> None:
             net.add_usage(0, [1.0, 2.0, 1.0, 1.0], 0, 1)
         else:
             del net.mirror[4]
-        assert half(net) is None, change
-        assert half(mirrored_network(0)) is not None
+        assert mirror_half(net) is None, change
+        assert mirror_half(mirrored_network(0)) is not None
 
 
 def small_problem(sizes: tuple[int, ...]) -> Problem:
@@ -63,7 +64,7 @@ def small_problem(sizes: tuple[int, ...]) -> Problem:
 @pytest.mark.parametrize(("sizes", "equal"), [((4, 4), True), ((1, 4, 4), True), ((2, 8), False), ((2, 2, 2), False)])
 def test_two_equal_axes_may_change_places(sizes: tuple[int, ...], equal: bool) -> None:
     network = small_problem(sizes).network
-    assert bool(network.mirror) == equal == (half(network) is not None)
+    assert bool(network.mirror) == equal == (mirror_half(network) is not None)
     if equal:
         choices = solve(network).choices
         images = [network.mirror[v][k] for v, k in enumerate(choices)]

@@ -1,4 +1,4 @@
-"""Dynamic programming among the choices that raise the bound by little."""
+"""Dynamic programming on near-optimal choices."""
 
 import math
 
@@ -11,7 +11,7 @@ from shardplan.search.graph.dynamic_programming import Elimination, Plan
 from shardplan.search.graph.graph import Graph
 from shardplan.search.solver import near_optimal_dp
 from shardplan.search.solver.graph_solver import GraphSolver
-from shardplan.search.solver.near_optimal_dp import settle_fitting
+from shardplan.search.solver.near_optimal_dp import solve_near_optimal
 from shardplan.search.testing import random_networks
 
 CALLBACKS = Callbacks(lambda: None, lambda: 60.0)
@@ -43,7 +43,7 @@ def test_all_that_is_better_fits() -> None:
     net = _ring()
     solver = _stalled(net, [0] * 15)
     assert not solver.closed
-    assert settle_fitting(solver)
+    assert solve_near_optimal(solver)
     known = GraphSolver(Graph.of(net), math.inf, Budget(), 1e-9, CALLBACKS)
     known.solve()
     assert solver.lower == solver.upper == pytest.approx(known.upper)
@@ -62,26 +62,26 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return asked
 
 
-def test_groups_are_split_until_the_best_of_them_is_one_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_split_until_single_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, part = _stalled(_ring(), [v % 6 for v in range(15)]), _stalled(_ring(), [v % 6 for v in range(15)])
     asked = _counted(monkeypatch)
-    assert settle_fitting(whole) and len(asked) == 1
-    monkeypatch.setattr(near_optimal_dp, "_SHARES", (0.0,))
-    assert settle_fitting(part)
+    assert solve_near_optimal(whole) and len(asked) == 1
+    monkeypatch.setattr(near_optimal_dp, "_GAP_SHARES", (0.0,))
+    assert solve_near_optimal(part)
     assert len(asked) > 2 and asked[1] < asked[-1]
     assert part.lower == part.upper == pytest.approx(whole.upper)
 
 
 def test_what_is_not_affordable_leaves_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     part = _stalled(_ring(), [v % 6 for v in range(15)])
-    monkeypatch.setattr(near_optimal_dp, "_SHARES", (0.0,))
+    monkeypatch.setattr(near_optimal_dp, "_GAP_SHARES", (0.0,))
     monkeypatch.setattr(near_optimal_dp, "_ENTRIES", 2_000.0)
     before = part.lower
-    assert not settle_fitting(part)
+    assert not solve_near_optimal(part)
     assert before < part.lower < part.upper
-    part.fitted = part.upper - part.lower
+    part.near_optimal_gap = part.upper - part.lower
     monkeypatch.setattr(near_optimal_dp, "Relaxation", lambda _: pytest.fail("nothing has closed the gap since"))
-    assert not settle_fitting(part)
+    assert not solve_near_optimal(part)
 
 
 @pytest.mark.parametrize("entries", [30.0, 300.0, 1e8])
@@ -96,14 +96,15 @@ def test_bounds_are_right_whatever_fits(entries: float, monkeypatch: pytest.Monk
         if not math.isfinite(net.cost(known)):
             continue
         solver = _stalled(net, known)
-        closed += settle_fitting(solver)
+        closed += solve_near_optimal(solver)
         assert solver.lower <= optimum + 1e-9 and solver.upper >= optimum - 1e-9
     assert closed > (20 if entries == 1e8 else 0)
 
 
-def test_a_stalled_search_looks_through_what_fits_before_it_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_near_optimal_choices_come_before_contraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled search tries near-optimal choices before it contracts."""
     monkeypatch.setattr(GraphSolver, "_merge", lambda _: pytest.fail("neighbours were merged"))
-    budget = Budget(entries=1, closable=0, promising=1, dives=False, fitting=True)
+    budget = Budget(table_entries=1, cp_sat_entries=0, promising_choices=1, dives=False, near_optimal_dp=True)
     solver = GraphSolver(Graph.of(_ring()), math.inf, budget, 1e-9, CALLBACKS)
     monkeypatch.setattr(solver, "open_cycles", lambda: False)
     solver.solve()
@@ -111,7 +112,15 @@ def test_a_stalled_search_looks_through_what_fits_before_it_merges(monkeypatch: 
 
 
 def test_a_search_that_may_not_sweep_on_looks_through_what_fits() -> None:
-    budget = Budget(sweeps=1, entries=1, closable=0, promising=1, dives=False, merging=0, fitting=True)
+    budget = Budget(
+        sweeps=1,
+        table_entries=1,
+        cp_sat_entries=0,
+        promising_choices=1,
+        dives=False,
+        contraction_entries=0,
+        near_optimal_dp=True,
+    )
     solver = GraphSolver(Graph.of(_ring()), math.inf, budget, 1e-9, CALLBACKS)
     solver.solve()
     assert solver.closed and not solver.stalled

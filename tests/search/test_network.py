@@ -1,4 +1,4 @@
-"""Networks: what they count, and what they refuse."""
+"""Networks: their costs and peaks, and the arguments that they refuse."""
 
 import itertools
 

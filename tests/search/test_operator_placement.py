@@ -1,4 +1,4 @@
-"""Operator placement on plain graphs: what belongs together stays together, and cuts are where little passes."""
+"""Operator placement on plain graphs: groups stay on one device, and cuts send few bytes."""
 
 from itertools import pairwise
 
@@ -51,7 +51,7 @@ def cut_bytes(graph: WorkGraph, devices) -> float:
 
 @pytest.mark.parametrize("method", PLACEMENTS)
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_every_operation_has_a_device_and_what_belongs_together_is(method: str, count: int):
+def test_operations_and_groups_have_one_device(method: str, count: int):
     graph = drawn(3, 120)
     devices = place(graph, count, method)
     assert devices.shape == (120,)

@@ -9,8 +9,8 @@ from shardplan.search import Hint, Network, PairUsage, all_extended, extended, s
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph import pairwise_usage
 from shardplan.search.graph.graph import Graph
-from shardplan.search.improve.branch_and_bound import Branching
-from shardplan.search.limits.concave_planes import Plane, highest_between
+from shardplan.search.improve.branch_and_bound import BranchAndBound
+from shardplan.search.limits.concave_planes import Plane, maximum_between
 from shardplan.search.limits.usage_prices import Pricing
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.testing import random_networks
@@ -102,15 +102,17 @@ def test_what_fits_is_found_at_the_first_prices() -> None:
     assert solver.upper < np.inf
 
 
-def test_prices_between_too_low_and_high_enough_are_where_planes_cross() -> None:
+def test_prices_between_too_low_and_high_enough() -> None:
+    """The next prices are where the planes cross."""
     none = np.zeros(0, dtype=np.intp)
     planes = [Plane(10.0, np.array([4.0, 4.0]), none), Plane(30.0, np.array([-1.0, -1.0]), none)]
-    highest, prices = highest_between(planes, np.zeros(2), np.array([8.0, 8.0]))
+    highest, prices = maximum_between(planes, np.zeros(2), np.array([8.0, 8.0]))
     assert highest == 26.0 and prices.tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_branches_with_prices_of_their_own_close_what_prices_leave_open(seed: int) -> None:
+def test_branches_with_prices_close_the_gap(seed: int) -> None:
+    """Branches have prices of their own, and close the gap that prices leave."""
     rng = np.random.default_rng(seed)
     sizes, costs = rng.integers(1, 9, 8), rng.integers(1, 30, 8)
     limit = float(sizes.sum() // 2)
@@ -124,11 +126,11 @@ def test_branches_with_prices_of_their_own_close_what_prices_leave_open(seed: in
     solver = GraphSolver(Graph.of(net), np.inf, Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0))
     solver.reduce()
     pricing = Pricing(solver)
-    if pricing.able:
+    if pricing.has_few_times:
         pricing.raise_bound(60.0)
         assert solver.lower <= best + 1e-6
         pricing.prune()
-        branching = Branching(solver, Budget(sweeps=60, closing=0.0), pricing)
+        branching = BranchAndBound(solver, Budget(sweeps=60, cp_sat_work=0.0), pricing)
         while not solver.closed and branching.step():
             pass
     else:
@@ -166,7 +168,7 @@ def test_a_search_ends_with_an_assignment_that_does_not_serve():
     for u, v in itertools.combinations(range(8), 2):
         network.add_edge(u, v, 0.1 * rng.random((50, 50)))
     asked = []
-    solution = solve(network, serves=lambda choices: bool(asked.append(choices.tolist())), work_limit=0.5)
+    solution = solve(network, is_feasible=lambda choices: bool(asked.append(choices.tolist())), work_limit=0.5)
     assert len(asked) == 1 and solution.choices.tolist() == asked[0]
     assert 1e-6 < solution.gap < 0.02
 
@@ -175,7 +177,7 @@ def test_a_search_within_a_limit_tells_what_it_found():
     net = Network(usage_limit=14.0)
     for number in range(10):
         net.add_usage(net.add_variable([1.0, 11.0 + number]), [2.0, 1.0], 0, 1)
-    refused = solve(net, serves=lambda choices: False)
+    refused = solve(net, is_feasible=lambda choices: False)
     best = solve(net)
     assert len(refused.known) > 0 and refused.prices
     assert refused.priced_bound <= best.cost <= refused.cost

@@ -1,4 +1,4 @@
-"""Mixing assignments part by part, and looking for assignments that have something to mix."""
+"""Recombination and diversification of assignments under a usage limit."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from shardplan.search import Hint, solve
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph.graph import Graph
 from shardplan.search.graph.usage_profile import Profile
-from shardplan.search.improve.diversify import vary
+from shardplan.search.improve.diversify import diversify
 from shardplan.search.improve.mixtures import Mixtures
 from shardplan.search.limits.recombination import Recombination
 from shardplan.search.limits.usage_prices import Pricing
@@ -65,7 +65,8 @@ def test_parts_that_no_edge_joins_are_exchanged_one_by_one() -> None:
     assert recombination.best(zeros, [zeros], work=1.0, tolerance=0.0).choices is None
 
 
-def test_many_parts_are_packed_at_once_however_little_work_is_left() -> None:
+def test_many_parts_with_little_work() -> None:
+    """One knapsack combines many parts however little work is left."""
     rng = np.random.default_rng(3)
     network = Network(usage_limit=1e9)
     for _ in range(400):
@@ -89,13 +90,14 @@ def test_assignments_of_new_choices_close_what_prices_leave() -> None:
     best = least(network, 222.0)
     assert pricing.bound <= best
     assert pricing.solver.upper > 1.005 * best  # what is best at some price is stored whole or as little as may be
-    vary(pricing, math.inf)
+    diversify(pricing, math.inf)
     assert pricing.solver.upper == pytest.approx(best, rel=1e-9)
     assert {int(k) for plane in pricing.planes for k in plane.choices[1::2]} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_mixtures_keep_within_any_limit_and_cost_no_more_with_a_higher_one(seed):
+def test_mixtures_within_rising_limits(seed):
+    """Mixtures keep any limit, and cost no more within a higher one."""
     rng = np.random.default_rng(seed)
     network = Network(usage_limit=100)
     for _ in range(12):
@@ -116,9 +118,10 @@ def test_mixtures_keep_within_any_limit_and_cost_no_more_with_a_higher_one(seed)
     assert costs == sorted(costs, reverse=True)
 
 
-def test_what_is_near_all_that_is_known_is_proven_only_where_work_is_not_limited(
+def test_near_optimal_cost_with_and_without_work_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A near-optimal cost is proven only without a work limit."""
     monkeypatch.setattr("shardplan.search.limits.usage_prices._LEAST_WORK", 0.0)
     evaluated: list[Pricing] = []
     evaluate = Pricing._evaluate
@@ -136,7 +139,7 @@ def test_what_is_near_all_that_is_known_is_proven_only_where_work_is_not_limited
         network.add_usage(tensors[-1], [4 * size, 2 * size, size], time, time + 3)
     for one, other in itertools.pairwise(tensors):
         network.add_edge(one, other, rng.integers(0, 3, (3, 3)).astype(float))
-    network.add_variable([5000.0])  # beside which no way to store anything costs much
+    network.add_variable([5000.0])  # the cost of every way to store something is small against it
     free = solve(network)
     network.usage_limit = float(int(0.9 * network.peak(free.choices)[0]))
     network.hint = Hint(free.choices, {}, lower_bound=free.lower_bound)

@@ -1,4 +1,4 @@
-"""Each reduction keeps the optimum, and its inverse gives an assignment of the cost that the graph says."""
+"""Exact reductions keep the optimum, and their inverses give assignments of equal cost."""
 
 from collections.abc import Callable
 from unittest.mock import Mock
@@ -68,7 +68,8 @@ def test_optimum_and_inverse(reduction: Callable[[Graph], object], excluded: flo
     assert did_something > 10
 
 
-def test_a_hint_is_carried_through_all_reductions_and_never_gets_worse() -> None:
+def test_hint_through_all_reductions() -> None:
+    """Reductions carry a hint along, and its cost never rises."""
     for seed in range(80):
         net = random_networks.random_memory_bound(np.random.default_rng(seed), 7, 0.5)
         hint, optimum = random_networks.brute_force(net)
@@ -95,7 +96,8 @@ def test_follow_takes_usage_along() -> None:
 
 
 @pytest.mark.parametrize("value", [np.inf, 1e17, 3e18])
-def test_exclusions_become_infinite_and_large_tables_that_have_no_others_are_not_copied(value: float) -> None:
+def test_exclusions_and_copies_of_large_tables(value: float) -> None:
+    """Exclusions become infinite, and large tables without exclusions are not copied."""
     rng = np.random.default_rng(4)
     table = rng.uniform(0.0, 5.0, (40, 40))
     table[3, 5] = value
@@ -107,9 +109,10 @@ def test_exclusions_become_infinite_and_large_tables_that_have_no_others_are_not
     assert (taken is table) == np.isinf(value)
 
 
-def test_what_was_reduced_alike_is_computed_once_for_searches_within_several_limits(
+def test_equal_reductions_of_several_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Searches within several limits share the results of equal reductions."""
     rng, net = np.random.default_rng(5), Network()
     a, b, c = (net.add_variable(rng.uniform(0.0, 5.0, 30)) for _ in range(3))
     net.add_edge(a, b, rng.uniform(0.0, 5.0, (30, 30)))

@@ -1,4 +1,4 @@
-"""Answers of networks within a network: fewer choices of each variable, and what becomes of their best in the whole."""
+"""Warm starts from restricted networks, and their solutions in the whole network."""
 
 import math
 import time
@@ -15,11 +15,11 @@ from shardplan.plans.pipeline import build_problem
 from shardplan.program.tracing import trace_program
 from shardplan.search import Network, Solution, solve
 from shardplan.search.budget import Budget, Callbacks
-from shardplan.search.exact import take_answers
+from shardplan.search.exact import take_restricted_solutions
 from shardplan.search.graph.graph import Graph
 from shardplan.search.run import Run
 from shardplan.search.solver.graph_solver import GraphSolver
-from shardplan.search.structure.restricted_starts import lifted, restricted
+from shardplan.search.structure.restricted_starts import reduced_choices, solve_restricted
 from shardplan.search.testing import random_networks
 
 MESHES = AbstractMesh((2, 2, 2), ("a", "b", "c")), AbstractMesh((2, 4), ("a", "b"))
@@ -37,11 +37,12 @@ def drawn(seed: int) -> tuple[Network, dict[int, np.ndarray]]:
     return net, kept
 
 
-def test_the_best_of_a_restricted_network_is_found_and_as_good_in_the_reduced_whole() -> None:
+def test_restricted_optimum_in_the_reduced_network() -> None:
+    """The optimum of a restricted network is found, and costs as much in the reduced network."""
     found = 0
     for seed in range(30):
         net, kept = drawn(seed)
-        answer = restricted(net, kept, Budget(), 0.0, CALLBACKS)
+        answer = solve_restricted(net, kept, Budget(), 0.0, CALLBACKS)
         small = Network()
         for v, costs in enumerate(net.costs):
             small.add_variable(np.where(kept[v], costs, np.inf))
@@ -54,7 +55,7 @@ def test_the_best_of_a_restricted_network_is_found_and_as_good_in_the_reduced_wh
         assert net.cost(answer.choices) == best and all(kept[v][k] for v, k in enumerate(answer.choices))
         graph = Graph.of(net)
         GraphSolver(graph, math.inf, Budget(), 0.0, CALLBACKS).reduce()
-        choices = lifted(graph, answer.choices)
+        choices = reduced_choices(graph, answer.choices)
         assert choices is not None and graph.cost(choices) <= best
         found += bool(graph.live())
     assert found > 10
@@ -62,28 +63,28 @@ def test_the_best_of_a_restricted_network_is_found_and_as_good_in_the_reduced_wh
 
 def test_the_answer_is_taken_once() -> None:
     net, kept = drawn(10)
-    answer = restricted(net, kept, Budget(), 0.0, CALLBACKS)
+    answer = solve_restricted(net, kept, Budget(), 0.0, CALLBACKS)
     assert answer is not None
     net.restrictions = [kept]
     solver = GraphSolver(Graph.of(net), math.inf, Budget(), 0.0, CALLBACKS)
     solver.reduce()
     run = Run(net, time_limit=60.0)
-    assert take_answers(run, solver) and solver.upper <= net.cost(answer.choices)
+    assert take_restricted_solutions(run, solver) and solver.upper <= net.cost(answer.choices)
     assert solver.graph.hint is not None and solver.graph.cost(solver.graph.hint) == solver.upper
-    assert not take_answers(run, solver), "nothing is better than what there is"
+    assert not take_restricted_solutions(run, solver), "nothing is better than what there is"
 
 
 def test_what_is_no_better_is_no_answer() -> None:
     net, kept = drawn(10)
-    answer = restricted(net, kept, Budget(), 0.0, CALLBACKS)
+    answer = solve_restricted(net, kept, Budget(), 0.0, CALLBACKS)
     assert answer is not None
     best = net.cost(answer.choices)
-    above, equal = (restricted(net, kept, Budget(), 0.0, CALLBACKS, upper) for upper in (best + 1.0, best))
+    above, equal = (solve_restricted(net, kept, Budget(), 0.0, CALLBACKS, upper) for upper in (best + 1.0, best))
     assert above is not None and net.cost(above.choices) == best
     assert equal is None
 
 
-def test_axes_that_are_joined_leave_what_a_mesh_of_fewer_axes_has() -> None:
+def test_joined_axes() -> None:
     """Of a matrix on (2, 2, 2): all axes on one dimension or none, as on (8,); each of two axes, as on (2, 4)."""
     program = trace_program(lambda x: x @ x, (np.ones((16, 16), np.float32),))
     fine, coarse = (build_problem(program, mesh, Options()) for mesh in MESHES)
@@ -100,7 +101,8 @@ def test_axes_that_are_joined_leave_what_a_mesh_of_fewer_axes_has() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_without_a_limit_ends_by_its_work_on_a_slow_machine_too() -> None:
+def test_counted_work_on_a_slow_machine() -> None:
+    """A search without a usage limit ends by its work on a slow machine too."""
     rng = np.random.default_rng(0)
     pairs = [(u, v) for u in range(60) for v in range(u + 1, 60) if rng.random() < 0.2]
     net = random_networks.random_graph(rng, pairs, 8)

@@ -1,4 +1,4 @@
-"""Where messages stall, what others know is asked for before anything dearer is tried."""
+"""Stalled messages: the order of the tactics that follow."""
 
 import math
 import weakref
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardplan.search import Network
-from shardplan.search.bounds.cycle_opening import Opened
+from shardplan.search.bounds.cycle_opening import OpenedCycles
 from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.budget import Budget, Callbacks
 from shardplan.search.graph.graph import Graph
@@ -31,10 +31,10 @@ def _contradicting() -> Network:
 def test_better_assignments_are_asked_for_before_merging(monkeypatch: pytest.MonkeyPatch) -> None:
     net = _contradicting()
     steps: list[str] = []
-    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
-    monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: steps.append("merge"))
-    callbacks = Callbacks(lambda: None, lambda: 60.0, stuck=lambda: steps.append("stuck"))
-    one = GraphSolver(Graph.of(net), math.inf, Budget(entries=1, closable=0), 1e-9, callbacks)
+    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: OpenedCycles(0, 0.0))
+    monkeypatch.setattr(graph_solver, "contract_neighbours", lambda *_: steps.append("merge"))
+    callbacks = Callbacks(lambda: None, lambda: 60.0, on_stall=lambda: steps.append("stuck"))
+    one = GraphSolver(Graph.of(net), math.inf, Budget(table_entries=1, cp_sat_entries=0), 1e-9, callbacks)
     one.solve()
     assert steps[0] == "stuck" and "merge" in steps
 
@@ -46,9 +46,9 @@ def test_messages_go_on_from_a_much_better_assignment(monkeypatch: pytest.Monkey
     best, optimum = random_networks.brute_force(net)
     assert best is not None
     known = dict(enumerate(best.tolist()))
-    monkeypatch.setattr(bounded_graph, "_QUICKLY_OPENED", 0)
-    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
-    monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: steps.append("merge"))
+    monkeypatch.setattr(bounded_graph, "_CYCLE_ENTRIES", 0)
+    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: OpenedCycles(0, 0.0))
+    monkeypatch.setattr(graph_solver, "contract_neighbours", lambda *_: steps.append("merge"))
 
     class Blind(GraphSolver):
         def accept(self, choices: dict[int, int], cost: float) -> None:
@@ -59,34 +59,37 @@ def test_messages_go_on_from_a_much_better_assignment(monkeypatch: pytest.Monkey
             steps.append("prune")
             super().prune(relaxation)
 
-    callbacks = Callbacks(lambda: None, lambda: 60.0, stuck=lambda: one.accept(known, optimum))
-    one = Blind(Graph.of(net), optimum + 100.0, Budget(entries=1, closable=0, promising=1), 1e-9, callbacks)
+    callbacks = Callbacks(lambda: None, lambda: 60.0, on_stall=lambda: one.accept(known, optimum))
+    one = Blind(
+        Graph.of(net), optimum + 100.0, Budget(table_entries=1, cp_sat_entries=0, promising_choices=1), 1e-9, callbacks
+    )
     one.solve()
     assert one.upper == optimum and steps[:3] == ["prune", "prune", "merge"]
 
 
 def test_merging_ends_where_there_is_hardly_room(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[bool] = []
-    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
-    monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: called.append(True))
+    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: OpenedCycles(0, 0.0))
+    monkeypatch.setattr(graph_solver, "contract_neighbours", lambda *_: called.append(True))
     for merging, expected in ((10_000, False), (10_000_000, True)):
         called.clear()
-        budget = Budget(entries=1, closable=0, merging=merging)
+        budget = Budget(table_entries=1, cp_sat_entries=0, contraction_entries=merging)
         GraphSolver(Graph.of(_contradicting()), math.inf, budget, 1e-9, Callbacks(lambda: None, lambda: 60.0)).solve()
         assert bool(called) == expected
 
 
-def test_cycles_are_opened_where_messages_creep_before_they_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cycles_open_while_messages_creep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow messages lead to opened cycles before they stall."""
     opened: list[bool] = []
 
-    def none_opened(*_: object) -> Opened:
+    def none_opened(*_: object) -> OpenedCycles:
         opened.append(one.stalled)
-        return Opened(0, 0.0)
+        return OpenedCycles(0, 0.0)
 
     monkeypatch.setattr(graph_solver, "open_cycles", none_opened)
-    monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: 0)
+    monkeypatch.setattr(graph_solver, "contract_neighbours", lambda *_: 0)
     callbacks = Callbacks(lambda: None, lambda: 60.0)
-    budget = Budget(entries=1, closable=0, dives=False)
+    budget = Budget(table_entries=1, cp_sat_entries=0, dives=False)
     one: GraphSolver = GraphSolver(Graph.of(_contradicting()), math.inf, budget, 1e-9, callbacks)
     one.solve()
     assert opened == [False, True]  # and once more where they have stalled
@@ -95,14 +98,14 @@ def test_cycles_are_opened_where_messages_creep_before_they_stall(monkeypatch: p
 def test_cycles_are_opened_before_parts_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
 
-    def opened(*_: object) -> Opened:
+    def opened(*_: object) -> OpenedCycles:
         steps.append("open")
-        return Opened(1 if one.stalled and steps.count("open") < 4 else 0, 0.0)
+        return OpenedCycles(1 if one.stalled and steps.count("open") < 4 else 0, 0.0)
 
     monkeypatch.setattr(graph_solver, "open_cycles", opened)
-    monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: 0)
+    monkeypatch.setattr(graph_solver, "contract_neighbours", lambda *_: 0)
     monkeypatch.setattr(GraphSolver, "closed_by_parts", lambda _: steps.append("parts"))
-    budget = Budget(entries=1, closable=0, dives=False)
+    budget = Budget(table_entries=1, cp_sat_entries=0, dives=False)
     one: GraphSolver = GraphSolver(
         Graph.of(_contradicting()), math.inf, budget, 1e-9, Callbacks(_nothing, lambda: 60.0)
     )
@@ -111,8 +114,8 @@ def test_cycles_are_opened_before_parts_are_searched(monkeypatch: pytest.MonkeyP
 
 
 def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
-    monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: 0)
+    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: OpenedCycles(0, 0.0))
+    monkeypatch.setattr(graph_solver, "contract_neighbours", lambda *_: 0)
     swept: list[int] = []
     sweep = GraphSolver.sweep_until_prunable
 
@@ -122,29 +125,30 @@ def test_merging_that_raises_nothing_ends_the_search(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(GraphSolver, "sweep_until_prunable", counted)
     callbacks = Callbacks(lambda: None, lambda: 60.0)
-    one = GraphSolver(Graph.of(_contradicting()), math.inf, Budget(entries=1, closable=0, dives=False), 1e-9, callbacks)
+    one = GraphSolver(
+        Graph.of(_contradicting()), math.inf, Budget(table_entries=1, cp_sat_entries=0, dives=False), 1e-9, callbacks
+    )
     one.solve()
     assert not one._merges and not one.closed
     assert len(swept) == 2  # after messages crept, and until they stalled
 
 
 @pytest.mark.parametrize("merging", [200, 10_000])
-def test_a_full_graph_is_merged_on_only_while_that_closes_some_of_the_gap(
-    merging: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_contraction_of_a_full_graph(merging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full graph is contracted on only while that closes some of the gap."""
     merged: list[int] = []
 
     def merge(graph: Graph, relaxation: Relaxation, *_: object) -> int:
         merged.append(relaxation.sweeper.entries)
         return len(merged) < 5
 
-    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
-    monkeypatch.setattr(graph_solver, "merge_neighbours", merge)
+    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: OpenedCycles(0, 0.0))
+    monkeypatch.setattr(graph_solver, "contract_neighbours", merge)
     monkeypatch.setattr(graph_solver, "_LEAST_ROOM", 1)
-    budget = Budget(entries=1, closable=0, dives=False, merging=merging)
+    budget = Budget(table_entries=1, cp_sat_entries=0, dives=False, contraction_entries=merging)
     one = GraphSolver(Graph.of(_contradicting()), math.inf, budget, 1e-9, Callbacks(_nothing, lambda: 60.0))
     one.solve()
-    assert not one._merges and merged[0] > graph_solver._FULL * 200
+    assert not one._merges and merged[0] > graph_solver._FULL_RATIO * 200
     assert len(merged) == (1 if merging == 200 else 5)
 
 
@@ -167,15 +171,15 @@ def test_messages_of_a_start_that_have_stalled_are_hardly_swept(
     stalled: bool, far: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However far from closed they are."""
-    monkeypatch.setattr(bounded_graph, "_FAR", far)
-    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: Opened(0, 0.0))
-    monkeypatch.setattr(graph_solver, "merge_neighbours", lambda *_: 0)
+    monkeypatch.setattr(bounded_graph, "_FAR_GAP", far)
+    monkeypatch.setattr(graph_solver, "open_cycles", lambda *_: OpenedCycles(0, 0.0))
+    monkeypatch.setattr(graph_solver, "contract_neighbours", lambda *_: 0)
     graph = Graph.of(_contradicting())
     known = Relaxation(graph)
     for _ in range(40):
         known.improve(math.inf)
     one = GraphSolver(
-        graph, math.inf, Budget(entries=1, closable=0, dives=False), 1e-9, Callbacks(_nothing, lambda: 60.0)
+        graph, math.inf, Budget(table_entries=1, cp_sat_entries=0, dives=False), 1e-9, Callbacks(_nothing, lambda: 60.0)
     )
     choices = known.by_variable(known.sweeper.decode())
     one.begin(known.messages(), choices)
@@ -188,7 +192,8 @@ def _nothing() -> None:
     pass
 
 
-def test_messages_are_tried_at_once_where_the_assignment_with_them_is_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_with_a_far_assignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm start whose assignment is far from its bound is tried at once."""
     graph = Graph.of(random_networks.random_grid(np.random.default_rng(0), 4, 5, 4))
     known = GraphSolver(graph.copy(), math.inf, Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0))
     known.prunes = False
@@ -200,20 +205,21 @@ def test_messages_are_tried_at_once_where_the_assignment_with_them_is_far_off(mo
     assert solver.closed and solver.sweeps < 10
 
 
-def test_trials_of_what_is_promising_get_rarer_from_one_round_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_of_promising_choices_get_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of promising choices get rarer from round to round."""
     graph = Graph.of(random_networks.random_grid(np.random.default_rng(0), 4, 5, 4))
     graph.constant += 1e5  # so that the gap is small
     solver = GraphSolver(graph, math.inf, Budget(), -1.0, Callbacks(lambda: None, lambda: 60.0))
     tried: list[int] = []
     monkeypatch.setattr(solver, "_try_promising", lambda _: tried.append(solver.sweeps))
-    monkeypatch.setattr(Relaxation, "prunable", lambda *_: 1.0)  # every turn of sweeps ends a round
+    monkeypatch.setattr(Relaxation, "prunable_share", lambda *_: 1.0)  # every turn of sweeps ends a round
     for _ in range(8):
         solver.sweep_until_prunable()
     assert [sweeps // tried[0] for sweeps in tried] == [1, 3, 7]
 
 
 def test_messages_that_stay_where_they_are_stall_soon() -> None:
-    """Momentum has brought them there: three variables in a ring, each of which differs from the next."""
+    """Momentum reaches the fixed point: three variables in a ring, each of which differs from the next."""
     net = Network()
     ring = [net.add_variable(np.zeros(2)) for _ in range(3)]
     for u, v in zip(ring, ring[1:] + ring[:1], strict=True):
@@ -225,20 +231,21 @@ def test_messages_that_stay_where_they_are_stall_soon() -> None:
 
 
 @pytest.mark.parametrize(("slow", "first"), [(0.1, 20), (0.0, 100)])
-def test_choices_that_fit_are_looked_through_where_sweeps_hardly_raise_the_bound(
-    slow: float, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_near_optimal_choices_after_slow_sweeps(slow: float, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near-optimal choices follow sweeps that hardly raise the bound."""
     asked: list[int] = []
 
     def none_fit(one: GraphSolver) -> bool:
         asked.append(one.sweeps)
         return False
 
-    monkeypatch.setattr(graph_solver, "settle_fitting", none_fit)
-    monkeypatch.setattr(bounded_graph, "_SLOW", slow)
-    monkeypatch.setattr(bounded_graph, "_QUICKLY_OPENED", 0)
-    monkeypatch.setattr(Relaxation, "prunable", lambda *_: 1.0)
-    budget = Budget(sweeps=100, entries=1, closable=0, dives=False, merging=0, fitting=True)
+    monkeypatch.setattr(graph_solver, "solve_near_optimal", none_fit)
+    monkeypatch.setattr(bounded_graph, "_SLOW_SHARE", slow)
+    monkeypatch.setattr(bounded_graph, "_CYCLE_ENTRIES", 0)
+    monkeypatch.setattr(Relaxation, "prunable_share", lambda *_: 1.0)
+    budget = Budget(
+        sweeps=100, table_entries=1, cp_sat_entries=0, dives=False, contraction_entries=0, near_optimal_dp=True
+    )
     GraphSolver(Graph.of(_contradicting()), math.inf, budget, 1e-9, Callbacks(_nothing, lambda: 60.0)).solve()
     assert asked[0] == first
 
@@ -256,8 +263,8 @@ def test_what_is_too_large_for_anything_is_not_pruned_in_the_end(
         assert one.graph.entries() <= pruned[-1]
 
     monkeypatch.setattr(GraphSolver, "prune", counted)
-    monkeypatch.setattr(graph_solver, "MOST_ENTRIES", most)
-    budget = Budget(sweeps=20, entries=1, closable=0, dives=False)
+    monkeypatch.setattr(graph_solver, "MAX_GRAPH_ENTRIES", most)
+    budget = Budget(sweeps=20, table_entries=1, cp_sat_entries=0, dives=False)
     one = GraphSolver(Graph.of(_contradicting()), math.inf, budget, 1e-9, Callbacks(_nothing, lambda: 60.0))
     one.solve()
     assert bool(pruned) == prunes and one.lower < one.upper < math.inf
@@ -272,9 +279,7 @@ def test_tables_are_freed_once_messages_have_moved_into_new_ones() -> None:
 
 
 @pytest.mark.parametrize(("turns", "risen", "creeps"), [(1, 0.0, False), (2, 0.0, True), (2, 0.2, False)])
-def test_messages_creep_as_soon_as_their_last_sweeps_raise_the_bound_by_little(
-    turns: int, risen: float, creeps: bool
-) -> None:
+def test_creeping_by_the_last_sweeps(turns: int, risen: float, creeps: bool) -> None:
     """The first turn's last sweeps say nothing: they raise the bound before anything good is known."""
     one = GraphSolver(Graph.of(_contradicting()), 1.0, Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0))
     one.lower = 0.5

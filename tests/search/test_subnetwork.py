@@ -1,4 +1,4 @@
-"""Parts of a network: some choices of each variable."""
+"""Subnetworks: a few choices of each variable."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ def _network(rng, variables=6, choices=5):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_of_a_part_is_the_best_of_what_it_has_of_the_whole(seed):
+def test_optimum_of_a_part(seed):
+    """The optimum of a part is the best of its assignments in the whole network."""
     rng = np.random.default_rng(seed)
     net = _network(rng)
     masks = {v: np.arange(5) % 2 == v % 2 for v in range(1, len(net) - 1)}
@@ -32,7 +33,8 @@ def test_the_best_of_a_part_is_the_best_of_what_it_has_of_the_whole(seed):
     assert solve(net).cost == pytest.approx(found.cost)
 
 
-def test_a_part_that_holds_assignments_has_their_choices_alone_and_equal_ones_of_tied_variables():
+def test_part_of_given_assignments():
+    """A part of given assignments has their choices only, and equal choices of tied variables."""
     net = _network(np.random.default_rng(0))
     first, second = np.array([0, 1, 2, 3, 4, 0]), np.array([2, 1, 1, 3, 0, 2])
     part = Part.holding(net, [first, second])

@@ -1,4 +1,4 @@
-"""Choices taken together with their twins: the search starts there, and ends where it did."""
+"""Warm starts from the quotient by axis symmetry."""
 
 import math
 from typing import Any
@@ -9,11 +9,12 @@ import pytest
 from shardplan.search import Network, solve
 from shardplan.search.bounds.lagrangian import Relaxation
 from shardplan.search.budget import Budget, Callbacks
+from shardplan.search.graph.choice_groups import quotient
 from shardplan.search.graph.graph import Graph
 from shardplan.search.solver.graph_solver import GraphSolver
 from shardplan.search.structure import symmetry_coarsening
-from shardplan.search.structure.symmetry_coarsening import coarse, coarse_start, places_of
-from shardplan.search.structure.symmetry_refinement import Parts
+from shardplan.search.structure.symmetry_coarsening import coarse_start, places_of
+from shardplan.search.structure.symmetry_refinement import SymmetryRefinement
 from shardplan.search.testing import random_networks
 
 
@@ -33,7 +34,7 @@ def renamed_axes(count: int) -> Network:
 
 def test_true_twins_lose_nothing_of_the_bound() -> None:
     graph = Graph.of(renamed_axes(7))
-    small = coarse(graph, places_of(graph))
+    small = quotient(graph, places_of(graph))
     bounds = []
     for each in (graph, small):
         relaxation = Relaxation(each)
@@ -47,8 +48,8 @@ def test_true_twins_lose_nothing_of_the_bound() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("excluded", [0.0, 0.2])
 def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_SHARE", 1.0)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
+    monkeypatch.setattr(symmetry_coarsening, "_MAX_SHARE", 1.0)
     found = 0
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -68,11 +69,12 @@ def test_any_twins_give_the_optimum(excluded: float, monkeypatch: pytest.MonkeyP
     assert found > 10
 
 
-def test_near_choices_are_looked_through_only_where_they_are_fewer_than_what_is_left() -> None:
+def test_near_choices_while_they_are_few() -> None:
+    """Near choices are tried only where they are fewer than the choices left."""
     net = random_networks.random_graph(np.random.default_rng(3), [(0, 1), (1, 2), (0, 2)], 4)
     graph = Graph.of(net)
     every = {v: np.ones(graph.size(v), dtype=bool) for v in graph.live()}
-    parts = Parts(Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0), near=[every])
+    parts = SymmetryRefinement(Budget(), 1e-9, Callbacks(lambda: None, lambda: 60.0), near=[every])
     dear = max(({0: a, 1: b, 2: c} for a, b, c in np.ndindex(4, 4, 4)), key=graph.cost)
     found = list(parts._found_near(graph, {}, dear))
     assert found[0] == dear and graph.cost(found[1]) < graph.cost(dear)
@@ -99,15 +101,15 @@ def test_twins_that_contradict_each_other_are_chosen_anew() -> None:
 
 def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of forty that must agree on one of two twins: a few of its ends say which, and the bound closes it."""
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
     searched: list[int] = []
-    among = Parts.among_twins
+    among = SymmetryRefinement.among_twins
 
     def counted(parts: Any, graph: Graph, *rest: Any) -> dict[int, int] | None:
         searched.append(len(graph.live()))
         return among(parts, graph, *rest)
 
-    monkeypatch.setattr(Parts, "among_twins", counted)
+    monkeypatch.setattr(SymmetryRefinement, "among_twins", counted)
     net = Network()
     for v in range(40):
         net.add_variable([5.0, 1.0, 1.0])
@@ -122,11 +124,9 @@ def test_repeated_layers_choose_their_twins_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("same", [50.0, np.inf], ids=["dear", "excluded"])
-def test_the_next_best_choices_stand_in_where_no_twins_go_together(
-    monkeypatch: pytest.MonkeyPatch, same: float
-) -> None:
+def test_next_best_choices_where_twins_contradict(monkeypatch: pytest.MonkeyPatch, same: float) -> None:
     """Round a triangle of which each pair must take different ones of two twins, one has to take something else."""
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
     net = Network()
     for v in range(3):
         net.add_variable([0.0, 0.0, 3.0])
@@ -141,14 +141,12 @@ def test_the_next_best_choices_stand_in_where_no_twins_go_together(
 
 
 @pytest.mark.parametrize("gap", [1e-9, 0.02])
-def test_what_is_dropped_while_the_small_graph_is_swept_is_in_nothing_better(
-    monkeypatch: pytest.MonkeyPatch, gap: float
-) -> None:
+def test_dropped_choices_are_in_nothing_better(monkeypatch: pytest.MonkeyPatch, gap: float) -> None:
     """After a few sweeps, choices are dropped from a graph and its small one; the optimum stays, and so does the
     bound's truth, whether twins are true ones or not."""
     monkeypatch.setattr(symmetry_coarsening, "_FIRST_SWEEPS", 2)
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_SHARE", 1.0)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
+    monkeypatch.setattr(symmetry_coarsening, "_MAX_SHARE", 1.0)
     dropped = 0
     for seed in range(20):
         rng = np.random.default_rng(seed)
@@ -175,15 +173,15 @@ def test_what_is_dropped_while_the_small_graph_is_swept_is_in_nothing_better(
 
 
 def test_a_start_whose_gap_would_do_is_not_searched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_ENTRIES", 1)
-    monkeypatch.setattr(symmetry_coarsening, "_WORTH_SHARE", 1.0)
+    monkeypatch.setattr(symmetry_coarsening, "_MIN_ENTRIES", 1)
+    monkeypatch.setattr(symmetry_coarsening, "_MAX_SHARE", 1.0)
     gaps = []
     for seed in range(8):
         rng = np.random.default_rng(seed)
         net = random_networks.random_graph(rng, [(u, v) for u in range(7) for v in range(u + 1, 7)], 4, 0.0)
         net.twins = {v: np.arange(len(costs)) // 2 for v, costs in enumerate(net.costs)}
         net.add_variable([100.0])
-        optimum, solution = solve(net).cost, solve(net, gap=1e-9, enough=0.5)
+        optimum, solution = solve(net).cost, solve(net, gap=1e-9, acceptable_gap=0.5)
         assert solution.lower_bound <= optimum <= solution.cost
         gaps.append(solution.gap)
     assert 0.0 < max(gaps) <= 0.5

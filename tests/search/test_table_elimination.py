@@ -1,4 +1,4 @@
-"""Taking variables out of sums of tables."""
+"""Elimination of a variable from a sum of tables."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import pytest
 from shardplan.search.graph import table_elimination
 from shardplan.search.graph.dynamic_programming import Elimination, plan
 from shardplan.search.graph.graph import Graph
-from shardplan.search.graph.table_elimination import Factor, Scratch, Taken, take_out
+from shardplan.search.graph.table_elimination import EliminatedVariable, Factor, Scratch, eliminate_variable
 from shardplan.search.network import Network
 from shardplan.search.testing import random_networks
 
@@ -29,12 +29,12 @@ def _factors(rng: np.random.Generator) -> list[Factor]:
 @pytest.mark.parametrize("large", [1, 10**9])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_is_left_is_the_least_of_all_sums(large: int, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_elimination, "_LARGE", large)
+    monkeypatch.setattr(table_elimination, "_LARGE_RESULT", large)
     scratch = Scratch()
     for seed in range(5):
         rng = np.random.default_rng(seed)
         costs, factors = rng.integers(0, 3, SIZES[4]).astype(float), _factors(rng)
-        taken = take_out(4, costs, factors, scratch, keeps)
+        taken = eliminate_variable(4, costs, factors, scratch, keeps)
         assert sorted(taken.scope) == [0, 1, 2, 3]
         assert taken.least.shape == tuple(SIZES[v] for v in taken.scope)
         for others in itertools.product(*[range(SIZES[v]) for v in taken.scope]):
@@ -50,7 +50,7 @@ def test_what_is_left_is_the_least_of_all_sums(large: int, keeps: bool, monkeypa
 def test_no_table_of_all_dimensions_is_made() -> None:
     rng, scratch = np.random.default_rng(0), Scratch()
     factors: list[Factor] = [((0, 1), rng.random((50, 60))), ((0, 2), rng.random((50, 70)))]
-    taken = take_out(0, np.zeros(50), factors, scratch, True)
+    taken = eliminate_variable(0, np.zeros(50), factors, scratch, True)
     assert len(scratch.entries) == taken.least.size == 60 * 70
 
 
@@ -68,12 +68,12 @@ def test_what_has_not_changed_is_not_taken_out_again(monkeypatch: pytest.MonkeyP
     assert order is not None
     made: list[int] = []
 
-    def counted(v: int, costs: np.ndarray, factors: list[Factor], scratch: Scratch, keeps: bool) -> Taken:
+    def counted(v: int, costs: np.ndarray, factors: list[Factor], scratch: Scratch, keeps: bool) -> EliminatedVariable:
         made.append(v)
-        return take_out(v, costs, factors, scratch, keeps)
+        return eliminate_variable(v, costs, factors, scratch, keeps)
 
-    monkeypatch.setattr("shardplan.search.graph.dynamic_programming.take_out", counted)
-    known: dict[int, Taken] = {}
+    monkeypatch.setattr("shardplan.search.graph.dynamic_programming.eliminate_variable", counted)
+    known: dict[int, EliminatedVariable] = {}
     costs = {v: np.asarray(graph.costs[v]) for v in live}
 
     def solve() -> tuple[dict[int, int], float]:
