@@ -306,6 +306,6 @@ def test_an_unknown_operation_runs_whole_with_one_warning() -> None:
         assert_equal_trees(result, jnp.sin(2 * X @ X).sum(0) + 2 * X.sum(0))
         assert len(caught) == 1
         message = str(caught[0].message)
-        assert "`nobody_described_this` (2 times, first at test_core_errors.py" in message
+        assert "`nobody_described_this` (2 times, first at test_errors.py" in message
         assert "shardplan.describe" in message
         assert caught[0].filename == __file__

@@ -52,7 +52,7 @@ def test_attention_of_wide_heads_is_planned() -> None:
 def test_compiling_attention_of_cudnn_says_what_is_missing() -> None:
     """The operation, and what to install; what is not planned fails as ever."""
     step = shardplan.auto(attention, mesh_of((8,)))
-    with pytest.raises(ShardplanError, match=r"at test_core_libraries\.py:\d+ \(attention\) .*nvidia-cudnn-cu12"):
+    with pytest.raises(ShardplanError, match=r"at test_missing_libraries\.py:\d+ \(attention\) .*nvidia-cudnn-cu12"):
         step.lower(HEADS, HEADS, HEADS)
     with pytest.raises(RuntimeError, match="cuDNN"):
         jax.jit(lambda q: attention(q, q, q)).trace(HEADS)
@@ -63,7 +63,7 @@ def foreign(x: Any) -> Any:
 
 
 UNREGISTERED = (
-    r"`of_nobody`, which an `ffi_call` at test_core_libraries\.py:\d+ \(foreign\) calls, .*register_ffi_target"
+    r"`of_nobody`, which an `ffi_call` at test_missing_libraries\.py:\d+ \(foreign\) calls, .*register_ffi_target"
 )
 
 

@@ -173,7 +173,7 @@ def test_names_are_tree_paths() -> None:
 
 def test_sources_are_lines_of_the_users_code() -> None:
     program = trace_program(lambda x: jnp.sin(x), (X,))
-    assert program.operations[0].source.startswith("test_core_tracing.py:")
+    assert program.operations[0].source.startswith("test_tracing.py:")
     assert "test_sources_are_lines" in program.operations[0].source
 
 
@@ -362,7 +362,7 @@ def test_an_operation_that_is_lowered_as_a_function_is_inlined() -> None:
     rows = _primitive("sums_of_rows", lambda x, power: jnp.sum(x**power, axis=1))
     program = trace_program(lambda x: rows.bind(jnp.sin(x), power=3), [X])
     assert names(program) == ["sin", "integer_pow", "reduce_sum"]
-    assert program.operations[-1].source.startswith("test_core_tracing.py")
+    assert program.operations[-1].source.startswith("test_tracing.py")
 
 
 def test_an_operation_that_is_described_or_has_a_kernel_of_its_own_is_not_inlined() -> None:

@@ -1,7 +1,13 @@
-"""Who may know whom: the table of import directions, held over every file by reading it (nothing is imported)."""
+"""Who may import whom, held over every file by reading it.
+
+Three tables: what the linked folders may know of the rest, the order of the packages of `shardplan/`, and that of the
+packages of `search/`. An import that is for types alone, or inside a function, counts like any other.
+"""
 
 import ast
+import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -111,3 +117,193 @@ def test_linked_folder(folder: str):
     link = ROOT / "shardplan" / folder
     assert link.is_symlink()
     assert link.readlink() == Path("..") / folder
+
+
+# A package or module may import those of the lines above its own, and a package its own modules.
+ORDER = {
+    "shardplan": (
+        ("errors", "_jax", "memoize"),
+        ("common",),
+        ("hardware",),
+        ("layout",),
+        ("options",),
+        ("program",),
+        ("frameworks",),
+        ("problem",),
+        ("memory",),
+        ("timing",),
+        ("apply",),
+        ("optimize",),
+        ("compiled",),
+        ("plans",),
+        ("audits",),
+        ("auto",),
+        ("compare", "together"),
+        ("cli_arguments",),
+        ("cli",),
+        ("__main__",),
+    ),
+    "shardplan.search": (
+        ("network", "solution", "budget", "or_tools"),
+        ("graph",),
+        ("run", "bounds"),
+        ("solver",),
+        ("structure",),
+        ("limits",),
+        ("improve", "rivals"),
+        ("exact",),
+        ("methods",),
+        ("testing", "iopddl", "__init__"),
+    ),
+}
+
+# Whose inside other packages do not import: its face is the package itself, or those packages alone may.
+INSIDES = {"shardplan.memory": (), "shardplan.compiled.hlo": ("compiled", "audits")}
+
+# Imports inside functions and for types alone: what takes long to load and few need, and adapters to frameworks.
+LATE = {"shardplan", "shardplan.cli", "shardplan.frameworks", "shardplan.frameworks.nnx"}
+
+# Public names are imported when they are asked for.
+FACE = "shardplan"
+
+
+def sources(package: str) -> dict[str, str]:
+    """The modules of a package, without the linked folders of `shardplan/`, with their texts."""
+    root = ROOT / "search" if package == "shardplan.search" else ROOT / "shardplan"
+    found = {}
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        if package == "shardplan" and parts[0] in FOLDERS:
+            continue
+        found[".".join((package, *parts)).removesuffix(".__init__")] = file.read_text()
+    return found
+
+
+MODULES = {package: sources(package) for package in ORDER}
+
+
+def imported(package: str, source: str) -> set[str]:
+    """The modules of a package that a source imports."""
+    found = set()
+    for _, name in modules_imported(ast.parse(source)):
+        while name.startswith(package + ".") and name not in MODULES[package]:
+            name = name.rpartition(".")[0]
+        if name in MODULES[package] and name != FACE:
+            found.add(name)
+    return found
+
+
+def against_the_order(package: str, module: str, source: str) -> list[str]:
+    """The imports of a module that its line of `ORDER` does not allow, one sentence each."""
+    levels = {stage: level for level, stages in enumerate(ORDER[package]) for stage in stages}
+
+    def stage(name: str) -> str:
+        return name.removeprefix(package).removeprefix(".").split(".")[0] or "__init__"
+
+    own = stage(module)
+
+    def inside(other: str) -> bool:
+        return stage(other) == own and other.count(".") > package.count(".") + 1
+
+    others = imported(package, source)
+    return sorted(f"{module} imports {one}" for one in others if levels[stage(one)] >= levels[own] and not inside(one))
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_order_of_packages(package: str):
+    """Every module imports only packages of earlier stages, and modules of its own."""
+    modules = {name: text for name, text in MODULES[package].items() if name != FACE}
+    assert not [found for name, text in modules.items() for found in against_the_order(package, name, text)]
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_circles(package: str):
+    """No modules import each other in a circle: sorting them raises where some do."""
+    graph = {name: imported(package, text) - {name} for name, text in MODULES[package].items() if name != FACE}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def into_insides(module: str, source: str) -> list[str]:
+    """The imports of modules behind the face of another package, one sentence each."""
+    return [
+        f"{module} imports {other}"
+        for package, may in INSIDES.items()
+        for other in imported("shardplan", source)
+        if other.startswith(package + ".") and not module.startswith(package)
+        if module.split(".")[1] not in may
+    ]
+
+
+def test_insides_are_private():
+    """Other packages import the memory model from its face, and HLO is read by those who compile and audit."""
+    modules = {name: text for name, text in MODULES["shardplan"].items() if name != FACE}
+    assert not [found for name, text in modules.items() for found in into_insides(name, text)]
+
+
+def late_imports(source: str) -> list[str]:
+    """The modules of the library that a source imports inside a function or for types alone."""
+    tree, found = ast.parse(source), []
+    for node in ast.walk(tree):
+        typed = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if typed or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found += [name for _, name in modules_imported(node) if within(name, ("shardplan",))]
+    return found
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_stand_at_the_top(package: str):
+    """A type-only circle is a circle: no module of the library is imported late but by those that say why."""
+    found = {name: late_imports(text) for name, text in MODULES[package].items() if name not in LATE}
+    assert not {name: late for name, late in found.items() if late}
+
+
+def test_top_level_is_small():
+    """Packages are stages; what stands beside them is the public face and what all of them use."""
+    assert len([name for name in MODULES["shardplan"] if name.count(".") == 1 and not _is_package(name)]) <= 14
+
+
+def _is_package(name: str) -> bool:
+    return any(other.startswith(name + ".") for other in MODULES["shardplan"])
+
+
+@pytest.mark.slow
+def test_importing_submodules_leaves_public_names():
+    """Whatever is imported, in whatever order, `shardplan.plan` and the other public names stay what they are."""
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "import shardplan\n"
+        "assert all(callable(getattr(shardplan, name)) for name in ('plan', 'audit', 'auto', 'compare', 'simulate'))\n"
+    )
+    names = [name for package in ORDER for name in MODULES[package] if not name.endswith("__main__")]
+    optional = ("shardplan.frameworks.equinox", "shardplan.frameworks.linen", "shardplan.frameworks.nnx")
+    chosen = [name for name in names if name not in optional]
+    subprocess.run([sys.executable, "-c", script, *chosen], check=True, cwd=ROOT, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "line"),
+    [
+        ("shardplan", "shardplan.layout.mesh", "from shardplan.plans.plan import Plan"),
+        ("shardplan", "shardplan.timing.tasks", "from shardplan.apply import replay"),
+        ("shardplan", "shardplan.problem.schedule", "def f():\n    import shardplan.memory.model"),
+        ("shardplan", "shardplan.options", "from shardplan.program.program import Program"),
+        ("shardplan.search", "shardplan.search.graph.tables", "from shardplan.search.run import Run"),
+        ("shardplan.search", "shardplan.search.run", "from shardplan.search.bounds.trws import Sweeper"),
+        ("shardplan.search", "shardplan.search.exact", "import shardplan.search.methods"),
+    ],
+)
+def test_a_planted_import_against_the_order(package: str, module: str, line: str):
+    assert len(against_the_order(package, module, line)) == 1
+
+
+def test_planted_late_and_inside_imports():
+    assert late_imports("def f():\n    from shardplan.plans.plan import Plan") == ["shardplan.plans.plan.Plan"]
+    assert late_imports("if TYPE_CHECKING:\n    from shardplan.plans.plan import Plan")
+    assert into_insides("shardplan.optimize.state", "from shardplan.memory.kernels import whole_kernels")
+    assert not into_insides("shardplan.optimize.state", "from shardplan.memory import Lifetimes")
+
+
+def test_an_import_in_the_order_passes():
+    source = "from shardplan.search.graph.graph import Graph\nfrom shardplan.search.bounds import trws"
+    assert not against_the_order("shardplan.search", "shardplan.search.bounds.lagrangian", source)

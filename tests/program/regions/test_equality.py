@@ -98,7 +98,7 @@ def test_mesh_of_other_axes() -> None:
 def test_mesh_of_other_devices() -> None:
     """A region over fewer devices than the plan's is an error that names both."""
     own = AbstractMesh((4,), ("y",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ArgumentError, match=r"`shard_map` at test_regions.* over 4 devices.* is for 8"):
+    with pytest.raises(ArgumentError, match=r"`shard_map` at test_equality.* over 4 devices.* is for 8"):
         shardplan.plan(lambda x: over_y(jnp.sin, mesh=own)(x), MESH, X)
 
 
