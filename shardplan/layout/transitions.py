@@ -5,8 +5,9 @@ found over all layouts of the tensor, so that no recipe is fixed. Costs are ring
 
 >>> from shardplan.hardware import load
 >>> from shardplan.layout.layout import MeshAxes
+>>> from shardplan.layout.objectives.bytes_sent import BytesSent
 >>> mesh = MeshAxes(("x",), (8,))
->>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
+>>> transitions = Transitions(LayoutSpace(mesh), BytesSent(load("h100"), mesh))
 >>> space = transitions.space
 >>> domain = space.domain((16, 16))
 >>> rows, columns = ((0,), ()), ((), (0,))
@@ -28,7 +29,7 @@ import numpy as np
 
 from shardplan.layout.collectives import CollectiveKind, Step
 from shardplan.layout.layout import Domain, Layout, LayoutSpace
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives import Prices
 from shardplan.layout.shortest_paths import Priced, cheapest_paths
 
 # Among paths of equal price the shorter one: a step costs a little more, as a part of the price of what is sent.
@@ -258,14 +259,16 @@ class Partial:
 class Reductions:
     """Cheapest ways from partial results to whole ones, found once per layout and set of pending axes.
 
-    Left alone, XLA reduces over all pending axes at once: by an all-reduce, or by a reduce-scatter onto one dimension,
-    in the order in which the axes split what was reduced, where no further split follows directly. An *island* (the
-    operation inside a ``shard_map`` with explicit collectives) may reduce axis by axis, onto several dimensions.
+    Left alone, XLA reduces over all pending axes at once: by an all-reduce, or by a reduce-scatter onto one
+    dimension, in the order in which the axes split what was reduced, where no further split follows directly. An
+    *island* (the operation inside a ``shard_map`` with explicit collectives) may reduce axis by axis, onto several
+    dimensions.
 
     >>> from shardplan.hardware import load
     >>> from shardplan.layout.layout import MeshAxes
+    >>> from shardplan.layout.objectives.bytes_sent import BytesSent
     >>> mesh = MeshAxes(("x", "y"), (2, 4))
-    >>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
+    >>> transitions = Transitions(LayoutSpace(mesh), BytesSent(load("h100"), mesh))
     >>> domain = transitions.space.domain((16, 16))
     >>> reductions = transitions.reductions
     >>> wanted, nothing = ((0,), (1,)), ((), ())

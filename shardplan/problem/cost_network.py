@@ -17,7 +17,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.layout.collectives import Step
 from shardplan.layout.layout import Domain, Layout, LayoutSpace, agrees
-from shardplan.layout.prices import Prices, Timing
+from shardplan.layout.objectives import Prices, Timing
 from shardplan.layout.shortest_paths import Priced
 from shardplan.layout.transitions import Partial, Transitions, over_trips
 from shardplan.memoize import memoize
@@ -71,7 +71,7 @@ class Problem:
         self.space = space
         self.prices = prices
         self.transitions = Transitions(space, prices)
-        self._beside = Transitions(space, replace(prices, beside=True))
+        self._hidden = Transitions(space, replace(prices, hidden=True))
         self._through_device = Transitions(space, replace(prices, through_device=True))
         self.memo: dict[Any, Any] = {}  # what was derived of this, see `shardplan.memoize`
         self.choices: dict[int, Choices] = {}
@@ -207,7 +207,7 @@ class Problem:
         """The transitions of a value, priced by its memory, and by whether work can run beside its collectives."""
         if self.program.values[value].memory_kind is not None:
             return self._through_device
-        return self._beside if self.timing and value in self.timing.hidden else self.transitions
+        return self._hidden if self.timing and value in self.timing.hidden else self.transitions
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
         """Exchanges between neighbours, with the tensor whose rows are sent; and what a region calls by name."""
