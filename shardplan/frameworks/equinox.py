@@ -1,4 +1,4 @@
-"""Equinox: numbers in modules are compiled in, as ``eqx.filter_jit`` does it, and stay numbers in what comes back."""
+"""Equinox adapter: numbers in modules are static, as with ``eqx.filter_jit``, and stay numbers in results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardplan.frameworks.static import Static, held_static, with_static_leaves
 from shardplan.program.call_arguments import Call
 
 eqx: Any = importlib.import_module("equinox")
-"""The script has imported it: this package knows no library by itself."""
+"""Imported by the script already: this package imports no library by itself."""
 
 
 def adapted(call: Call) -> Call:
-    """The call as it is where no argument has a module."""
+    """The call with static numbers in its modules. A call without modules stays as it is."""
     nodes = jax.tree.leaves((call.args, call.kwargs), is_leaf=_is_module)
     return with_static_leaves(call, _held_in_module) if any(map(_is_module, nodes)) else call
 

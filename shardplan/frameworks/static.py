@@ -1,7 +1,7 @@
-"""Leaves that are no arrays, but part of the structure of a tree: they are compiled in.
+"""Static leaves: leaves of argument trees that are no arrays become part of the tree's structure.
 
 ``jax.jit`` refuses functions and texts. In a module of Equinox they are the activation function, or a flag. An argument
-that is no array as a whole is not among them: that is for ``static_argnums``.
+that is a single leaf stays as it is: ``static_argnums`` exists for these.
 
 >>> import jax
 >>> tree = jax.tree.map(held_static, {"act": jax.nn.relu, "w": 1.0}, is_leaf=callable)
@@ -28,7 +28,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex, jax.ShapeDtyp
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Static:
-    """A value that is part of the structure of a tree."""
+    """A value in the structure of a tree."""
 
     value: Any
 
@@ -45,7 +45,7 @@ def is_static(node: Any) -> bool:
 
 
 def released(node: Any) -> Any:
-    """A static value itself; others as they are."""
+    """The value of a static leaf, or another leaf as it is."""
     return node.value if isinstance(node, Static) else node
 
 
@@ -61,7 +61,7 @@ def is_array(leaf: Any) -> bool:
 
 
 def held_static(leaf: Any) -> Any:
-    """A leaf as `Static` where ``jax.jit`` refuses it and it can be compared between calls."""
+    """A leaf as `Static` if ``jax.jit`` refuses it and its equality can be tested between calls."""
     return leaf if is_array(leaf) or not _is_hashable(leaf) else Static(leaf)
 
 
@@ -74,8 +74,9 @@ def _is_hashable(leaf: Any) -> bool:
 
 
 def with_static_leaves(call: Call, hold: Callable[[Any], Any]) -> Call:
-    """The call with leaves inside of its arguments as part of their structure, those that ``hold`` makes `Static`;
-    itself where there are none."""
+    """The call with the leaves that ``hold`` makes `Static` in the structure of its arguments. A call without such
+    leaves stays as it is.
+    """
     args = tuple(_held(argument, hold) for argument in call.args)
     kwargs = {name: _held(argument, hold) for name, argument in call.kwargs.items()}
     if not any(map(is_static, jax.tree.leaves((args, kwargs), is_leaf=is_static))):
@@ -90,7 +91,7 @@ def with_static_leaves(call: Call, hold: Callable[[Any], Any]) -> Call:
 
 
 def _held(argument: Any, hold: Callable[[Any], Any]) -> Any:
-    """An argument with its static leaves held; one that is a leaf itself stays."""
+    """An argument with its static leaves wrapped. An argument that is a single leaf stays as it is."""
     is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(argument))
     return argument if is_leaf else jax.tree.map(hold, argument)
 
