@@ -31,7 +31,7 @@ from shardplan.layout.layout import Domain, Layout, LayoutSpace
 from shardplan.layout.prices import Prices
 from shardplan.layout.shortest_paths import Priced, cheapest_paths
 
-# Among paths of equal price the shorter one: a step costs a little more, as a part of the price of what is sent.
+# Of paths with equal prices the shorter one wins: each step costs a little more, as a share of the price per byte.
 _LONGER_PATH = 1e-12
 
 

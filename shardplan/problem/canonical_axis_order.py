@@ -1,9 +1,8 @@
-"""Straightening: of schedules that cost the same, the one whose dimensions take mesh axes in the mesh's order.
+"""Canonical axis order: of assignments of equal cost, the one whose dimensions have mesh axes in the mesh's order.
 
-Which of two axes on one dimension is the outer one is the same to most operations, as long as all keep to one order. A
-search that finds both among the cheapest takes any, here the one and there the other, and XLA makes less of that: it
-keeps other values longer where parts lie in two orders. So what can be turned to the mesh's order is: each part of the
-network as a whole, where that costs no more.
+The order of two axes on one dimension has no effect on most operations, if all tensors have the same order. A search
+finds both orders among the cheapest choices, and may mix them. XLA optimises mixed orders less: values stay live
+longer. Each connected part of the network therefore gets the mesh's order as a whole, if that costs no more.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ def straightened(problem: Problem, choices: NDArray[np.int64]) -> NDArray[np.int
 
 @memoize
 def _turned(problem: Problem) -> dict[int, NDArray[np.intp]]:
-    """Per variable, and each of its choices, the same choice with axes in the mesh's order, where there is one; without
-    the variables to which order is nothing."""
+    """Per variable and choice, the same choice with axes in the mesh's order, if it exists.
+
+    Variables whose choices all have the mesh's order already are left out.
+    """
     variables, made = problem.variables, dict[int, NDArray[np.intp] | None]()
 
     def turned(options: Sequence[Any], parts: Callable[[Any], _Parts]) -> NDArray[np.intp] | None:
@@ -60,7 +61,7 @@ def _turned(problem: Problem) -> dict[int, NDArray[np.intp]]:
 
 
 def _parts(strategy: Strategy) -> _Parts:
-    """The axes that a strategy has in an order, and all else of it."""
+    """The axes of a strategy with their order, and its other fields."""
     layouts = (*(layout if layout is not None else () for layout in strategy.operands), *strategy.results)
     halos = strategy.halos
     axes = (*layouts, strategy.pending, tuple(halo.axes for halo in halos))
@@ -69,8 +70,7 @@ def _parts(strategy: Strategy) -> _Parts:
 
 
 def _groups(problem: Problem, turning: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The variables that can be turned, those that share a table together, each group with the edges that it is part
-    of."""
+    """The variables with another choice in the mesh's order, grouped by shared tables, each group with its edges."""
     network = problem.network
     leader = {variable: variable for variable in turning}
 
@@ -92,7 +92,7 @@ def _groups(problem: Problem, turning: Mapping[int, int]) -> Iterator[tuple[list
 
 
 def _cost(problem: Problem, group: Sequence[int], beside: Sequence[int], choices: NDArray[np.int64]) -> float:
-    """What variables cost, with these edges, however they are added up."""
+    """The cost of variables and edges, summed with one rounding."""
     network = problem.network
     costs = [float(network.costs[v][choices[v]]) * network.multiplicities[v] for v in group]
     edges = (network.edges[number] for number in beside)

@@ -1,7 +1,8 @@
 """The problem: a program's cost network over a mesh.
 
-Each value is a variable over its layouts; each operation that has a choice of its own is a variable over its
-strategies; a value with several readers has one more variable, the layout of the copy that they share. Costs are bytes.
+Each value is a variable over its layouts. Each operation with a choice of its own is a variable over its strategies. A
+value with several readers has one more variable, the layout of their shared copy. Costs are in the unit of the
+objective.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ class Assignment:
     copies: dict[int, Layout]
     strategies: dict[int, Strategy]
     generated: frozenset[int]
-    """Values that are made from nothing (iota, broadcast literals): made anew in every layout that is read."""
+    """Values without operands (iota, broadcast literals), generated again in every layout that is read."""
 
 
 class Problem:
-    """The cost network of a program, and the way back from its solution to layouts.
+    """The cost network of a program, and the conversion of its solutions to layouts.
 
-    ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None where the dimension is free.
-    ``reduce_dtype`` is the element type in which partial results of contractions travel, None for their own.
-    Without ``islands`` every reduction is left to XLA, and priced as what it makes of it.
+    ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None for a free one. ``reduce_dtype``
+    is the element type of reductions of contractions, None for their own type. Without ``islands`` every reduction is
+    left to XLA, and priced as XLA does it.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Problem:
         self.transitions = Transitions(space, prices)
         self._beside = Transitions(space, replace(prices, beside=True))
         self._through_device = Transitions(space, replace(prices, through_device=True))
-        self.memo: dict[Any, Any] = {}  # what was derived of this, see `shardplan.memoize`
+        self.memo: dict[Any, Any] = {}  # memoised results, see `shardplan.memoize`
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
         self.timing: Timing | None = None
-        self.traffic: Mapping[int, int] = {}  # where it counts
+        self.traffic: Mapping[int, int] = {}  # where its bytes count
         self.reduce_dtype, self.islands = reduce_dtype, islands
         self._fixed = fixed
         self._barriers: set[int] = set()
@@ -86,7 +87,7 @@ class Problem:
         self._tables: dict[Any, np.ndarray] = {}
         self._derive_choices()
         self.generated = generated_values(program, self.choices, fixed)
-        whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
+        whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum partial
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self.sent_bytes = sent_bytes(program)
         self._pass_on_deferred()
@@ -100,7 +101,7 @@ class Problem:
 
     @cached_property
     def network(self) -> Network:
-        """The cost network, built when it is first asked for: a plan that is known already does without."""
+        """The cost network, built at its first use: a plan from the cache does not need it."""
         network = Network()
         parts = self.space.mesh, self.variables, self.domain, self.choices
         network.twins, network.mirror, network.restrictions = twins(*parts), mirrored(*parts), joined(*parts)
@@ -109,13 +110,13 @@ class Problem:
         return network
 
     def freed(self, hard: Mapping[int, tuple[tuple[int, ...] | None, ...]]) -> Problem:
-        """This problem with fewer hard layouts of arguments; all but their costs is shared."""
+        """This problem with fewer hard layouts of arguments. All but their costs is shared."""
         other = copy.copy(self)
         other._fixed = hard
         other.__dict__.pop("network", None)
         return other
 
-    # ---- what every operation may do
+    # ---- the choices of operations
 
     def _derive_choices(self) -> None:
         for operation in self.program.operations:
@@ -142,7 +143,7 @@ class Problem:
 
     @memoize
     def domain(self, value: int) -> Domain:
-        """The layouts that a value may have; those in which it is still a sum come last."""
+        """The layouts of a value. Partial ones are the last."""
         tensor = self.program.values[value]
         if value not in self.deferred.values:
             return self.space.domain(tensor.shape)
@@ -150,31 +151,31 @@ class Problem:
         return self.space.with_partial(tensor.shape, width)
 
     def travelling(self, value: int) -> Any:
-        """The element type in which a deferred sum is reduced."""
+        """The element type of a deferred sum's reduction."""
         return deferred_dtype(self.program.values[value], self.reduce_dtype)
 
     def times(self, operation: Operation) -> int:
-        """How often an operation runs per step."""
+        """The number of times per step that an operation runs."""
         return self.program.regions[operation.region].times
 
     def times_of_value(self, value: int) -> int:
-        """How often a value is made per step."""
+        """The number of times per step that a value is made."""
         return self._value_times[value]
 
     def _find_even(self) -> frozenset[int]:
-        """Values that split evenly alone: a jit's arguments and results, what goes into loops and out of them, and what
-        is in host memory."""
+        """Values whose splits must be even: a jit's arguments and results, operands and results of loops, values in
+        host memory."""
         into = (value for region in self.program.regions for value in region.inputs)
         on_host = (value.index for value in self.program.values if value.memory_kind is not None)
         of_loops = (result for o in self.program.operations if o.bodies for result in o.results)
         return self._leaving | {*into, *on_host, *of_loops}
 
     def _lies_evenly(self, value: int) -> bool:
-        """Whether a value is split evenly though copies of it may be padded: an update then reads the value itself."""
+        """Whether a value is split evenly though its copies may be padded: an update then reads the value itself."""
         return value in self._even and bool(self.domain(value).padded)
 
     def _costs_of_following(self) -> dict[int, np.ndarray]:
-        """Of values whose layout decides how their operation is split: the price of their operation's work."""
+        """The price of an operation's work, as a cost of the result whose layout decides the operation's split."""
         found = {}
         for operation in self.program.operations:
             choices = self.choices.get(operation.index)
@@ -204,13 +205,13 @@ class Problem:
         return price
 
     def moving(self, value: int) -> Transitions:
-        """The transitions of a value, priced by its memory, and by whether work can run beside its collectives."""
+        """The transitions of a value, priced by its memory, and by the overlap of its collectives with work."""
         if self.program.values[value].memory_kind is not None:
             return self._through_device
         return self._beside if self.timing and value in self.timing.hidden else self.transitions
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
-        """Exchanges between neighbours, with the tensor whose rows are sent; and what a region calls by name."""
+        """Halo exchanges with the tensors of their rows, and the collectives that a region calls by name."""
         results = [self.program.values[result] for result in operation.results]
         found = called_steps(self.space.mesh, strategy, results)
         for position, layout in enumerate(strategy.operands if strategy.halos else ()):
@@ -231,7 +232,7 @@ class Problem:
                 network.add_variable(costs, name=self.variables.names[len(network)])
 
     def _costs_of_value(self, value: Value, own: np.ndarray | None) -> np.ndarray:
-        """What each layout of a value costs: to be stored, and with the work of the operation that follows it."""
+        """The cost of each layout of a value: its storage, and the work of the operation that follows it."""
         domain = self.domain(value.index)
         costs = value.stored_bytes / domain.degrees * self.prices.per_byte_stored()
         if own is not None:
@@ -241,7 +242,7 @@ class Problem:
         if value.index in self.program.captured:
             costs[1:] = np.inf  # closed-over arrays live on every device
         if domain.whole is not None and value.index in self._leaving:
-            # the caller gets whole values: what a loop added up is reduced behind it
+            # the caller gets whole values: a loop's partial sums are reduced after it
             ends = value.index in self._ending
             costs[len(domain.whole) :] += self.whole_prices(value.index).min(1)[len(domain.whole) :] if ends else np.inf
         if value.index in self.stacks:
@@ -253,7 +254,7 @@ class Problem:
         return costs
 
     def whole_prices(self, value: int) -> np.ndarray:
-        """float [layouts of the value, those in which it is whole]: the price of bringing it to each."""
+        """float [layouts of the value, whole layouts]: the price of a transition to each."""
         domain, size = self.domain(value), self.sent_bytes[value]
         return self.moving(value).table(domain, (domain.whole or domain).layouts, size)
 
@@ -307,7 +308,7 @@ class Problem:
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
     def _add_barrier(self, network: Network, operation: Operation) -> None:
-        """Each result has the layout of its own operand, whatever the others have."""
+        """Adds the operands of a barrier: each result has the layout of its own operand."""
         for operand, result in zip(operation.operands, operation.results, strict=True):
             if isinstance(operand, int) and operand not in self.generated:
                 table = self._transition_table(operand, self.domain(result).layouts, self.times(operation))
@@ -327,12 +328,12 @@ class Problem:
                 sent = self.transitions.sends(domain, targets) if spread else None
                 self._tables[key] = table if sent is None else np.where(sent, np.inf, table)
             table = self._tables[key]
-            if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
+            if (operand, id(table)) not in seen:  # a value read twice in one layout has one transition
                 seen.add((operand, id(table)))
                 network.add_edge(self.source_of(operation, operand), variable, table)
 
     def source_of(self, operation: Operation, operand: int) -> int:
-        """The variable whose layout an operation finds an operand in."""
+        """The variable of the layout in which an operation reads an operand."""
         stored = self.choices[operation.index].pointwise and self._lies_evenly(operand)
         return self.variables.values[operand] if stored else self.variables.read(operand)
 
@@ -349,7 +350,7 @@ class Problem:
             network.add_edge(variable, self.variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
-        """float [layouts of the domain]: the price until the result has each layout."""
+        """float [layouts of the domain]: the price from an operation's result to each layout."""
         partial, moving = self.partial(operation, strategy, position), self.moving(operation.results[position])
         if partial.pending:
             row = moving.reductions.row(domain.whole or domain, partial)
@@ -363,7 +364,7 @@ class Problem:
         return Priced(priced.per_byte[place], priced.fixed[place])
 
     def partial(self, operation: Operation, strategy: Strategy, position: int) -> Partial:
-        """The state in which an operation leaves a result."""
+        """The state of an operation's result directly after the operation."""
         island = self.islands and may_be_island(operation, strategy)
         tensor = self.program.values[operation.results[position]]
         travelling = self.reduced_in(operation, strategy, position, self.reduce_dtype)
@@ -374,7 +375,7 @@ class Problem:
         return Partial(strategy.results[position], pending, island, width, scattered)
 
     def reduced_in(self, operation: Operation, strategy: Strategy, position: int, wanted: Any) -> Any:
-        """The element type in which an operation's partial results travel where ``wanted`` is the ``reduce_dtype``."""
+        """The element type of an operation's reductions, with ``wanted`` as the ``reduce_dtype``."""
         tensor = self.program.values[operation.results[position]]
         if compared_as_integers(self.program, operation, strategy):
             return compared_dtype(tensor.dtype)
@@ -391,15 +392,15 @@ class Problem:
                 network.add_edge(self.variables.read(output), self.variables.values[target], table)
 
     def variables_of(self, value: int) -> tuple[int | None, int | None]:
-        """The variables of a value and of its shared copy in the network, None where it has none."""
+        """The variables of a value and of its shared copy in the network, None for a missing one."""
         return self.variables.values.get(value), self.variables.copies.get(value)
 
     def variable_of_operation(self, operation: int) -> int | None:
-        """The variable of an operation in the network, None where its result's layout decides how it is split."""
+        """The variable of an operation in the network, None if its result's layout decides its split."""
         return self.variables.operations.get(operation)
 
     def encode(self, assignment: Assignment) -> np.ndarray:
-        """int [variables]: the choices of the network that layouts and strategies stand for."""
+        """int [variables]: the choices of the network for layouts and strategies."""
         variables = self.variables
         found = np.zeros(len(variables.names), np.int64)
         for layouts, of in ((assignment.values, variables.values), (assignment.copies, variables.copies)):
@@ -410,7 +411,7 @@ class Problem:
         return found
 
     def decode(self, choices: np.ndarray) -> Assignment:
-        """The layouts and strategies that a solution of the network stands for."""
+        """The layouts and strategies of a solution of the network."""
         variables = self.variables
         values = {v: self.domain(v).layouts[choices[i]] for v, i in variables.values.items()}
         copies = {v: self.domain(v).layouts[choices[i]] for v, i in variables.copies.items()}

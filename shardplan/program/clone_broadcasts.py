@@ -29,7 +29,7 @@ _ALONE = frozenset({"add", "sub", "mul", "div", "neg", "convert_element_type"})
 
 
 def spread_for_each(program: Program) -> Program:
-    """The program whose operations each read what is spread from something smaller by broadcasts of their own."""
+    """The program whose operations each read broadcasts of their own."""
     spreading = _Spreading(program)
     found = [one for operation in reversed(program.operations) for one in spreading.take(operation)]
     return replace(program, values=tuple(spreading.values), operations=tuple(reversed(found)))

@@ -110,7 +110,7 @@ class _Builder:
         if primitive is _jax.optimization_barrier and equation.primitive is not primitive:
             avals = [self.values[o] if isinstance(o, int) else o.aval for o in operands]
         results = tuple(self.new_value(aval, None) for aval in avals)
-        # JAX's own functions are traced once: what is inside leads back to the user by its call alone
+        # JAX's own functions are traced once: only their call has the user's source line
         source, region = _jax.source_line(equation) or self.called_from or "unknown source", self.region
         number = len(self.operations)
         made = Operation(number, primitive, params, tuple(operands), results, source, equation, region, bodies)

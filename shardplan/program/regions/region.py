@@ -28,7 +28,7 @@ class Region:
     calls: tuple[Named, ...]
     left_out: tuple[int, ...]
     inexact: str = ""
-    """Why XLA may send something else, empty where it sends what is called."""
+    """The reason for which XLA may send other bytes than those of the calls, empty without one."""
 
 
 def region_of(mesh: MeshAxes, operation: Operation) -> Region | None:
