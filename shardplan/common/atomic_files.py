@@ -8,7 +8,7 @@ writer of a temporary file lives: the system releases it when the process ends.
 >>> target = Path(tempfile.mkdtemp()) / "plan.json"
 >>> left = target.with_name(".plan.json.dead.part")
 >>> left.touch()
->>> with replacing(target) as file:
+>>> with atomic_write(target) as file:
 ...     _ = file.write("{}")
 >>> target.read_text(), left.exists()
 ('{}', False)
@@ -29,18 +29,18 @@ try:
 except ImportError:  # Windows has no such locks: abandoned files stay there
     fcntl = None  # type: ignore[assignment]
 
-_mine: set[Path] = set()
+_own_files: set[Path] = set()
 """Temporary files of this process. On some network file systems a lock belongs to a process, not to a file."""
 
 
 @contextmanager
-def replacing(target: Path, others: str | None = None) -> Iterator[TextIO]:
+def atomic_write(target: Path, others: str | None = None) -> Iterator[TextIO]:
     """A file to write. It takes the place of ``target`` at the end, unless an exception is raised.
 
     ``others`` is a glob of further targets in the same folder, whose abandoned temporary files are removed as well.
     """
-    _remove_left(target.parent, others or glob.escape(target.name))
-    path, file = _begun(target)
+    _remove_abandoned(target.parent, others or glob.escape(target.name))
+    path, file = _create_locked(target)
     try:
         with file:
             yield file
@@ -50,20 +50,20 @@ def replacing(target: Path, others: str | None = None) -> Iterator[TextIO]:
         if fcntl is None:
             os.replace(path, target)
     finally:
-        _mine.discard(path)
+        _own_files.discard(path)
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
-def _begun(target: Path) -> tuple[Path, TextIO]:
+def _create_locked(target: Path) -> tuple[Path, TextIO]:
     """A new temporary file with a lock. A file is given up if another process locked and removed it first."""
     while True:
         path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
-        _mine.add(path)
+        _own_files.add(path)
         try:
             file = open(path, "x", encoding="utf-8")  # noqa: SIM115
         except OSError:
-            _mine.discard(path)
+            _own_files.discard(path)
             raise
         if fcntl is None:
             return path, file
@@ -72,13 +72,13 @@ def _begun(target: Path) -> tuple[Path, TextIO]:
         if path.exists():
             return path, file
         file.close()
-        _mine.discard(path)
+        _own_files.discard(path)
 
 
-def _remove_left(folder: Path, targets: str) -> None:
+def _remove_abandoned(folder: Path, targets: str) -> None:
     """Removes the temporary files of these targets in a folder that no living process writes."""
     for path in folder.glob(f".{targets}.*.part") if fcntl is not None else ():
-        if path not in _mine:
+        if path not in _own_files:
             with suppress(OSError), open(path, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

@@ -27,13 +27,13 @@ from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints
 
 from jax.sharding import PartitionSpec
 
-_MOST = 2.0**63
+_MAX_NUMBER = 2.0**63
 """The upper limit of counts, sizes and positions in a file."""
 
 FREE = "*"
 """The entry of an unconstrained dimension of a ``PartitionSpec``."""
 
-_DEEPEST = 20
+_MAX_DEPTH = 20
 """The most levels of nested plain data."""
 
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
@@ -55,7 +55,7 @@ def read(kind: Any, entry: Any, where: str) -> Any:
         named = read(tuple[str | tuple[str, ...] | None, ...], entry, where)
         return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if one == FREE else one for one in named))
     if kind is Any:
-        return _plain(entry, where, _DEEPEST)
+        return _plain(entry, where, _MAX_DEPTH)
     if origin is tuple:
         return _tuple(inner, entry, where)
     if is_dataclass(kind) or is_typeddict(kind):
@@ -64,7 +64,7 @@ def read(kind: Any, entry: Any, where: str) -> Any:
         return {name: read(inner[1], value, f"{where}.{name}") for name, value in _section(entry, where).items()}
     if kind not in _NAMES:
         raise TypeError(f"no entry is read as `{kind}`")
-    if not _is(kind, entry):
+    if not _matches(kind, entry):
         raise _unexpected(entry, where, _NAMES[kind])
     return entry
 
@@ -75,11 +75,11 @@ def check(holds: bool, where: str, entry: Any, expected: str) -> None:
         raise _unexpected(entry, where, expected)
 
 
-def _is(kind: Any, entry: Any) -> bool:
+def _matches(kind: Any, entry: Any) -> bool:
     if kind is float:
-        return (isinstance(entry, float) and not math.isnan(entry)) or _is(int, entry)
+        return (isinstance(entry, float) and not math.isnan(entry)) or _matches(int, entry)
     if kind is int:
-        return isinstance(entry, int) and not isinstance(entry, bool) and abs(entry) < _MOST
+        return isinstance(entry, int) and not isinstance(entry, bool) and abs(entry) < _MAX_NUMBER
     return kind in _NAMES and isinstance(entry, kind)
 
 
@@ -87,7 +87,7 @@ def _first_of(kinds: Sequence[Any], entry: Any, where: str) -> Any:
     """The entry as the first of several types that fits."""
     for kind in kinds:
         is_list, is_section = get_origin(kind) is tuple or kind is PartitionSpec, kind not in _NAMES
-        if is_list if isinstance(entry, list) else is_section if isinstance(entry, dict) else _is(kind, entry):
+        if is_list if isinstance(entry, list) else is_section if isinstance(entry, dict) else _matches(kind, entry):
             return read(kind, entry, where)
     named = ("a list" if get_origin(kind) is tuple else _NAMES.get(kind, "a section") for kind in kinds)
     raise _unexpected(entry, where, " or ".join(named))

@@ -18,19 +18,19 @@ LOG = logging.getLogger("shardplan")
 _SECONDS_BEFORE = 2.0
 _SECONDS_BETWEEN = 0.5
 
-_doing = "tracing"
+_stage = "tracing"
 
 
-def doing(what: str) -> None:
+def set_stage(what: str) -> None:
     """Sets the stage of planning that the display shows."""
-    global _doing
-    _doing = what
+    global _stage
+    _stage = what
 
 
 @contextmanager
-def shown(name: str) -> Iterator[None]:
+def show_progress(name: str) -> Iterator[None]:
     """Shows the stage of a function's planning on a terminal, from the third second on."""
-    doing("tracing")
+    set_stage("tracing")
     stream = sys.stderr
     if stream is None or not stream.isatty():
         yield
@@ -41,7 +41,7 @@ def shown(name: str) -> Iterator[None]:
         wait, shown = _SECONDS_BEFORE, False
         while not over.wait(wait):
             seconds = time.perf_counter() - started
-            stream.write(f"\r\x1b[Kshardplan: planning {name}, {_doing}, {seconds:.0f} s")
+            stream.write(f"\r\x1b[Kshardplan: planning {name}, {_stage}, {seconds:.0f} s")
             stream.flush()
             wait, shown = _SECONDS_BETWEEN, True
         if shown:

@@ -17,11 +17,11 @@ from shardplan.program.call_arguments import Call
 _LIBRARIES = {"flax.nnx": "shardplan.frameworks.nnx", "equinox": "shardplan.frameworks.equinox"}
 
 
-def adapted(call: Call) -> Call:
+def adapt_call(call: Call) -> Call:
     """A call whose arguments are trees of arrays, made of a call with objects of libraries."""
     for library, module in _LIBRARIES.items():
         if library in sys.modules:
-            call = importlib.import_module(module).adapted(call)
+            call = importlib.import_module(module).adapt_call(call)
     return call
 
 

@@ -25,7 +25,7 @@ nnx: Any = importlib.import_module("flax.nnx")
 _OBJECTS = (nnx.Pytree, nnx.Variable)
 
 
-def adapted(call: Call) -> Call:
+def adapt_call(call: Call) -> Call:
     """The call on the arrays of its NNX objects. A call without such objects stays as it is."""
     places = [place for place, argument in _places(call).items() if _has_objects(argument)]
     if not places:
@@ -60,10 +60,10 @@ def adapted(call: Call) -> Call:
         *in_front, by_name, after_graph, results = found
         updates = {**dict(enumerate(in_front)), **by_name}
         _put_into(objects, [updates[place] for place in places], after_graph.value)
-        return jax.tree.map(lambda node: _given_back(node, objects), results, is_leaf=is_static)
+        return jax.tree.map(lambda node: _restored(node, objects), results, is_leaf=is_static)
 
     def of_shapes(found: Any) -> Any:
-        return jax.tree.map(lambda node: _given_back(node, objects), found[-1], is_leaf=is_static)
+        return jax.tree.map(lambda node: _restored(node, objects), found[-1], is_leaf=is_static)
 
     finish.of_shapes = of_shapes  # type: ignore[attr-defined]
     constants = (*call.constants, ("nnx", tuple(places), graph))
@@ -96,7 +96,7 @@ def _without_arguments(results: Any, objects: Sequence[Any]) -> Any:
     return jax.tree.map(named, results, is_leaf=lambda node: id(node) in numbers)
 
 
-def _given_back(node: Any, objects: Sequence[Any]) -> Any:
+def _restored(node: Any, objects: Sequence[Any]) -> Any:
     is_argument = is_static(node) and isinstance(node.value, _Argument)
     return objects[node.value] if is_argument else node
 

@@ -36,9 +36,9 @@ Layout = tuple[tuple[int, ...], ...]
 
 # With more axes than this, the search has only the mesh's own order of axes on a dimension, and the user's orders. The
 # number of orders grows with the factorial of the axes.
-_MOST_AXES_IN_EVERY_ORDER = 2
+_MAX_AXES_IN_EVERY_ORDER = 2
 
-MOST_PADDING = 1 / 3
+MAX_PADDING = 1 / 3
 """The largest size with padding, as a multiple of the size: 12 heads on 8 devices are 16."""
 
 
@@ -119,7 +119,7 @@ class LayoutSpace:
         self.padded = padded
         begun = {order[:count] for order in named for count in range(2, len(order) + 1)}  # slices take axis after axis
         self._named = sorted(order for order in begun if order != tuple(sorted(order)))
-        self._in_every_order = len(mesh.splitting) <= _MOST_AXES_IN_EVERY_ORDER
+        self._in_every_order = len(mesh.splitting) <= _MAX_AXES_IN_EVERY_ORDER
         self._of_rank: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         self._domains: dict[tuple[int, bytes], Domain] = {}
         self._by_shape: dict[tuple[int, ...], Domain] = {}
@@ -154,9 +154,9 @@ class LayoutSpace:
 
     def pads(self, size: int, blocks: int) -> bool:
         """Whether a dimension may be split unevenly: the padding must be small."""
-        return size in self.padded and 0 < padding(size, blocks) <= size * MOST_PADDING
+        return size in self.padded and 0 < padding(size, blocks) <= size * MAX_PADDING
 
-    def line_up(self, size: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
+    def blocks_nest(self, size: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
         """Whether each block over the axes ``inner`` is inside a block over the first of them, ``outer``."""
         few, many = self.mesh.degree(outer), self.mesh.degree(inner)
         return few == 1 or -(-size // few) * few == -(-size // many) * many
@@ -246,6 +246,6 @@ def from_spec(mesh: MeshAxes, spec: PartitionSpec, rank: int) -> Layout:
     return tuple(layout)
 
 
-def agrees(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
+def satisfies(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
     """Whether a layout satisfies a hard layout, in which None is a free dimension."""
     return all(want is None or axes == want for axes, want in zip(layout, fixed, strict=True))

@@ -64,7 +64,7 @@ def _of_text(text: str) -> AbstractMesh:
     return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
-class Unsaid:
+class NoMesh:
     """A placeholder for the mesh of a function that was given none."""
 
 

@@ -35,7 +35,7 @@ from shardplan.layout.shortest_paths import Priced, cheapest_paths
 _LONGER_PATH = 1e-12
 
 
-def over_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
+def times_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Prices per execution times the executions. Infinite prices stay infinite in a loop without iterations."""
     table = np.asarray(prices)
     if times == 1:
@@ -99,7 +99,7 @@ class Transitions:
             sliced[node] = steps[start, node].kind == CollectiveKind.SLICE
         return sliced[first]
 
-    def gathered_last(self, domain: Domain) -> np.ndarray:
+    def last_gathered_dimension(self, domain: Domain) -> np.ndarray:
         """int [layouts of the domain, layouts]: the dimension of the all-gather at the end of the cheapest transition.
 
         It is -1 if the transition ends otherwise, or begins with a reduction.
@@ -185,7 +185,7 @@ class Transitions:
         used = {axis for axes in layout for axis in axes}
         for dim, axes in enumerate(layout):
             for axis in mesh.splitting:
-                if axis not in used and self._line_up(domain, dim, axes, (*axes, axis)):
+                if axis not in used and self._blocks_nest(domain, dim, axes, (*axes, axis)):
                     yield Step(CollectiveKind.SLICE, (axis,), _with(layout, dim, (*axes, axis)), 0.0)
             if not axes and domain.shape is not None:  # blocks may cross those over fewer axes
                 free = [axis for axis in mesh.splitting if axis not in used]
@@ -196,7 +196,7 @@ class Transitions:
                 gone = axes[kept:]
                 n = mesh.degree(gone)
                 whole = local * n
-                if self._line_up(domain, dim, axes[:kept], axes):
+                if self._blocks_nest(domain, dim, axes[:kept], axes):
                     yield Step(CollectiveKind.ALL_GATHER, gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n)
             if axes:
                 yield from self._exchanges(domain, layout, dim, local)
@@ -204,10 +204,10 @@ class Transitions:
                 if order != axes:
                     yield Step(CollectiveKind.PERMUTE, tuple(sorted(axes)), _with(layout, dim, order), local)
 
-    def _line_up(self, domain: Domain, dim: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
+    def _blocks_nest(self, domain: Domain, dim: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
         """Whether each block of a dimension over ``inner`` axes is inside one over ``outer``. Even blocks always
         are."""
-        return domain.shape is None or self.space.line_up(domain.shape[dim], outer, inner)
+        return domain.shape is None or self.space.blocks_nest(domain.shape[dim], outer, inner)
 
     def _exchanges(self, domain: Domain, layout: Layout, dim: int, local: float) -> Iterator[Step]:
         """All-to-alls of a dimension's minor axes to the minor end of another, and permutes that swap axes."""
@@ -222,7 +222,7 @@ class Transitions:
                 n = mesh.degree(moved)
                 joined = (*layout[other], *moved)
                 target = _with(_with(layout, dim, axes[:kept]), other, joined)
-                if self._line_up(domain, dim, axes[:kept], axes) and self._line_up(
+                if self._blocks_nest(domain, dim, axes[:kept], axes) and self._blocks_nest(
                     domain, other, layout[other], joined
                 ):
                     sent = local * self._padding(domain, other, layout[other], joined)

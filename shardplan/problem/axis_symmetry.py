@@ -28,7 +28,7 @@ from shardplan.layout.layout import Domain, Layout, MeshAxes
 from shardplan.problem.strategy import Choices, Strategy
 from shardplan.problem.variables import Variables
 
-__all__ = ["in_any_order", "mirrored", "renamed", "twins"]
+__all__ = ["in_any_order", "mirror_images", "renamed", "symmetry_labels"]
 
 Labels = NDArray[np.intp]
 
@@ -52,7 +52,7 @@ def in_any_order(*groups: Iterable[tuple[int, ...]]) -> tuple[Any, ...]:
     return tuple(tuple(tuple(sorted(axes)) for axes in group) for group in groups)
 
 
-def twins(
+def symmetry_labels(
     mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
 ) -> dict[int, Labels]:
     """Per variable of a problem's network a label per choice, equal for symmetric ones. None on a mesh with one split
@@ -60,7 +60,7 @@ def twins(
     sizes = [mesh.sizes[axis] for axis in mesh.splitting]
     if len(sizes) < 2:
         return {}
-    alike = in_any_order if len(set(sizes)) == len(sizes) else partial(renamed, mesh)
+    key_of = in_any_order if len(set(sizes)) == len(sizes) else partial(renamed, mesh)
     made: dict[int, Labels] = {}
 
     def labels(options: tuple[Any, ...], key: Callable[[Any], tuple[Any, ...]]) -> Labels:
@@ -71,18 +71,18 @@ def twins(
 
     def of_strategy(strategy: Strategy) -> tuple[Any, ...]:
         operands = (layout if layout is not None else () for layout in strategy.operands)
-        return alike(*operands, *strategy.results, strategy.pending)
+        return key_of(*operands, *strategy.results, strategy.pending)
 
     found = {}
     for numbers in (variables.values, variables.copies):
         for value, variable in numbers.items():
-            found[variable] = labels(domain(value).layouts, alike)
+            found[variable] = labels(domain(value).layouts, key_of)
     for operation, variable in variables.operations.items():
         found[variable] = labels(choices[operation].strategies, of_strategy)
     return found
 
 
-def mirrored(
+def mirror_images(
     mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
 ) -> dict[int, Labels]:
     """Per variable of a problem's network, the number of each choice's mirror image, with two equal axes swapped.

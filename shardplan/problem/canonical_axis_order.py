@@ -23,27 +23,27 @@ from shardplan.problem.strategy import Strategy
 _Parts = tuple[tuple[Layout, ...], tuple[object, ...]]
 
 
-def straightened(problem: Problem, choices: NDArray[np.int64]) -> NDArray[np.int64]:
+def canonicalize_axis_order(problem: Problem, choices: NDArray[np.int64]) -> NDArray[np.int64]:
     """The choices of a problem's variables, with mesh axes in the mesh's order wherever that costs no more."""
-    turning = {v: int(to[choices[v]]) for v, to in _turned(problem).items() if to[choices[v]] != choices[v]}
+    others = {v: int(to[choices[v]]) for v, to in canonical_choices(problem).items() if to[choices[v]] != choices[v]}
     found = choices.copy()
-    for group, beside in _groups(problem, turning) if turning else ():
-        turned = found.copy()
-        turned[group] = [turning[variable] for variable in group]
-        if _cost(problem, group, beside, turned) <= _cost(problem, group, beside, found):
-            found = turned
+    for group, edges in _groups(problem, others) if others else ():
+        reordered = found.copy()
+        reordered[group] = [others[variable] for variable in group]
+        if _cost(problem, group, edges, reordered) <= _cost(problem, group, edges, found):
+            found = reordered
     return found
 
 
 @memoize
-def _turned(problem: Problem) -> dict[int, NDArray[np.intp]]:
+def canonical_choices(problem: Problem) -> dict[int, NDArray[np.intp]]:
     """Per variable and choice, the same choice with axes in the mesh's order, if it exists.
 
     Variables whose choices all have the mesh's order already are left out.
     """
     variables, made = problem.variables, dict[int, NDArray[np.intp] | None]()
 
-    def turned(options: Sequence[Any], parts: Callable[[Any], _Parts]) -> NDArray[np.intp] | None:
+    def reordered(options: Sequence[Any], parts: Callable[[Any], _Parts]) -> NDArray[np.intp] | None:
         if id(options) not in made:
             keys = [parts(option) for option in options]
             numbers = {key: number for number, key in enumerate(keys)}
@@ -54,9 +54,9 @@ def _turned(problem: Problem) -> dict[int, NDArray[np.intp]]:
     found = {}
     for numbers in (variables.values, variables.copies):
         for value, variable in numbers.items():
-            found[variable] = turned(problem.domain(value).layouts, lambda layout: ((layout,), ()))
+            found[variable] = reordered(problem.domain(value).layouts, lambda layout: ((layout,), ()))
     for operation, variable in variables.operations.items():
-        found[variable] = turned(problem.choices[operation].strategies, _parts)
+        found[variable] = reordered(problem.choices[operation].strategies, _parts)
     return {variable: to for variable, to in found.items() if to is not None}
 
 
@@ -69,10 +69,10 @@ def _parts(strategy: Strategy) -> _Parts:
     return axes, (strategy.reducers, strategy.possible, strategy.calls, strategy.padded, others)
 
 
-def _groups(problem: Problem, turning: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
+def _groups(problem: Problem, others: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
     """The variables with another choice in the mesh's order, grouped by shared tables, each group with its edges."""
     network = problem.network
-    leader = {variable: variable for variable in turning}
+    leader = {variable: variable for variable in others}
 
     def leads(variable: int) -> int:
         while leader[variable] != variable:
@@ -91,9 +91,9 @@ def _groups(problem: Problem, turning: Mapping[int, int]) -> Iterator[tuple[list
     yield from groups.values()
 
 
-def _cost(problem: Problem, group: Sequence[int], beside: Sequence[int], choices: NDArray[np.int64]) -> float:
+def _cost(problem: Problem, group: Sequence[int], numbers: Sequence[int], choices: NDArray[np.int64]) -> float:
     """The cost of variables and edges, summed with one rounding."""
     network = problem.network
     costs = [float(network.costs[v][choices[v]]) * network.multiplicities[v] for v in group]
-    edges = (network.edges[number] for number in beside)
+    edges = (network.edges[number] for number in numbers)
     return fsum(costs + [float(network.tables[table][choices[u], choices[v]]) for u, v, table in edges])

@@ -7,7 +7,7 @@ search of all layouts that does not close starts with that solution (`shardplan.
 >>> mesh = MeshAxes(("a", "b", "c"), (2, 2, 2))
 >>> list(pairs_of_groups(mesh))
 [((0,), (1, 2)), ((0, 1), (2,)), ((0, 2), (1,))]
->>> together([((0,), (1, 2))], ((0,), (1, 2))), together([((0, 1), (2,))], ((0,), (1, 2)))
+>>> keeps_groups([((0,), (1, 2))], ((0,), (1, 2))), keeps_groups([((0, 1), (2,))], ((0,), (1, 2)))
 (True, False)
 """
 
@@ -24,7 +24,7 @@ from shardplan.layout.layout import Domain, MeshAxes
 from shardplan.problem.strategy import Choices, Strategy
 from shardplan.problem.variables import Variables
 
-__all__ = ["joined", "pairs_of_groups", "together"]
+__all__ = ["coarse_choices", "keeps_groups", "pairs_of_groups"]
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -35,12 +35,12 @@ def pairs_of_groups(mesh: MeshAxes) -> Iterator[Groups]:
     if len(others) < 2:
         return
     for count in range(len(others)):
-        for beside in combinations(others, count):
-            group = (first, *beside)
+        for rest in combinations(others, count):
+            group = (first, *rest)
             yield group, tuple(axis for axis in others if axis not in group)
 
 
-def together(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bool:
+def keeps_groups(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bool:
     """Whether each dimension of the layouts has all axes of a group, or none. One group of all axes is always in
     order."""
     if len(groups) == 1:
@@ -51,7 +51,7 @@ def together(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bo
     )
 
 
-def joined(
+def coarse_choices(
     mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
 ) -> list[dict[int, NDArray[np.bool_]]]:
     """Per coarse mesh, and per variable of a problem's network, the choices that the coarse mesh has too. Fewest
@@ -66,7 +66,9 @@ def joined(
             numbers: dict[frozenset[tuple[int, ...]], int] = {}
             splits = (frozenset(axes for layout in layouts(option) for axes in layout) for option in options)
             found = [numbers.setdefault(split, len(numbers)) for split in splits]
-            made[id(options)] = [np.array([together([split], groups) for split in numbers])[found] for groups in ways]
+            made[id(options)] = [
+                np.array([keeps_groups([split], groups) for split in numbers])[found] for groups in ways
+            ]
         return made[id(options)]
 
     masks = {}

@@ -17,24 +17,24 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.layout.collectives import Step
-from shardplan.layout.layout import Domain, Layout, LayoutSpace, agrees
+from shardplan.layout.layout import Domain, Layout, LayoutSpace, satisfies
 from shardplan.layout.prices import Prices, Timing
 from shardplan.layout.shortest_paths import Priced
-from shardplan.layout.transitions import Partial, Transitions, over_trips
+from shardplan.layout.transitions import Partial, Transitions, times_trips
 from shardplan.memoize import memoize
-from shardplan.problem.axis_symmetry import mirrored, twins
-from shardplan.problem.coarse_meshes import joined
+from shardplan.problem.axis_symmetry import mirror_images, symmetry_labels
+from shardplan.problem.coarse_meshes import coarse_choices
 from shardplan.problem.deferred_sums import DeferredSums
-from shardplan.problem.loop_carry_sums import beginning_prices
+from shardplan.problem.loop_carry_sums import initial_prices
 from shardplan.problem.maxima import compared_as_integers, compared_dtype
 from shardplan.problem.operation_collectives import called_steps, halo_steps
 from shardplan.problem.strategies import StrategyMaker
-from shardplan.problem.strategy import Choices, Strategy, barrier_strategy, passing_on, waiting
+from shardplan.problem.strategy import Choices, Strategy, barrier_strategy, passing_on, with_deferred
 from shardplan.problem.sum_dtypes import deferred_dtype, reduction_dtype
 from shardplan.problem.variables import Numbering, generated_values
 from shardplan.problem.wire_dtype import reduced_width, sent_bytes
 from shardplan.problem.xla_limits import may_be_island, needs_island, order_of_sum, scatters
-from shardplan.program.clone_broadcasts import spread_values
+from shardplan.program.clone_broadcasts import broadcast_values
 from shardplan.program.control_flow import Links, layouts_read, links_of
 from shardplan.program.program import Operation, Program, Value
 from shardplan.search import Network
@@ -72,7 +72,7 @@ class Problem:
         self.space = space
         self.prices = prices
         self.transitions = Transitions(space, prices)
-        self._beside = Transitions(space, replace(prices, beside=True))
+        self._overlapped = Transitions(space, replace(prices, beside=True))
         self._through_device = Transitions(space, replace(prices, through_device=True))
         self.memo: dict[Any, Any] = {}  # memoised results, see `shardplan.memoize`
         self.choices: dict[int, Choices] = {}
@@ -104,7 +104,11 @@ class Problem:
         """The cost network, built at its first use: a plan from the cache does not need it."""
         network = Network()
         parts = self.space.mesh, self.variables, self.domain, self.choices
-        network.twins, network.mirror, network.restrictions = twins(*parts), mirrored(*parts), joined(*parts)
+        network.twins, network.mirror, network.restrictions = (
+            symmetry_labels(*parts),
+            mirror_images(*parts),
+            coarse_choices(*parts),
+        )
         for add in (self._add_values, self._add_copies, self._add_work, self._add_operations, self._add_outputs):
             add(network)
         return network
@@ -138,7 +142,9 @@ class Problem:
             key = (id(choices), domain, sets)
             if key not in made:
                 follows = choices.follows_result
-                made[key] = passing_on(choices, domain, sets[0]) if follows else waiting(choices, self.space.mesh, sets)
+                made[key] = (
+                    passing_on(choices, domain, sets[0]) if follows else with_deferred(choices, self.space.mesh, sets)
+                )
             self.choices[index] = made[key]
 
     @memoize
@@ -147,10 +153,10 @@ class Problem:
         tensor = self.program.values[value]
         if value not in self.deferred.values:
             return self.space.domain(tensor.shape)
-        width = reduced_width(tensor, self.sent_bytes[value], self.travelling(value))
+        width = reduced_width(tensor, self.sent_bytes[value], self.deferred_sum_dtype(value))
         return self.space.with_partial(tensor.shape, width)
 
-    def travelling(self, value: int) -> Any:
+    def deferred_sum_dtype(self, value: int) -> Any:
         """The element type of a deferred sum's reduction."""
         return deferred_dtype(self.program.values[value], self.reduce_dtype)
 
@@ -170,7 +176,7 @@ class Problem:
         of_loops = (result for o in self.program.operations if o.bodies for result in o.results)
         return self._leaving | {*into, *on_host, *of_loops}
 
-    def _lies_evenly(self, value: int) -> bool:
+    def _is_stored_evenly(self, value: int) -> bool:
         """Whether a value is split evenly though its copies may be padded: an update then reads the value itself."""
         return value in self._even and bool(self.domain(value).padded)
 
@@ -187,12 +193,12 @@ class Problem:
         """The price of an operation's work and of its halos, per strategy."""
         choices, times = self.choices[operation.index], self.times(operation)
         read = (o for o in (*operation.operands, *operation.results) if isinstance(o, int))
-        moving = tuple((id(self.moving(value)), self.sent_bytes[value]) for value in read)
+        moving = tuple((id(self.transitions_of(value)), self.sent_bytes[value]) for value in read)
         key = (id(choices), "work", times, self.traffic.get(operation.index, 0), moving)
         if key not in self._tables:
             work = choices.flops, self.traffic.get(operation.index, 0), choices.dtype
             shared = {degree: self.prices.work(*work, degree) for degree in {s.degree for s in choices.strategies}}
-            self._tables[key] = over_trips(times, [self._price_of(operation, s, shared) for s in choices.strategies])
+            self._tables[key] = times_trips(times, [self._price_of(operation, s, shared) for s in choices.strategies])
         return self._tables[key]
 
     def _price_of(self, operation: Operation, strategy: Strategy, shared: Mapping[float, float]) -> float:
@@ -200,15 +206,15 @@ class Problem:
             return np.inf
         price = shared[strategy.degree]
         for step, value in self.exchanges(operation, strategy):
-            per_byte, per_collective = self.moving(value.index).price(step)
+            per_byte, per_collective = self.transitions_of(value.index).price(step)
             price += per_byte * self.sent_bytes[value.index] + per_collective
         return price
 
-    def moving(self, value: int) -> Transitions:
+    def transitions_of(self, value: int) -> Transitions:
         """The transitions of a value, priced by its memory, and by the overlap of its collectives with work."""
         if self.program.values[value].memory_kind is not None:
             return self._through_device
-        return self._beside if self.timing and value in self.timing.hidden else self.transitions
+        return self._overlapped if self.timing and value in self.timing.hidden else self.transitions
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
         """Halo exchanges with the tensors of their rows, and the collectives that a region calls by name."""
@@ -250,13 +256,13 @@ class Problem:
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
         fixed = self._fixed.get(value.index)
         if fixed is not None:
-            costs = np.where([agrees(layout, fixed) for layout in domain.layouts], costs, np.inf)
+            costs = np.where([satisfies(layout, fixed) for layout in domain.layouts], costs, np.inf)
         return costs
 
     def whole_prices(self, value: int) -> np.ndarray:
         """float [layouts of the value, whole layouts]: the price of a transition to each."""
         domain, size = self.domain(value), self.sent_bytes[value]
-        return self.moving(value).table(domain, (domain.whole or domain).layouts, size)
+        return self.transitions_of(value).table(domain, (domain.whole or domain).layouts, size)
 
     def _add_copies(self, network: Network) -> None:
         for index, shared in self.variables.copies.items():
@@ -272,10 +278,10 @@ class Problem:
     # ---- tables
 
     def _transition_table(self, value: int, targets: tuple[Layout, ...], times: int) -> np.ndarray:
-        domain, moving, size = self.domain(value), self.moving(value), self.sent_bytes[value]
+        domain, moving, size = self.domain(value), self.transitions_of(value), self.sent_bytes[value]
         key = (domain, targets, size, times, id(moving))
         if key not in self._tables:
-            self._tables[key] = over_trips(times, moving.table(domain, targets, size))
+            self._tables[key] = times_trips(times, moving.table(domain, targets, size))
         return self._tables[key]
 
     def _add_operations(self, network: Network) -> None:
@@ -302,8 +308,8 @@ class Problem:
             targets = layouts_read(link, self.domain(link.target).layouts, len(target.shape))
             table = self._transition_table(link.source, targets, link.times)
             if link.begins and self.domain(link.target).whole is not None:
-                made = self.moving(link.source), self.domain(link.source)
-                begun = over_trips(link.times, beginning_prices(*made, targets, self.sent_bytes[link.source]))
+                made = self.transitions_of(link.source), self.domain(link.source)
+                begun = times_trips(link.times, initial_prices(*made, targets, self.sent_bytes[link.source]))
                 table = np.minimum(table, begun)
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
@@ -320,7 +326,7 @@ class Problem:
             if not isinstance(operand, int) or operand in self.generated or len(self.domain(operand)) == 1:
                 continue
             times, domain = self.times(operation), self.domain(operand)
-            moving, spread = id(self.moving(operand)), operand in spread_values(self.program)
+            moving, spread = id(self.transitions_of(operand)), operand in broadcast_values(self.program)
             key = (id(choices), position, domain, self.sent_bytes[operand], times, moving, spread)
             if key not in self._tables:
                 targets: Any = tuple(s.operands[position] for s in choices.strategies)
@@ -334,24 +340,24 @@ class Problem:
 
     def source_of(self, operation: Operation, operand: int) -> int:
         """The variable of the layout in which an operation reads an operand."""
-        stored = self.choices[operation.index].pointwise and self._lies_evenly(operand)
+        stored = self.choices[operation.index].pointwise and self._is_stored_evenly(operand)
         return self.variables.values[operand] if stored else self.variables.read(operand)
 
     def _add_results(self, network: Network, operation: Operation, variable: int) -> None:
         choices = self.choices[operation.index]
         for position, result in enumerate(operation.results):
             size, domain, times = self.sent_bytes[result], self.domain(result), self.times(operation)
-            moving, rounded = id(self.moving(result)), result in self.deferred.rounded
+            moving, rounded = id(self.transitions_of(result)), result in self.deferred.rounded
             key = (id(choices), "result", position, domain, size, times, moving, rounded)
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
                 priced = Priced(*np.array([(row.per_byte, row.fixed) for row in rows]).swapaxes(0, 1))
-                self._tables[key] = over_trips(times, priced.of(size))
+                self._tables[key] = times_trips(times, priced.of(size))
             network.add_edge(variable, self.variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
         """float [layouts of the domain]: the price from an operation's result to each layout."""
-        partial, moving = self.partial(operation, strategy, position), self.moving(operation.results[position])
+        partial, moving = self.partial(operation, strategy, position), self.transitions_of(operation.results[position])
         if partial.pending:
             row = moving.reductions.row(domain.whole or domain, partial)
             none = np.zeros(len(domain) - len(row.fixed))
@@ -367,8 +373,8 @@ class Problem:
         """The state of an operation's result directly after the operation."""
         island = self.islands and may_be_island(operation, strategy)
         tensor = self.program.values[operation.results[position]]
-        travelling = self.reduced_in(operation, strategy, position, self.reduce_dtype)
-        width = reduced_width(tensor, self.sent_bytes[tensor.index], travelling)
+        sum_dtype = self.reduced_in(operation, strategy, position, self.reduce_dtype)
+        width = reduced_width(tensor, self.sent_bytes[tensor.index], sum_dtype)
         among = len(self.space.mesh.names)
         pending = order_of_sum(operation, strategy, strategy.pending[position], among)
         scattered = scatters(operation, strategy, pending, among)

@@ -173,9 +173,9 @@ class DeferredSums:
     def _passes(self, operation: Operation, able: set[int], needed: set[int]) -> bool:
         """Whether sums pass through an operation that are not all ``needed`` as whole values."""
         passed = self._passed.get(operation.index, ())
-        if all(len(values) == 1 for _, values, _ in passed):  # of most operations, see `_waiting`
+        if all(len(values) == 1 for _, values, _ in passed):  # of most operations, see `_able_sets`
             return any(value in able and value not in needed for _, [value], _ in passed)
-        return any(not waiting <= needed for waiting in self._waiting(operation, able))
+        return any(not waiting <= needed for waiting in self._able_sets(operation, able))
 
     def _sums(self, operation: Operation) -> bool:
         """Whether the result of an operation may be a partial sum."""
@@ -198,7 +198,7 @@ class DeferredSums:
             if any(v in able for v in values) and all(v in able or v in zeros for v in values):
                 yield positions
 
-    def _waiting(self, operation: Operation, able: set[int]) -> list[set[int]]:
+    def _able_sets(self, operation: Operation, able: set[int]) -> list[set[int]]:
         """The able values of these sets."""
         found = []
         for _, values, zeros in self._passed.get(operation.index, ()):
@@ -237,7 +237,7 @@ class DeferredSums:
         ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
         for operation in reversed(self._linears):
-            sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
+            sets = self._able_sets(operation, able) if able.issuperset(operation.results) else []
             if not sets:
                 continue
             operands = sets[0]
@@ -255,7 +255,7 @@ class DeferredSums:
         found = set(self._read_whole)
         sizes = self._program.values
         for operation, read in reversed(self._read_by_linears):
-            sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
+            sets = self._able_sets(operation, able) if able.issuperset(operation.results) else []
             found |= read.difference(*sets)
             alone = [value for one in sets if len(one) == 1 for value in one if value not in found]
             if alone:
@@ -274,7 +274,7 @@ class DeferredSums:
         for operation in self._operations:
             if not operation.results or not able.issuperset(operation.results):
                 continue
-            known = {found.get(o, o) for waiting in self._waiting(operation, able)[:1] for o in waiting}
+            known = {found.get(o, o) for waiting in self._able_sets(operation, able)[:1] for o in waiting}
             if operation.index in self._summing:
                 known.add(operation.results[0])
             origin = known.pop() if len(known) == 1 else operation.results[0]

@@ -6,7 +6,7 @@ device that has a block of it has this block as its part, unless another device 
 
 >>> from shardplan.layout.layout import LayoutSpace, MeshAxes
 >>> domain = LayoutSpace(MeshAxes(("x",), (8,))).domain((16, 16))
->>> beginnings(domain, ((0,), (), ()))          # a sum over x, of tensors that nothing splits
+>>> initial_layouts(domain, ((0,), (), ()))          # a sum over x, of tensors that nothing splits
 (((), ()), ((), (0,)), ((0,), ()))
 """
 
@@ -29,7 +29,7 @@ from shardplan.program.program import Constant, Operation, Program
 
 
 @lru_cache(maxsize=4096)
-def beginnings(domain: Domain, target: Layout) -> tuple[Layout, ...]:
+def initial_layouts(domain: Domain, target: Layout) -> tuple[Layout, ...]:
     """The layouts of a whole tensor from which parts in the layout ``target`` are made without sending bytes.
 
     None if ``target`` is no partial layout. ``domain`` has the layouts of the whole tensor.
@@ -46,20 +46,20 @@ def beginnings(domain: Domain, target: Layout) -> tuple[Layout, ...]:
     )
 
 
-def beginning_prices(moving: Transitions, domain: Domain, targets: Sequence[Layout], total_bytes: int) -> np.ndarray:
+def initial_prices(moving: Transitions, domain: Domain, targets: Sequence[Layout], total_bytes: int) -> np.ndarray:
     """float [layouts of the domain, targets]: the price until a tensor can become the parts of a target.
 
     Infinite for targets that are no partial layouts.
     """
     table = np.full((len(domain), len(targets)), np.inf)
     for place, target in enumerate(targets):
-        if found := beginnings(domain.whole or domain, target):
+        if found := initial_layouts(domain.whole or domain, target):
             table[:, place] = moving.table(domain, found, total_bytes).min(axis=1)
     return table
 
 
 def in_parts(whole: Any, layout: Layout, target: Layout, mesh: Mesh, axes: MeshAxes) -> Any:
-    """The parts, stacked in front, of a tensor in one of the layouts of ``beginnings``.
+    """The parts, stacked in front, of a tensor in one of the layouts of ``initial_layouts``.
 
     For axes that split the tensor further than its parts, a block is put into its position among zeros. Of the other
     devices of the sum, the first ones have the tensor, and the others zeros.

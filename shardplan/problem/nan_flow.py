@@ -60,7 +60,7 @@ _MOVING = frozenset(
 )
 """Operations that move elements without a change."""
 
-_DEEPEST = 12
+_MAX_DEPTH = 12
 """The most operations in a row that are followed for a NaN. A softmax and its gradient have fewer."""
 
 
@@ -146,7 +146,7 @@ class _Following:
             return _Seen()
         if operand not in self._seen:
             maker = self._program.makers.get(operand)
-            followed = maker is not None and depth < _DEEPEST and not maker.bodies
+            followed = maker is not None and depth < _MAX_DEPTH and not maker.bodies
             found = self._results(maker, depth + 1)[maker.results.index(operand)] if maker and followed else _Seen()
             self._seen[operand] = found
         return self._seen[operand]

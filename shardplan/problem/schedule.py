@@ -15,7 +15,7 @@ import numpy as np
 from shardplan.layout.collectives import CollectiveKind, Step
 from shardplan.layout.layout import Layout, replicated
 from shardplan.problem.cost_network import Assignment, Problem
-from shardplan.problem.loop_carry_sums import beginnings
+from shardplan.problem.loop_carry_sums import initial_layouts
 from shardplan.problem.strategy import Strategy
 from shardplan.problem.xla_limits import may_be_island, needs_island, scatters
 from shardplan.program.control_flow import Link, layouts_read
@@ -78,7 +78,7 @@ class Schedule:
         if key not in self._routes:
             source = stored if target == copy else self._nearer(value, target)
             domain = self.problem.domain(value)
-            self._routes[key] = Route(source, self.problem.moving(value).path(domain, source, target))
+            self._routes[key] = Route(source, self.problem.transitions_of(value).path(domain, source, target))
         return self._routes[key]
 
     def _nearer(self, value: int, target: Layout) -> Layout:
@@ -86,10 +86,10 @@ class Schedule:
         domain, stored, copy = self.problem.domain(value), self.assignment.values[value], self.copy(value)
         if not domain.padded or stored == copy:
             return copy
-        prices = self.problem.moving(value).table(domain, (target,), self.problem.sent_bytes[value])
+        prices = self.problem.transitions_of(value).table(domain, (target,), self.problem.sent_bytes[value])
         return min(copy, stored, key=lambda layout: float(prices[domain.position[layout], 0]))
 
-    def gathered_anew(self, value: int, target: Layout) -> bool:
+    def is_regathered(self, value: int, target: Layout) -> bool:
         """Whether each operation that needs ``target`` has a transition of its own, and no copy is stored.
 
         A solution without a shared copy means this. A search within a memory limit pays twice the bytes for less
@@ -141,14 +141,14 @@ class Schedule:
         target = layouts_read(link, (self.assignment.values[link.target],), rank)[0]
         if not (link.begins and isinstance(link.source, int) and self.is_partial(link.source, target)):
             return target
-        found = beginnings(self.space.domain(self.program.values[link.source].shape), target)
+        found = initial_layouts(self.space.domain(self.program.values[link.source].shape), target)
         if link.source in self.assignment.generated:
             return target if self.problem.deferred.is_zero(link.source) else found[0]
         held, size = self.copy(link.source), self.problem.sent_bytes[link.source]
         if held == target or not found:
             return target
         domain = self.problem.domain(link.source)
-        prices = self.problem.moving(link.source).table(domain, found, size)
+        prices = self.problem.transitions_of(link.source).table(domain, found, size)
         return found[int(prices[domain.position[held]].argmin())]
 
     def generating(self, operation: Operation, layout: Layout) -> Strategy:
@@ -172,7 +172,7 @@ class Schedule:
         strategy, target = self.assignment.strategies[operation.index], self.assignment.values[value]
         if not strategy.pending[position] and strategy.results[position] == target:
             return ()
-        domain, moving = self.problem.domain(value), self.problem.moving(value)
+        domain, moving = self.problem.domain(value), self.problem.transitions_of(value)
         partial = self.problem.partial(operation, strategy, position)
         if partial.pending:
             return () if target == partial.kept else moving.reductions.path(domain.whole or domain, partial, target)
@@ -189,21 +189,21 @@ class Schedule:
         dtype = self.program.values[operation.results[0]].dtype
         if not strategy.pending[0]:
             return dtype if needs_island(operation, strategy) else None
-        travelling = self.problem.reduced_in(operation, strategy, 0, self.problem.reduce_dtype)
+        sum_dtype = self.problem.reduced_in(operation, strategy, 0, self.problem.reduce_dtype)
         steps = self.result_steps(operation, 0)
         reducing = [step for step in steps if step.kind.reduces]
         if not reducing:
-            return travelling  # the result stays partial, which only an island can express
+            return sum_dtype  # the result stays partial, which only an island can express
         followed_by_slice = len(steps) > len(reducing) and steps[len(reducing)].kind == CollectiveKind.SLICE
         needed = len(reducing) > 1 or needs_island(operation, strategy)
         if reducing[0].kind == CollectiveKind.REDUCE_SCATTER:
             # XLA scatters in the order in which the axes split a contracted dimension, and onto no further split
             axes, among = reducing[0].axes, len(self.space.mesh.names)
             alone = len(axes) < 2 or (axes == strategy.pending[0] and scatters(operation, strategy, axes, among))
-            needed = needed or followed_by_slice or not alone or self.is_scattered_behind(operation)
-        return travelling if needed or travelling != dtype else None
+            needed = needed or followed_by_slice or not alone or self.scatters_inner_dimension(operation)
+        return sum_dtype if needed or sum_dtype != dtype else None
 
-    def is_scattered_behind(self, operation: Operation) -> bool:
+    def scatters_inner_dimension(self, operation: Operation) -> bool:
         """Whether a sum over the last dimensions of a tensor is scattered along another dimension than its first.
 
         XLA:GPU needs the scattered dimension of a collective outermost in memory, and stores all terms of the sum in
@@ -236,7 +236,7 @@ class Schedule:
 
         def read(value: int, target: Layout, reader: Operation | None, region: int) -> None:
             route = self.route(value, target)
-            by = reader.index if reader and not reader.bodies and self.gathered_anew(value, target) else None
+            by = reader.index if reader and not reader.bodies and self.is_regathered(value, target) else None
             if route.steps and route.source != self.assignment.values[value]:
                 read(value, route.source, reader, region)
             tensor = self.program.values[value]

@@ -146,7 +146,7 @@ class StrategyMaker:
             for kept in range(len(axes), 0, -1):
                 found = along.get((self.space.mesh.degree(axes[:kept]), dim))
                 even = sizes[dim] not in self.space.padded
-                if found is not None and (even or self.space.line_up(sizes[dim], axes[:kept], axes)):
+                if found is not None and (even or self.space.blocks_nest(sizes[dim], axes[:kept], axes)):
                     assigned.append((found, axes[:kept]))
                     break
         strategy = self._combine(assigned, ranks)
@@ -216,11 +216,11 @@ def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:
         if operand.shape and (len(operand.shape) != len(result.shape) or any(a not in (1, b) for a, b in aligned)):
             return False
     splits = (s for size in set(result.shape) if size > 1 for s in rule.splits(size) if _no_halo(s))
-    split = {s.results[0].dim for s in splits if _alike(s, operands)}
+    split = {s.results[0].dim for s in splits if _splits_all_operands(s, operands)}
     return bool(operands) and all(dim in split for dim, size in enumerate(result.shape) if size > 1)
 
 
-def _alike(split: Any, operands: Sequence[Any]) -> bool:
+def _splits_all_operands(split: Any, operands: Sequence[Any]) -> bool:
     """Whether a split divides all operands along the dimension of the result, except operands with a single element
     there."""
     dim = split.results[0].dim

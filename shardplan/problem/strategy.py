@@ -88,7 +88,7 @@ def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Cho
     return replace(choices, strategies=tuple(strategies))
 
 
-def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...]) -> Choices:
+def with_deferred(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...]) -> Choices:
     """The choices of an operation, and those with a deferred sum in one of the ``sets`` of operands.
 
     The devices that hold the parts all do the work, each on its own part.

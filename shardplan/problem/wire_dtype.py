@@ -77,7 +77,7 @@ def narrowed_to(program: Program) -> dict[int, Any]:
 
 
 @memoize
-def unrounded(program: Program) -> frozenset[int]:
+def widened_terms(program: Program) -> frozenset[int]:
     """The values of narrow floats that a conversion to a wider type reads: above all the terms of a sum.
 
     XLA:CPU computes them in float32, and leaves out the rounding in between. A constraint between the two keeps the

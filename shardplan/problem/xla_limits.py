@@ -19,7 +19,7 @@ from typing import Any
 
 from shardplan.problem.ops.gather import adds_whole_rows, fills_elements, looks_up_rows
 from shardplan.problem.ops.ragged_dot import RAGGED, splits_rows_or_groups
-from shardplan.problem.ops.slice import SLICES, gives_whole_windows, reads_place, reads_poorly
+from shardplan.problem.ops.slice import SLICES, gives_whole_windows, is_useless_split, reads_place
 from shardplan.problem.ops.update_slice import runs_by_place, splits_moved_windows, splits_places, windows
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Operation
@@ -36,7 +36,7 @@ PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum", "spli
 def usable_splits(rule: Any, n: int) -> list[Any]:
     """The splits of a rule over n blocks that XLA runs as the rule says."""
     if rule.primitive in SLICES:
-        return [split for split in rule.splits(n) if not reads_poorly(rule, split, n)]
+        return [split for split in rule.splits(n) if not is_useless_split(rule, split, n)]
     gathered = next((gathers for names, gathers in _GATHERED if rule.primitive.startswith(names)), None)
     return [split for split in rule.splits(n) if gathered is None or not gathered(rule, split)]
 
@@ -270,23 +270,23 @@ def _pools_whole(operation: Operation) -> bool:
     return str(first.aval.dtype) not in ("float32", "bfloat16")  # type: ignore[attr-defined]
 
 
-def runs_apart(operation: Operation, strategy: Strategy) -> bool:
+def needs_shard_map(operation: Operation, strategy: Strategy) -> bool:
     """Whether an operation must run in a ``shard_map`` though its blocks are independent and its results not partial.
 
     XLA was measured to do an all-gather of the operand of an `fft`, of a `top_k` or `dynamic_slice` that only some mesh
     axes split, and of the gradient of a max pooling in types other than float32 and bfloat16. An unsplit transform runs
     in a ``shard_map`` as well, for the dimension order of its results (see `shardplan.apply.replay`).
     """
-    apart = operation.primitive.name in ("top_k", "dynamic_slice", "fft") or _pools_whole(operation)
-    if not apart or strategy.halos or strategy.padded:
+    in_shard_map = operation.primitive.name in ("top_k", "dynamic_slice", "fft") or _pools_whole(operation)
+    if not in_shard_map or strategy.halos or strategy.padded:
         return False
     return not any(strategy.pending) and (operation.primitive.name == "fft" or any(strategy.operands[0] or ()))
 
 
-def axes_apart(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> tuple[int, ...]:
+def shard_map_axes(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> tuple[int, ...]:
     """The mesh axes over which a convolution runs in a ``shard_map``, while XLA splits its inside along the other axes.
 
-    These are the axes without a split, if its data and its kernel are split, and the axes of `channels_apart`. XLA
+    These are the axes without a split, if its data and its kernel are split, and those of `shard_map_channel_axes`. XLA
     0.10.2 reduces a sum of such a convolution (over space, or over batches of a depthwise kernel's gradient) over all
     devices, also over those with equal parts: the result is wrong by a factor.
     """
@@ -294,11 +294,11 @@ def axes_apart(operation: Operation, strategy: Strategy, axes: Iterable[int]) ->
         return ()
     layouts = [layout for layout in (*strategy.operands, *strategy.results) if layout]
     used = {axis for layout in layouts for group in layout for axis in group}.union(*strategy.pending)
-    channels = channels_apart(operation, strategy)
+    channels = shard_map_channel_axes(operation, strategy)
     return tuple(axis for axis in axes if axis in channels or axis not in used)
 
 
-def channels_apart(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
+def shard_map_channel_axes(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
     """The mesh axes that split a convolution's output channels, if others split its data along its windows.
 
     If the data are larger than the kernel, XLA 0.10.2 splits the windows instead, and also adds up the parts of devices
@@ -348,7 +348,7 @@ def runs(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> bool:
         return False
     if strategy.padded and _pads_places(operation, strategy):
         return False
-    if strategy.padded and axes_apart(operation, strategy, axes):
+    if strategy.padded and shard_map_axes(operation, strategy, axes):
         return False  # XLA 0.10.2 adds up blocks that are padded over all devices inside of a `shard_map` as well
     if reads_place(operation, strategy) and not gives_whole_windows(operation, strategy):
         return False

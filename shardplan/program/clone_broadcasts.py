@@ -24,23 +24,23 @@ from dataclasses import replace
 from shardplan.memoize import memoize
 from shardplan.program.program import Operation, Program, Value
 
-_ALONE = frozenset({"add", "sub", "mul", "div", "neg", "convert_element_type"})
+_BEFORE_BROADCAST = frozenset({"add", "sub", "mul", "div", "neg", "convert_element_type"})
 """Operations on a broadcast and scalars that XLA does before the broadcast."""
 
 
-def spread_for_each(program: Program) -> Program:
+def clone_broadcasts(program: Program) -> Program:
     """The program whose operations each read broadcasts of their own."""
-    spreading = _Spreading(program)
+    spreading = _Cloning(program)
     found = [one for operation in reversed(program.operations) for one in spreading.take(operation)]
     return replace(program, values=tuple(spreading.values), operations=tuple(reversed(found)))
 
 
-class _Spreading:
+class _Cloning:
     """Broadcast values, those of them with a reader so far, and per value its clones for further readers."""
 
     def __init__(self, program: Program) -> None:
         self.values: list[Value] = list(program.values)
-        self._spread = spread_values(program)
+        self._spread = broadcast_values(program)
         self._read: set[int] = set()
         self._further: dict[int, list[int]] = {}
 
@@ -69,7 +69,7 @@ class _Spreading:
 
 
 @memoize
-def spread_values(program: Program) -> frozenset[int]:
+def broadcast_values(program: Program) -> frozenset[int]:
     """The results of broadcasts larger than their operand, and of operations on these and scalars alone."""
     spread: set[int] = set()
     for operation in program.operations:
@@ -78,6 +78,6 @@ def spread_values(program: Program) -> frozenset[int]:
             continue
         name, source = operation.primitive.name, program.values[read.pop()]
         wider = name == "broadcast_in_dim" and program.values[operation.results[0]].elements > source.elements
-        if wider or (name in _ALONE and source.index in spread):
+        if wider or (name in _BEFORE_BROADCAST and source.index in spread):
             spread.add(operation.results[0])
     return frozenset(spread)

@@ -43,7 +43,7 @@ def repeated_results(program: Program) -> dict[int, int]:
     first: dict[Any, tuple[int, ...]] = {}
     same: dict[int, int] = {}
     entered: set[int] = set()
-    computing, literals = _computing(program), _literals(program)
+    computing, literals = _expression_numbers(program), _literals(program)
     for operation in program.operations:
         _enter(operation.region, (program, loops, around), entered, same)
         if operation.index in loops:
@@ -59,7 +59,7 @@ def repeated_results(program: Program) -> dict[int, int]:
 
 
 @memoize
-def _computing(program: Program) -> dict[int, int]:
+def _expression_numbers(program: Program) -> dict[int, int]:
     """Per operation, by index, a number that is equal for operations that compute the same of equal operands.
 
     Equal numbers need the same primitive, parameters and region. Operations with bodies or effects have none.

@@ -31,7 +31,7 @@ def check_libraries(program: Program) -> None:
 
 
 @contextmanager
-def saying_what_is_missing(program: Program | None) -> Iterator[None]:
+def name_missing_library(program: Program | None) -> Iterator[None]:
     """Names the operation in the error for an unregistered call target."""
     try:
         yield

@@ -44,11 +44,11 @@ _CHEAP = frozenset(
     | {"convert_element_type", "select_n", "copy", "copy_p"}
 )
 _SHIFTED = WINDOWED | {"slice", "pad", "concatenate"}
-_MOST_OPERATIONS = 64
+_MAX_OPERATIONS = 64
 """The most operations that one slice is pushed through. Each slice computes its operands again."""
 
 
-def shift_reads(program: Program) -> Program:
+def shift_slices(program: Program) -> Program:
     """The program with slices replaced by shifted reads. Operations that have lost all readers stay in the program."""
     if not any(o.primitive.name in _SHIFTED for o in program.operations):
         return program
@@ -155,7 +155,7 @@ class _Shifting:
             return value
         maker = self._makers.get(value)
         self._pushed += 1
-        if maker is None or maker.region != self._taken.region or self._pushed > _MOST_OPERATIONS:
+        if maker is None or maker.region != self._taken.region or self._pushed > _MAX_OPERATIONS:
             return None
         inner = _window(maker, self.values)
         if inner is not None:
@@ -309,7 +309,7 @@ class _Shifting:
         reads."""
         maker = self._makers.get(value) if isinstance(value, int) else None
         self._pushed += 1
-        if maker is None or maker.region != self._taken.region or self._pushed > _MOST_OPERATIONS:
+        if maker is None or maker.region != self._taken.region or self._pushed > _MAX_OPERATIONS:
             return None
         window, source = _window(maker, self.values), maker.operands[0] if maker.operands else None
         zero = np.zeros((), self.values[maker.results[0]].dtype)

@@ -13,14 +13,14 @@ import numpy as np
 from shardplan import _jax, rules
 from shardplan.errors import EnclosingTraceError
 from shardplan.program.call_arguments import memory_kind_of, name_of
-from shardplan.program.clone_broadcasts import spread_for_each
+from shardplan.program.clone_broadcasts import clone_broadcasts
 from shardplan.program.control_flow import stated_trip_count, while_trip_count
 from shardplan.program.hoist_conversions import hoist_conversions
 from shardplan.program.inline_single_trip_scans import body_of_single_trip, undone_by
 from shardplan.program.program import Constant, Operation, Program, Region, Value
 from shardplan.program.regions._jax import without_unused
 from shardplan.program.reuse_sums import reuse_results
-from shardplan.program.shifted_slices import shift_reads
+from shardplan.program.shifted_slices import shift_slices
 
 
 def trace_program(
@@ -75,8 +75,8 @@ def trace_program(
             written={number: values[position] for number, position in written.items()},
         )
     )
-    hoisted = hoist_conversions(_prune(shift_reads(program)))
-    return _prune(spread_for_each(_prune(reuse_results(_prune(hoisted), every=builder.unrolled))))
+    hoisted = hoist_conversions(_prune(shift_slices(program)))
+    return _prune(clone_broadcasts(_prune(reuse_results(_prune(hoisted), every=builder.unrolled))))
 
 
 class _Builder:
@@ -220,7 +220,7 @@ class _Builder:
 def _undescribed_body(equation: _jax.Equation) -> _jax.CallBody | None:
     """The jaxpr of a primitive without a rule, if JAX lowers it as a function of other primitives."""
     primitive, params = equation.primitive, equation.params
-    if not _jax.runs_a_function(primitive) or rules.stands_apart(primitive):
+    if not _jax.runs_a_function(primitive) or rules.is_without_rule(primitive):
         return None
     types = [[var.aval for var in side] for side in (equation.invars, equation.outvars)]
     return None if rules.derive(primitive, params, *types).known else _jax.body_of_function(equation)
@@ -294,8 +294,8 @@ def _find_ties(
         if not isinstance(output, int) or position in taken:
             return False
         value, replaced = builder.values[output], builder.values[inputs[position]]
-        alike = value.shape == replaced.shape and value.dtype == replaced.dtype
-        return alike and value.kind_as_result == replaced.memory_kind
+        same_type = value.shape == replaced.shape and value.dtype == replaced.dtype
+        return same_type and value.kind_as_result == replaced.memory_kind
 
     def updates(output: int | Constant, position: int) -> bool:
         return isinstance(output, int) and inputs[position] in _updated(output, builder.values, makers)

@@ -63,7 +63,7 @@ def _awaited(schedule: Schedule) -> Mapping[tuple[int, int], tuple[Awaited, ...]
 
 def _is_anew(schedule: Schedule, value: int, layout: Layout) -> bool:
     values = schedule.assignment.values
-    return value in values and layout != values[value] and schedule.gathered_anew(value, layout)
+    return value in values and layout != values[value] and schedule.is_regathered(value, layout)
 
 
 def _others(schedule: Schedule, operation: Operation, value: int, last: int) -> tuple[Awaited, ...]:

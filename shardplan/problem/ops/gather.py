@@ -90,7 +90,7 @@ def lookup_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Ca
         places = []
         for column, dim in enumerate(numbers.start_index_map):
             given = indices[..., column]
-            place = between(given, whole[dim] - windows[dim])
+            place = clamp(given, whole[dim] - windows[dim])
             inside &= place == given
             place = place.astype(jnp.int32 if whole[dim] < 2**31 else jnp.int64)
             if axes[dim]:
@@ -133,7 +133,7 @@ def adding_block(strategy: Strategy, mesh: MeshAxes, add: Callable[..., Any]) ->
     return blocks
 
 
-def starting_inside(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:
+def clamp_start(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:
     """The operands of a slice at a start that is data, with the start moved so that the slice is inside.
 
     The slice moves it in the same way. XLA 0.10.2 was measured to merge such a slice with the slice of a device's
@@ -143,10 +143,10 @@ def starting_inside(operation: Operation, operands: Sequence[Any]) -> Sequence[A
         return operands
     source, *starts = operands
     last = (size - window for size, window in zip(source.shape, operation.params["slice_sizes"], strict=True))
-    return [source, *(between(start, most) for start, most in zip(starts, last, strict=True))]
+    return [source, *(clamp(start, most) for start, most in zip(starts, last, strict=True))]
 
 
-def between(start: Any, last: int) -> Any:
+def clamp(start: Any, last: int) -> Any:
     """A window's start, moved into 0 to `last`, of the same type."""
     dtype = jnp.result_type(start)
     return jnp.clip(start, 0, min(last, jnp.iinfo(dtype).max)).astype(dtype)

@@ -64,7 +64,7 @@ def sums_rows(operation: Operation) -> bool:
     return ragged in numbers.dot_dimension_numbers[0][0]
 
 
-def turns_matrices(operation: Operation) -> bool:
+def reads_transposed_matrices(operation: Operation) -> bool:
     """Whether a product reads a transpose of its matrices: it does not sum over the dimension after the groups."""
     numbers = operation.params["ragged_dot_dimension_numbers"]
     if not numbers.rhs_group_dimensions:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from shardplan.layout.layout import MeshAxes
-from shardplan.problem.ops.gather import between, lookup_block
+from shardplan.problem.ops.gather import clamp, lookup_block
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Operation
 
@@ -63,7 +63,7 @@ def gives_whole_windows(operation: Operation, strategy: Strategy) -> bool:
     return not any(strategy.results[0][given[dim]] for dim in windows_read(operation) if dim in given)
 
 
-def reads_poorly(rule: Any, split: Any, n: int) -> bool:
+def is_useless_split(rule: Any, split: Any, n: int) -> bool:
     """Whether a split of a slice into n blocks has no use.
 
     A window larger than a block sends more bytes as a sum than resharding the blocks does. Elements other than numbers
@@ -89,7 +89,7 @@ def read_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Call
         sizes, padding, first = list(data.shape), [(0, 0, 0)] * data.ndim, jnp.bool_(True)
         for dim, window in moved.items():
             inside &= (starts[dim] >= 0) & (starts[dim] <= whole[dim] - window)
-            starts[dim], sizes[dim] = between(starts[dim], whole[dim] - window), window
+            starts[dim], sizes[dim] = clamp(starts[dim], whole[dim] - window), window
             if axes[dim]:  # a window outside of the block reads the zeros around it
                 number = jax.lax.axis_index(tuple(mesh.names[axis] for axis in axes[dim]))
                 padding[dim], first = (window, window, 0), first & (number == 0)

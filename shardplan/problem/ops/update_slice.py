@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from shardplan.layout.layout import MeshAxes
-from shardplan.problem.ops.gather import between
+from shardplan.problem.ops.gather import clamp
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Operation
 
@@ -64,8 +64,8 @@ def splits_moved_windows(operation: Operation, strategy: Strategy) -> bool:
         return False
     data, _, updates = (variable.aval.shape for variable in operation.equation.invars)  # type: ignore[attr-defined]
     numbers, layout = operation.params["dimension_numbers"], strategy.operands[2] or ()
-    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = (dim for dim in range(len(data)) if dim not in apart)
+    outside_window = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = (dim for dim in range(len(data)) if dim not in outside_window)
     windows = zip(kept, numbers.update_window_dims, strict=True)
     moved = [
         place for dim, place in windows if dim in numbers.scatter_dims_to_operand_dims and updates[place] < data[dim]
@@ -106,7 +106,7 @@ def _scattered(
     if params["mode"] == GatherScatterMode.CLIP:
         sizes, moved = [data.shape[dim] * blocks.get(dim, 1) for dim in dims], windows(operation)
         limits = [size - moved.get(dim, size) for dim, size in zip(dims, sizes, strict=True)]
-        starts = [between(start, limit) for start, limit in zip(starts, limits, strict=True)]
+        starts = [clamp(start, limit) for start, limit in zip(starts, limits, strict=True)]
     signed = jnp.promote_types(indices.dtype, jnp.int32)
     local = [start.astype(signed) - first(dim, data.shape[dim]) for start, dim in zip(starts, dims, strict=True)]
     params = {**params, "mode": GatherScatterMode.FILL_OR_DROP}
@@ -121,7 +121,7 @@ def _slice_updated(
     signed = jnp.promote_types(jnp.result_type(*starts), jnp.int32)
     for dim, start in enumerate(starts):
         size, window = data.shape[dim], update.shape[dim]
-        place = between(start, size * blocks.get(dim, 1) - window).astype(signed) - first(dim, size)
+        place = clamp(start, size * blocks.get(dim, 1) - window).astype(signed) - first(dim, size)
         own.append(jnp.clip(place, 0, size - window))
         inside &= own[-1] == place
     data = jax.lax.optimization_barrier(data)

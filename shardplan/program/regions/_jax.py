@@ -102,7 +102,7 @@ def has_region(jaxpr: _jax.Jaxpr) -> bool:
     return "shard_map" in names or any(map(has_region, jax_core.subjaxprs(jaxpr)))
 
 
-def by_hand(equation: _jax.Equation) -> tuple[_jax.Primitive, dict[str, Any]]:
+def manual_region(equation: _jax.Equation) -> tuple[_jax.Primitive, dict[str, Any]]:
     """A `REGION` that computes a ``shard_map`` on the devices of the step.
 
     Each device computes all of it along the axes that are not manual. XLA's partitioner would split along these: it
