@@ -34,7 +34,7 @@ from shardplan.rules.expression import (
 )
 from shardplan.rules.work import floating_point_operations
 
-_MOST_TERMS = 20_000
+_MAX_TERMS = 20_000
 """Longer expressions are given up: nobody could read them, and analysing them would take seconds."""
 
 
@@ -126,7 +126,7 @@ class Composer:
     ) -> Term:
         """The term with its indices replaced, bound ones renamed, and its operands (if ``given``) put in."""
         self.terms += 1
-        if self.terms > _MOST_TERMS:
+        if self.terms > _MAX_TERMS:
             raise Unknown("its body is too long for one expression.")
 
         if isinstance(term, Read) and given is not None:

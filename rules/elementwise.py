@@ -23,7 +23,7 @@ from shardplan.rules.equation import Equation, Tensor, expression, letters, size
 from shardplan.rules.expression import ZERO, Apply, Expression, Read, Result, Shape
 from shardplan.rules.freeze import frozen
 
-_MOST_OPERANDS = 6
+_MAX_OPERANDS = 6
 
 
 def maps_elements(equation: Equation) -> bool:
@@ -97,7 +97,7 @@ def _maps_itself(equation: Equation) -> bool:
 def _linear(equation: Equation) -> tuple[frozenset[int], ...]:
     """Sets of operands along which the derivative is the operation itself."""
     differentiable = [n for n, t in enumerate(equation.inputs) if jnp.issubdtype(t.dtype, jnp.inexact)]
-    if len(differentiable) > _MOST_OPERANDS:
+    if len(differentiable) > _MAX_OPERANDS:
         return ()
     subsets = (c for count in range(1, len(differentiable) + 1) for c in combinations(differentiable, count))
     return tuple(frozenset(subset) for subset in subsets if _is_own_derivative(equation, subset))

@@ -18,7 +18,7 @@ _JOINTLY = frozenset({"+", "-", "where", "overwrite", "pad", "concat", "stack"})
 _SELECTED = frozenset({"where", "stack"})
 
 _Sets = list[frozenset[int]]
-_MOST_COMBINATIONS = 64
+_MAX_COMBINATIONS = 64
 
 
 def linear_sets(expression: Expression) -> tuple[frozenset[int], ...]:
@@ -37,7 +37,7 @@ def _unions(parts: list[_Sets]) -> _Sets:
     count = 1
     for part in parts:
         count *= len(part)
-    if not 0 < count <= _MOST_COMBINATIONS:
+    if not 0 < count <= _MAX_COMBINATIONS:
         return []
     return [frozenset().union(*choice) for choice in product(*parts)]
 

@@ -27,7 +27,7 @@ from shardplan.rules.table import express
 from shardplan.rules.uneven import uneven_split
 from shardplan.rules.work import floating_point_operations
 
-_MOST_CACHED = 100_000
+_MAX_CACHED = 100_000
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def derive(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any], o
         key = (primitive, frozen(params), key[2])
         found = _cache.get(key)
     if found is None:
-        if len(_cache) >= _MOST_CACHED:
+        if len(_cache) >= _MAX_CACHED:
             _cache.clear()
         found = _cache[key] = _derive(primitive, params, in_avals, out_avals)
     return found

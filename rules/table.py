@@ -20,10 +20,10 @@ from shardplan.rules import (
     sorting,
     windows,
 )
-from shardplan.rules.apart import APART
 from shardplan.rules.equation import Equation, Semantics, Unknown
 from shardplan.rules.expression import Expression
 from shardplan.rules.registry import described
+from shardplan.rules.without_rule import WITHOUT_RULE
 
 FAMILIES: tuple[ModuleType, ...] = (
     attention,
@@ -54,7 +54,7 @@ def _merged() -> dict[str, Semantics]:
     return table
 
 
-_APART = {name: reason for reason, names in APART.items() for name in names}
+_WITHOUT_RULE = {name: reason for reason, names in WITHOUT_RULE.items() for name in names}
 
 TABLE: Mapping[str, Semantics] = _merged()
 
@@ -70,8 +70,8 @@ def express(equation: Equation) -> Expression:
         return rule(equation)
     if elementwise.maps_elements(equation):
         return elementwise.express(equation)
-    if name in _APART:
-        raise Unknown(f"`{name}` has no rule: {_APART[name]}.")
+    if name in _WITHOUT_RULE:
+        raise Unknown(f"`{name}` has no rule: {_WITHOUT_RULE[name]}.")
     raise Unknown(
         f"nobody described the primitive `{name}`: say what it computes with "
         f'`shardplan.describe(primitive, "b i, i j -> b j")`.'

@@ -55,7 +55,7 @@ class Options:
 
     def check(self) -> None:
         """Raises ArgumentError for options that no program could be planned with."""
-        if self.objective not in OBJECTIVES:
+        if self.objective not in (*OBJECTIVES,):
             raise ArgumentError(
                 f"there is no objective `{self.objective}`: choose {' or '.join(map(repr, OBJECTIVES))}"
             )

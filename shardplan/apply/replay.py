@@ -27,17 +27,17 @@ from shardplan.layout.collectives import CollectiveKind, Step, ends_of
 from shardplan.layout.layout import Layout, replicated, to_spec
 from shardplan.problem.loop_carry_sums import in_parts
 from shardplan.problem.maxima import bind_integers, compared_as_integers, from_integers
-from shardplan.problem.ops.gather import adding_block, filled, fills, starting_inside, unfilled_params
+from shardplan.problem.ops.gather import adding_block, clamp_start, filled, fills, unfilled_params
 from shardplan.problem.ops.ragged_dot import on_blocks, splits_rows_or_groups
 from shardplan.problem.ops.slice import read_block, reads_place
 from shardplan.problem.ops.update_slice import splits_places, update_block
 from shardplan.problem.schedule import Schedule
 from shardplan.problem.strategy import Strategy
-from shardplan.problem.wire_dtype import unrounded
-from shardplan.problem.xla_limits import axes_apart, params_of_block, runs_apart
+from shardplan.problem.wire_dtype import widened_terms
+from shardplan.problem.xla_limits import needs_shard_map, params_of_block, shard_map_axes
 from shardplan.program.control_flow import Link, Links, scope_of_trips
 from shardplan.program.program import Constant, Operation
-from shardplan.program.regions._jax import by_hand
+from shardplan.program.regions._jax import manual_region
 
 
 class Replay:
@@ -50,7 +50,7 @@ class Replay:
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
         self._pinned_slices = gathered_slices(schedule)
-        self._unrounded = unrounded(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
+        self._unrounded = widened_terms(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
@@ -183,7 +183,7 @@ class Replay:
 
     def _run(self, operation: Operation) -> None:
         strategy = self._schedule.assignment.strategies[operation.index]
-        operands = starting_inside(operation, self._read_operands(operation, strategy))
+        operands = clamp_start(operation, self._read_operands(operation, strategy))
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation, strategy)
         filling = travelling is None and fills(operation) and self._scatters(operation)
@@ -193,11 +193,11 @@ class Replay:
             results, done = self._run_island(operation, strategy, operands, travelling)
         elif linear:
             results, done = self._run_partial(operation, strategy, operands, linear)
-        elif self._schedule.problem.islands and runs_apart(operation, strategy):
+        elif self._schedule.problem.islands and needs_shard_map(operation, strategy):
             results = self._run_apart(operation, strategy, operands)
         elif splits_places(operation, strategy):
             results = self._update_place(operation, strategy, operands)
-        elif apart := axes_apart(operation, strategy, self._schedule.space.mesh.splitting):
+        elif apart := shard_map_axes(operation, strategy, self._schedule.space.mesh.splitting):
             results = self._run_over_axes(operation, strategy, operands, apart)
         elif extreme:
             results = bind_integers(operation, operands, extreme)
@@ -229,7 +229,7 @@ class Replay:
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):
             if isinstance(operand, int) and layout is not None and operand not in self._schedule.assignment.generated:
                 stored = self._schedule.assignment.values[operand]
-                if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
+                if (operand, layout) in self._held and self._schedule.is_regathered(operand, layout):
                     # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
                     passed = behind_barrier(self._held[operand, stored], sent_dtype(self._schedule, operand))
                     self._held[operand, stored] = self._constrain(passed, stored)
@@ -241,7 +241,7 @@ class Replay:
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
         primitive, params = operation.primitive, operation.params
         if primitive.name == "shard_map":
-            primitive, params = by_hand(operation.equation)
+            primitive, params = manual_region(operation.equation)
         return _jax.bind_again(operation.equation, primitive, params, operands)
 
     def _run_island(
@@ -319,7 +319,7 @@ class Replay:
             return read_block(operation, strategy, self._schedule.space.mesh)
         if operation.primitive.name == "scatter-add":
             return adding_block(strategy, self._schedule.space.mesh, run)
-        return (lambda *local: ordered(run(*local))) if self._schedule.is_scattered_behind(operation) else run
+        return (lambda *local: ordered(run(*local))) if self._schedule.scatters_inner_dimension(operation) else run
 
     def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
@@ -394,7 +394,9 @@ class Replay:
     def _reduced(self, value: int, parts: Any, layout: Layout, steps: Sequence[Step]) -> Any:
         """A value whose parts are stacked, reduced by these steps."""
         pending, *own = layout
-        island = Island(self._mesh, self._schedule.space.mesh, pending, steps, self._schedule.problem.travelling(value))
+        island = Island(
+            self._mesh, self._schedule.space.mesh, pending, steps, self._schedule.problem.deferred_sum_dtype(value)
+        )
         return island.reduce_stacked(parts, tuple(own))
 
     def _in_own_memory(self, value: int, array: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from shardplan.memory import Lifetimes
 from shardplan.optimize.solve_once import CLEARLY, ENOUGH, Choices, Found, find
 from shardplan.optimize.state import TRIES, State, Task, highest
-from shardplan.problem.canonical_axis_order import straightened
+from shardplan.problem.canonical_axis_order import canonicalize_axis_order
 from shardplan.search import Hint, Mixtures, Part, all_extended, descents, extended
 
 Proposal = tuple[State, Choices | None]
@@ -111,5 +111,5 @@ def descent(task: Task, base: Found, state: State, limit: float) -> Proposal:
 
 def _straight(task: Task, base: Found, choices: Choices, limit: float) -> Choices:
     """The choices with mesh axes in the mesh's order, where that keeps within the limit too."""
-    straight = straightened(task.problem, choices)
+    straight = canonicalize_axis_order(task.problem, choices)
     return straight if task.profile(base.lifetimes, straight).max() <= limit else choices

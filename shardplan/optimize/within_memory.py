@@ -20,7 +20,7 @@ from shardplan.optimize.lowest_peak import lowest_peak, refusal
 from shardplan.optimize.proposals import Proposal, descent, mixture, searched
 from shardplan.optimize.solve_once import CLEARLY, ENOUGH, Choices, Found, OutOfTime, Search, find
 from shardplan.optimize.state import BUDGET_PER_OPERATION, TRIES, Clock, State, Task, budget_of
-from shardplan.problem.canonical_axis_order import straightened
+from shardplan.problem.canonical_axis_order import canonicalize_axis_order
 from shardplan.problem.cost_network import Problem
 from shardplan.search import Solution
 from shardplan.search.solution import relative_gap
@@ -55,7 +55,8 @@ def _without_limit(task: Task) -> tuple[Choices | None, Solution]:
     problem, search, begun = task.problem, task.search, list[Choices]()
 
     def serves(choices: Choices) -> bool:
-        choices = straightened(problem, choices)  # as it would be found: in another order of axes it may hold less
+        # as the search returns it: another order of axes may need less memory
+        choices = canonicalize_axis_order(problem, choices)
         begun.append(choices)
         solution = Solution(choices, np.inf, -np.inf, "feasible", search.method)
         return task.count(solution).peak_bytes <= CLEARLY * search.limit_bytes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardplan.common.progress import doing
+from shardplan.common.progress import set_stage
 from shardplan.common.tables import size_text
 from shardplan.compiled.program import CompiledReport, bytes_by_operation, measure
 from shardplan.compiled.target import TargetNotInstalledError, gpu_mesh, only_described, targets
@@ -112,7 +112,7 @@ class _Judge:
         return can_run(self.mesh.devices.flat[0])
 
     def compile(self, plan: PlanData) -> CompiledReport:
-        doing(f"compiling for {self.target}")
+        set_stage(f"compiling for {self.target}")
         with only_described():
             lowered = plan.lower(self.mesh)
         return measure(lowered, plan.mesh_axes, live_ranges=True, tuned=self.runs)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan import _jax
-from shardplan.common.progress import doing
+from shardplan.common.progress import set_stage
 from shardplan.common.tables import size_text
 from shardplan.errors import InfeasibleError, PlanMismatchError
 from shardplan.hardware import load
@@ -99,10 +99,10 @@ def plan_problem(
     """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
     with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
     started = time.perf_counter()
-    doing("stating the choices")
+    set_stage("stating the choices")
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
-    doing(f"searching {variables:,} choices")
+    set_stage(f"searching {variables:,} choices")
     donated = donated_places(options)
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)

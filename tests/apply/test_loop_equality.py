@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import shardplan
 from shardplan.apply.workarounds.pin_dimension_order import gathered_slices
 from shardplan.layout.layout import Layout, LayoutSpace, MeshAxes, to_spec
-from shardplan.problem.loop_carry_sums import beginnings, in_parts
+from shardplan.problem.loop_carry_sums import in_parts, initial_layouts
 from tests.helpers.loop_programs import FORMS
 from tests.helpers.random_programs import assert_equal_trees, mesh_of, run, scrambled
 
@@ -74,7 +74,7 @@ def test_every_form_in_drawn_layouts(name: str, seed: int) -> None:
 @pytest.mark.parametrize("target", [((0, 1), (), ()), ((1,), (0,), ()), ((0,), (), (1,))], ids=str)
 def test_what_a_sum_begins_with_is_the_sum_of_its_parts(target: Layout) -> None:
     mesh, axes = mesh_of((2, 4)), MeshAxes(("x", "y"), (2, 4))
-    found = beginnings(LayoutSpace(axes).domain(X.shape), target)
+    found = initial_layouts(LayoutSpace(axes).domain(X.shape), target)
     assert (target[1], target[2]) in found and len(found) > 2
 
     @jax.jit

@@ -136,7 +136,7 @@ def test_the_dimension_that_is_gathered_last_is_told_of_all_transitions_at_once(
     axes = MeshAxes(NAMES[:2], (2, 4))
     transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((64, 64, 64))
-    dims = transitions.gathered_last(domain)
+    dims = transitions.last_gathered_dimension(domain)
     assert dims[domain.position[(1,), (), (0,)], domain.position[(), (), ()]] == 0
     for source, target in pairs_of(domain, 200):
         steps = transitions.path(domain, source, target)
