@@ -27,7 +27,7 @@ OPTIMIZER = optax.adamw(1e-3)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Layers, width, batch, the mesh that they are planned over, and how many plans the compiler decides between."""
+    """Layers, width, batch, the planned mesh, and the number of plans among which the compiler decides."""
 
     layers: int
     width: int

@@ -1,4 +1,4 @@
-"""Rules: what an operation computes, as an index expression, and every way to split it that follows."""
+"""Rules: the index expression that an operation computes, and every split that follows from it."""
 
 from shardplan.rules.analysis import Slot as Slot
 from shardplan.rules.analysis import Split as Split

@@ -1,4 +1,4 @@
-"""The coverage document: every primitive that JAX can lower, what it computes, and what splits or why nothing does."""
+"""The coverage document: every primitive that JAX can lower, with its expression, and its splits or why it has none."""
 
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -51,7 +51,7 @@ function."""
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One primitive. ``splits``: the indices of its example that split, each with what it takes; ``reason``: why
+    """One primitive. ``splits``: the split indices of its example, each with its halos and reducer. ``reason``: why
     none."""
 
     name: str
@@ -102,7 +102,7 @@ def _samples() -> dict[str, Any]:
 
 
 def _example(primitive: Primitive) -> Rule | None:
-    """The rule of the primitive's example, or of the first operands on which it turns out to be elementwise."""
+    """The rule of the primitive's example, or of the first operands on which it is elementwise."""
     sample = _samples().get(primitive.name)
     if sample is not None:
         closed = jax.make_jaxpr(sample.function)(*sample.operands)

@@ -1,9 +1,9 @@
-"""Elementwise operations: one rule for all of them, found by asking JAX itself.
+"""Elementwise operations: one rule for all of them, found by batching and differentiation in JAX.
 
-An operation is elementwise if applying it to arrays is the same as mapping it over their elements. JAX knows: batching
-the operation on scalars must give the operation itself. ``sin`` batched twice is ``sin`` of a matrix, with equal
-parameters; a ``cumsum`` does not even exist on scalars. In the same way it is linear in some operands if its derivative
-there is the operation itself: the derivative of ``a / b`` along ``da`` is ``da / b``.
+An operation is elementwise if applying it to arrays is the same as mapping it over their elements. The test batches the
+operation on scalars: the result must be the operation itself. ``sin`` batched twice is ``sin`` of a matrix, with equal
+parameters. A ``cumsum`` does not exist on scalars. An operation is linear in some operands if its derivative there is
+the operation itself: the derivative of ``a / b`` along ``da`` is ``da / b``.
 
 >>> import jax
 >>> from shardplan.rules import rule_of

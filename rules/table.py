@@ -1,4 +1,4 @@
-"""The one table that names all primitives: each family module contributes its own, and no name may appear twice."""
+"""The table of all primitives, merged from those of the family modules: each name may appear once."""
 
 from collections.abc import Mapping
 from types import ModuleType
@@ -60,7 +60,7 @@ TABLE: Mapping[str, Semantics] = _merged()
 
 
 def express(equation: Equation) -> Expression:
-    """What an equation computes; raises :class:`Unknown` for a primitive that nobody described."""
+    """The expression of an equation. Raises :class:`Unknown` for a primitive without a description."""
     description = described(equation.primitive)
     if description is not None:
         return description.expression(equation)
