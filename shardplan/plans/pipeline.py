@@ -20,9 +20,9 @@ from shardplan.hardware import load
 from shardplan.layout.layout import LayoutSpace, MeshAxes, to_spec
 from shardplan.layout.mesh import mesh_axes
 from shardplan.layout.prices import Prices
-from shardplan.optimize.repeated_work import repeated_work, search_sharing
+from shardplan.optimize.repeated_work import repeated_work, search_with_repeated_work
 from shardplan.optimize.solve_once import Search
-from shardplan.optimize.step_time_objective import LEAST_SHARE, search_balanced
+from shardplan.optimize.step_time_objective import LEAST_SHARE, search_shortest_step
 from shardplan.options import Options, as_positions
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.problem.cost_network import Problem
@@ -107,7 +107,7 @@ def plan_problem(
     _check_arguments(problem, limit)
     search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
     timed = options.objective == "time"
-    found = (search_balanced if timed else search_sharing)(problem, search, rebuild)
+    found = (search_shortest_step if timed else search_with_repeated_work)(problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
     schedule.problem.network.derived.clear()  # which a search needs, and the plan would hold
     solved = time.perf_counter()
