@@ -1,4 +1,4 @@
-"""The command line: what it prints, its files, its exit status, and that the documentation's commands work."""
+"""The command line: its output, its files, its exit status, and the documentation's commands."""
 
 import json
 import os
@@ -228,7 +228,7 @@ def test_a_plan_of_another_step_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "the plan was made for another program" in errors
 
 
-def test_what_the_step_itself_raises_is_the_users(capsys: pytest.CaptureFixture[str]):
+def test_exceptions_of_the_step(capsys: pytest.CaptureFixture[str]):
     """Its traceback is shown, and the exit status is not that of an audit outside of its tolerance."""
     status, _, errors = run("audit steps:step_that_raises --mesh 8", capsys)
     assert status == 2

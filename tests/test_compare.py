@@ -1,4 +1,4 @@
-"""Comparisons: baselines that are what their names say, and never beat the planner."""
+"""Comparisons: baselines are what their names say, and never beat the planner."""
 
 import math
 
@@ -119,7 +119,7 @@ def test_printed(comparison: shardplan.Comparison):
     assert f"{comparison['fsdp'].communication_bytes / 1e6:,.1f}" in text
 
 
-def test_what_does_not_fit_says_so(comparison: shardplan.Comparison):
+def test_baselines_above_the_memory_limit(comparison: shardplan.Comparison):
     limit = 0.9 * comparison["data_parallel"].peak_bytes
     found = shardplan.compare(*STEP, methods=("exact", "data_parallel"), memory_limit=limit)
     assert found["exact"].note == ""

@@ -1,4 +1,4 @@
-"""Bad input: each a clear error or a clear warning, none a traceback from inside."""
+"""Bad input: each has a clear error or warning, and no traceback from inside."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_pinned_state_comes_out_as_it_went_in() -> None:
     assert plan.out_shardings[0]["w"].spec == P("x")
 
 
-def test_nothing_keeps_within_the_memory_limit() -> None:
+def test_no_plan_within_the_memory_limit() -> None:
     planned = shardplan.auto(step, mesh_of((8,)), memory_limit=63, time_limit=2)
     with pytest.raises(InfeasibleError, match=r"the arguments alone take .* per device.*What helps") as caught:
         planned(PARAMS, X)
@@ -253,7 +253,7 @@ def test_a_batch_that_nothing_divides(rows: int, sizes: tuple[int, ...], message
 @pytest.mark.parametrize(
     ("rows", "message"), [(16, None), (13, r"divides dimension 1 of `1` \[3, 13, 8\]: its 13 rows")]
 )
-def test_microbatches_are_not_what_is_split(rows: int, message: str | None) -> None:
+def test_undivided_microbatches(rows: int, message: str | None) -> None:
     def accumulated(params: Any, x: Any) -> Any:
         return jax.lax.scan(lambda p, rows: step(p, rows), params, x)
 
@@ -286,7 +286,8 @@ def unknown_operation(looked_into: bool = False) -> Any:
     return primitive.bind
 
 
-def test_an_unknown_operation_that_is_lowered_as_a_function_is_split() -> None:
+def test_an_unknown_operation_lowered_as_a_function() -> None:
+    """It is split as its function."""
     operation = unknown_operation(looked_into=True)
     planned = shardplan.auto(lambda x: operation(jnp.sin(x)).sum(1), mesh_of((8,)), pins={"0": P("x")})  # no warning
     assert_equal_trees(planned(X), 2 * jnp.sin(X).sum(1))

@@ -10,7 +10,7 @@ large = pytest.importorskip("benchmarks.large")
 
 
 @pytest.mark.slow
-def test_what_just_exceeds_the_memory_of_eight_devices_is_made_to_fit() -> None:
+def test_a_model_slightly_above_the_memory_limit() -> None:
     """A model of 20 billion parameters: the first search finds what exceeds the limit by a thousandth. Instead of that,
     what was searched next took half of the memory, and sent 6 % more. The bound is that without a limit, 5 % below."""
     config = large.CONFIGS[0]

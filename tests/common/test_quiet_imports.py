@@ -1,4 +1,4 @@
-"""What the library costs and says besides its results: imports, the log, the display, units."""
+"""Side effects of the library: the time of imports, notices on stderr, the log, the display, units."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_public_names() -> None:
         shardplan.magic  # type: ignore[attr-defined] # noqa: B018
 
 
-def test_what_is_written_meanwhile_follows(capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_output_during_an_import(capfd: pytest.CaptureFixture[str]) -> None:
+    """It follows at the end."""
     with without_cuda_notice(anyhow=True):
         os.write(2, b"I0000 cudart_stub.cc:31] Could not find cuda drivers\nsomething else\n")
     assert capfd.readouterr().err == "something else\n"
@@ -91,8 +92,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "file"])
-def test_what_takes_long_is_shown(stream: Any, monkeypatch: Any) -> None:
-    """On a terminal: what planning is at, and nothing when it has ended."""
+def test_progress_of_a_long_planning(stream: Any, monkeypatch: Any) -> None:
+    """On a terminal it shows the stage, and it is erased at the end."""
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_SECONDS_BEFORE", 0.0)
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN", 0.01)

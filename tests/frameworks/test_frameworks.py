@@ -1,4 +1,4 @@
-"""Steps as people write them: objects of NNX, modules of Equinox, linen's states and boxes."""
+"""Steps with frameworks: objects of NNX, modules of Equinox, linen's states and boxes."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def counting(counter: Any, x: Any) -> Any:
     return counter, x.sum()
 
 
-def test_what_a_function_adds_to_an_object() -> None:
+def test_attributes_that_a_function_adds() -> None:
     """New Variables and other attributes come out, and a returned argument is the object itself."""
     counter = Counter()
     for times in (1, 2):

@@ -1,4 +1,4 @@
-"""The demo: what it prints of plans, what it does without the GPU compiler, and all of it from the command line."""
+"""The demo: its tables, its run without the GPU compiler, and the command line."""
 
 import io
 import os

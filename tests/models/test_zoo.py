@@ -1,4 +1,4 @@
-"""Every model: the small one trains planned as unplanned, the benchmark's can be traced, names leave no trace."""
+"""All models: the small one trains planned as unplanned, the benchmark's can be traced, names leave no trace."""
 
 from pathlib import Path
 

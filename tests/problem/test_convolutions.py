@@ -1,4 +1,4 @@
-"""Drawn convolutions and poolings: planned in any way, they compute what NumPy does, and XLA never ends the process."""
+"""Random convolutions and poolings: any plan computes the values of NumPy, and XLA never ends the process."""
 
 import os
 import subprocess
@@ -78,7 +78,7 @@ def test_strategies_of_drawn_groups_split_whole_groups(seed: int) -> None:
                 assert not any(halo.operand == 0 and halo.dim == dim for halo in strategy.halos)
 
 
-def test_channels_between_groups_beside_a_padded_size() -> None:
+def test_channels_between_groups_with_a_padded_size() -> None:
     """Blocks of 3 channels cut through groups of 2, also where some size of the step does not divide."""
     numbers = ("NHWC", "HWIO", "NHWC")
 
@@ -141,7 +141,7 @@ def weights_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
     return lax.conv_general_dilated(x, dy, (1,), [(1, 0)], dimension_numbers=("CHN", "IHO", "HNC"))
 
 
-def test_uneven_rows_are_not_summed_beside_an_unused_axis() -> None:
+def test_uneven_rows_with_an_unused_axis() -> None:
     """XLA would add up the parts of devices that have the same rows."""
     mesh = MeshAxes(("x", "y"), (2, 4))
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(3, 138, 4), (3, 138, 8)]]

@@ -1,4 +1,4 @@
-"""Maxima and minima over devices keep NaNs, and a softmax needs nothing for that."""
+"""Maxima and minima over devices: they keep NaNs, and those of a softmax need no integers."""
 
 from __future__ import annotations
 

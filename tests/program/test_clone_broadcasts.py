@@ -1,4 +1,4 @@
-"""What is spread from something smaller: one reader may have it whole, and what is gathered is the smaller."""
+"""Clones of broadcasts: one reader may have the whole result, and the collective is on the small operand."""
 
 import jax
 import jax.numpy as jnp

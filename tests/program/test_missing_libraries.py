@@ -1,4 +1,4 @@
-"""What a program asks for and is not installed: plans are made without it, compiling says what is missing."""
+"""Libraries that are not installed: plans are made without them, and compiling names what is missing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def loss(q: Any, k: Any, v: Any) -> Any:
 @without_cudnn
 @pytest.mark.parametrize("fn", [attention, jax.grad(loss, (0, 1, 2))], ids=["forward", "gradient"])
 def test_attention_of_cudnn_is_planned(fn: Any) -> None:
-    """Its batches are split where they lie, without cuDNN."""
+    """Its batches keep their split, without cuDNN."""
     plan = shardplan.plan(fn, MESH, HEADS, HEADS, HEADS, pins={"*": P("x")})
     assert plan.communication_bytes == 0
     names = {operation.primitive.name for operation in plan.program.operations}

@@ -1,4 +1,4 @@
-"""How often loops run: read off, stated, or assumed and said; what is counted by it."""
+"""Trip counts of loops: read from bounds, stated, or assumed with a warning, and their effect on costs."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def test_bounds_that_are_arguments_are_unknown() -> None:
     assert assumed(lambda n, x: jax.lax.fori_loop(0, n, lambda i, v: v * 2, x), S((), jnp.int32), X)
 
 
-def test_unknown_loop_is_said() -> None:
+def test_unknown_loop() -> None:
+    """It causes a warning."""
     with pytest.warns(ShardplanWarning, match=r"halving.*counted once.*shardplan\.trip_count\(n\)"):
         shardplan.plan(halving, MESH, X)
 
 
-def test_scalar_loop_is_not_worth_a_word() -> None:
+def test_scalar_loop() -> None:
+    """It causes no warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shardplan.plan(lambda x: x * halving(x[0, 0]), MESH, X)
@@ -139,7 +141,9 @@ def test_accumulated_gradients_are_reduced_once(name: str) -> None:
     assert reducing and all(c.times == 1 for c in reducing)
 
 
-def test_of_branches_the_one_that_sends_most_counts() -> None:
+def test_bytes_of_branches() -> None:
+    """The branch that sends most counts."""
+
     def branching(x: Any, w: Any) -> Any:
         return jax.lax.cond(
             x[0, 0] > 0, lambda a: jnp.tanh(a @ w) @ w, lambda a: jnp.sin(a).sum(1, keepdims=True) + a, x

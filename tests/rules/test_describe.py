@@ -1,4 +1,4 @@
-"""Descriptions by users: what they give, and what is refused."""
+"""Users' descriptions: their rules, and the refused ones."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -315,7 +315,8 @@ def test_custom_partitioning_brings_its_rule(rule: str, options: dict[str, Any],
     holds(product, ones(4, 6), ones(6, 8))
 
 
-def test_what_has_a_rule_is_described_anew_only_if_asked_for() -> None:
+def test_second_description_of_a_known_primitive() -> None:
+    """It needs `replace=True`."""
     with pytest.raises(RuleError, match="has a rule of this library"):
         describe(jax.lax.dot_general_p, "i j, j k -> i k")
     doubled = describe(lambda a: a * 2, "i j -> i j")
