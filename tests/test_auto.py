@@ -236,7 +236,9 @@ def test_arguments_on_other_devices(mesh: Mesh) -> None:
         assert_equal_trees(step(jax.device_put(X, place), X), product(X, X))
 
 
-def test_results_come_back_as_they_went_in(mesh: Mesh) -> None:
+def test_layouts_of_results(mesh: Mesh) -> None:
+    """They are those of the arguments that results replace."""
+
     def step(state: Any, x: Any) -> Any:
         return {"w": state["w"] - 0.01 * x.T @ (x @ state["w"])}, x.sum()
 

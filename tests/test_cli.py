@@ -247,7 +247,7 @@ def test_a_path_is_pinned_once(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("tolerance", ["-1", "nan"])
-def test_tolerances_that_nothing_can_keep(tolerance: str, capsys: pytest.CaptureFixture[str]):
+def test_impossible_tolerances(tolerance: str, capsys: pytest.CaptureFixture[str]):
     status, _, errors = run(f"audit train:step --mesh 8 --tolerance {tolerance}", capsys)
     assert status == 2 and f"a fraction of 0 or more, as 0.02, got `{float(tolerance)}`" in errors
 

@@ -98,7 +98,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "count"), [("float16", 1), ("bfloat16", 0), ("float32", 0)])
 def test_range_of_a_reduce_dtype(dtype: str, count: int) -> None:
-    """A type that ends before float32 does is said to, with its largest number."""
+    """The warning for a type of smaller range than float32 has its largest number."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         shardplan.auto(step, mesh_of((8,)), reduce_dtype=dtype)
@@ -137,7 +137,8 @@ def test_pins_of_globs_and_open_dimensions() -> None:
     assert plan.layouts["0/w"][1] == "y" and plan.layouts["1"] == P("x")
 
 
-def test_a_pinned_state_comes_out_as_it_went_in() -> None:
+def test_a_pinned_state() -> None:
+    """It leaves in its pinned layout."""
     plan = shardplan.plan(step, mesh_of((2, 4)), PARAMS, X, pins={"0/w": P("x")})
     assert plan.out_shardings[0]["w"].spec == P("x")
 
@@ -198,7 +199,8 @@ def failing(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("entry", ["call", "plan", "lower"])
-def test_what_the_function_raises_reaches_the_caller(entry: str) -> None:
+def test_exceptions_of_the_function(entry: str) -> None:
+    """They reach the caller."""
     planned = shardplan.auto(lambda x: failing(x) + 1, mesh_of((8,)))
     call = planned if entry == "call" else getattr(planned, entry)
     with pytest.raises(OwnError) as caught:
@@ -235,7 +237,7 @@ def test_errors_of_jax_reach_the_caller() -> None:
         (16, (8,), None),
     ],
 )
-def test_a_batch_that_nothing_divides(rows: int, sizes: tuple[int, ...], message: str | None) -> None:
+def test_an_undivided_batch(rows: int, sizes: tuple[int, ...], message: str | None) -> None:
     planned = shardplan.auto(step, mesh_of(sizes))
     x = jnp.ones((rows, 8)) / 8
     with warnings.catch_warnings(record=True) as caught:
@@ -266,7 +268,9 @@ def test_undivided_microbatches(rows: int, message: str | None) -> None:
             raise caught[0].message  # type: ignore[misc]
 
 
-def test_the_rest_is_split_where_nothing_divides_the_batch() -> None:
+def test_other_tensors_with_an_undivided_batch() -> None:
+    """They are split."""
+
     def wide(params: Any, x: Any) -> Any:
         loss = lambda p: jnp.tanh(x @ p["up"] @ p["down"]).sum()  # noqa: E731
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))

@@ -78,7 +78,7 @@ def test_files_of_a_living_process(tmp_path: Path) -> None:
 
 
 def test_files_of_other_threads(tmp_path: Path) -> None:
-    """Of one process, several may write the same file; none fails, and what is there is whole."""
+    """Several threads of a process may write the same file. None fails, and the file is whole."""
     target, failed = tmp_path / "plan.json", list[BaseException]()
 
     def write(number: int) -> None:

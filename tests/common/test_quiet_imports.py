@@ -38,7 +38,7 @@ def run_apart(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_importing_takes_no_time() -> None:
+def test_imports_at_start() -> None:
     """OR-tools and its pandas come with the first search that needs them."""
     seconds, heavy = run_apart("-c", IMPORTS).stdout.split("\n")[:2]
     assert float(seconds) < 0.3
@@ -46,8 +46,8 @@ def test_importing_takes_no_time() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_writes_nothing_to_stderr() -> None:
-    """JAX's CUDA plugin says in C++ that it found no driver, each time it is imported: that is left out."""
+def test_stderr_of_the_command_line() -> None:
+    """It is empty: the notice of JAX's CUDA plugin, which found no driver, is left out."""
     assert run_apart("-m", "shardplan", "plan", "shardplan.models.mlp:training", "--mesh", "8").stderr == ""
 
 
@@ -70,8 +70,8 @@ def test_other_output_during_an_import(capfd: pytest.CaptureFixture[str]) -> Non
     assert capfd.readouterr().err == "something else\n"
 
 
-def test_a_line_per_planning(caplog: pytest.LogCaptureFixture, monkeypatch: Any, tmp_path: Path) -> None:
-    """What was planned, what it sends, how near the optimum that is, in how many seconds."""
+def test_log_line_of_a_planning(caplog: pytest.LogCaptureFixture, monkeypatch: Any, tmp_path: Path) -> None:
+    """It has the function's name, the bytes, the seconds, and whether the plan is from the cache."""
     monkeypatch.setenv("SHARDPLAN_CACHE_DIR", str(tmp_path))
 
     def double(x: Any) -> Any:

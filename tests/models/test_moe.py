@@ -59,7 +59,8 @@ def layer_by_hand(layer: moe.Experts, x: np.ndarray, room: int) -> np.ndarray:
     ],
     ids=["dropped", "room for all", "ragged"],
 )
-def test_a_layer_computes_what_it_does_token_by_token(options: dict, room: int):
+def test_a_layer_token_by_token(options: dict, room: int):
+    """The layer computes the same for all tokens at once."""
     config = replace(TINY, **options)
     assert config.capacity == room or config.routing == "ragged"
     layer = moe.Experts(config, nnx.Rngs(0))

@@ -122,7 +122,7 @@ def grown(x: Any, k: Any) -> jax.Array:
 
 @pytest.mark.slow
 def test_odd_blocks_of_dilated_rows_in_another_order(tmp_path: Path) -> None:
-    """XLA alone cuts off what a block has too many along the dimension of the channels."""
+    """XLA alone removes a block's additional rows along the dimension of the channels."""
     profile, mesh, draw = tmp_path / "slow.toml", mesh_of((2,)), np.random.default_rng(0)
     profile.write_text(SLOW_DEVICES)
 
@@ -221,7 +221,7 @@ def batch_in_groups(x: Any, kernel: Any) -> Any:
 def test_bytes_of_dilated_data_and_of_batches_in_groups(
     step: Any, shapes: Any, sizes: Any, spec: P, tmp_path: Path
 ) -> None:
-    """XLA sends what is planned, where it would gather the data, and the values are those of the unplanned step."""
+    """XLA sends the planned bytes without an all-gather of the data, and the values are those of the unplanned step."""
     profile = tmp_path / "slow.toml"
     profile.write_text(SLOW_DEVICES)
     draw = np.random.default_rng(0)

@@ -97,7 +97,8 @@ def test_arguments_split_by_explicit_axes() -> None:
     assert same.communication_bytes == free.communication_bytes  # axes of type Auto say nothing of the type
 
 
-def test_a_pin_goes_before_the_layout_of_an_argument() -> None:
+def test_a_pin_of_an_argument_with_a_layout() -> None:
+    """The pin has precedence."""
     mesh = mesh_of((2, 4), explicit=True)
     pins = {"0": P("x", None)}
     plan = shardplan.plan(_twice, mesh, _shaped(mesh, P(None, "y")), _shaped(mesh, P(None, "y")), pins=pins)

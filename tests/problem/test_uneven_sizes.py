@@ -213,14 +213,15 @@ def test_programs_that_divide_are_padded_nowhere() -> None:
     assert padded_sizes(trace_program(language_step, arguments(101, 12, 8)), MeshAxes(("x",), (8,))) == {101, 12, 6}
 
 
-def test_only_what_is_padded_has_domains_of_its_own() -> None:
+def test_domains_of_padded_sizes() -> None:
+    """Only padded sizes have domains of their own."""
     space = LayoutSpace(MeshAxes(("x", "y"), (2, 4)), frozenset({101}))
     assert space.domain((101, 64)).padded and not space.domain((12, 64)).padded
     assert space.domain((12, 64)) is space.domain((20, 64))
 
 
 @pytest.mark.parametrize(("size", "blocks", "pads"), [(12, 8, True), (12, 4, False), (9, 8, False), (50257, 8, True)])
-def test_little_is_padded(size: int, blocks: int, pads: bool) -> None:
+def test_padding_is_limited(size: int, blocks: int, pads: bool) -> None:
     space = LayoutSpace(MeshAxes(("x",), (blocks,)), frozenset({size}))
     domain = space.domain((size,))
     assert bool(domain.padded) == pads == space.pads(size, blocks)

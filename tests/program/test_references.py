@@ -133,7 +133,7 @@ def test_references_on_explicit_axes(spec: P) -> None:
 
 
 def test_closed_over_references() -> None:
-    """What a step closes over is read at each call, and changed."""
+    """A closed-over reference is read at each call, and changed."""
     ref, mesh = jax.new_ref(X), mesh_of((8,))
     step = shardplan.auto(lambda x: add(ref, x), mesh)
     assert_equal_trees(step(X), 2 * X)
@@ -191,7 +191,7 @@ def test_lowered_with_a_reference_by_keyword() -> None:
 
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 def test_a_closed_over_reference_on_compile_only_devices() -> None:
-    """Only what is passed can be compiled for devices that are not there."""
+    """Only arguments can be compiled for devices that are not here."""
     ref = jax.new_ref(X)
     plan = shardplan.plan(lambda x: add(ref, x), AbstractMesh((8,), ("x",)), X)
     with pytest.raises(ArgumentError, match=r"closes over a Ref to float32\[8, 8\].*pass it as an argument"):

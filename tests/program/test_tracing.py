@@ -190,7 +190,8 @@ def test_sources_inside_of_jaxs_own_functions() -> None:
     }
 
 
-def test_closed_over_arrays_are_captured_where_they_are_used() -> None:
+def test_closed_over_arrays() -> None:
+    """They are captured if they are used."""
     weight, unused = jnp.ones((4, 4)), jnp.ones((8, 8))
     program = trace_program(lambda x: (unused + 1, jax.jit(lambda y: y @ weight)(x))[1], (X,))
     assert [array.shape for array in program.captured.values()] == [(4, 4)]
@@ -283,7 +284,8 @@ def test_ties(name: str) -> None:
 # ---- fingerprints
 
 
-def test_fingerprints_tell_programs_apart() -> None:
+def test_fingerprints_of_different_programs() -> None:
+    """They differ."""
     functions = (jnp.sin, jnp.cos, lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1), lambda x: x + x)
     prints = {trace_program(fn, (X,)).fingerprint() for fn in functions}
     assert len(prints) == len(functions)

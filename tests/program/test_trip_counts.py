@@ -39,7 +39,7 @@ def halving(x: Any) -> Any:
     ("name", "expected"),
     [("fori", {5}), ("while, counted", {4}), ("nested", {4, 8}), ("map", {4}), ("while", {1})],
 )
-def test_read_off(name: str, expected: set[int]) -> None:
+def test_counts_of_bounds(name: str, expected: set[int]) -> None:
     assert expected <= set(times(FORMS[name]))
     assert assumed(FORMS[name]) == (name == "while")
 
@@ -99,7 +99,9 @@ def test_innermost_statement_counts() -> None:
     assert times(stating, X) == [20, 20]
 
 
-def test_read_off_goes_before_stated() -> None:
+def test_known_and_stated_count() -> None:
+    """The known one has precedence."""
+
     def stating(x: Any) -> Any:
         with shardplan.trip_count(100):
             return jax.lax.while_loop(lambda s: s[0] < 7, lambda s: (s[0] + 1, s[1] * 2), (0, x))
@@ -113,7 +115,9 @@ def test_bad_counts(count: Any) -> None:
         shardplan.trip_count(count)
 
 
-def test_stated_count_multiplies_what_is_sent() -> None:
+def test_bytes_with_a_stated_count() -> None:
+    """The count multiplies them."""
+
     def repeated(x: Any, w: Any, trips: int) -> Any:
         with shardplan.trip_count(trips):
             return jax.lax.while_loop(lambda v: v.sum() > 1, lambda v: jnp.tanh(v @ w), x)

@@ -268,8 +268,8 @@ def _is_package(name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_importing_submodules_leaves_public_names():
-    """Whatever is imported, in whatever order, `shardplan.plan` and the other public names stay what they are."""
+def test_public_names_after_imports_of_submodules():
+    """`shardplan.plan` and the other public names stay the same after any imports, in any order."""
     script = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"

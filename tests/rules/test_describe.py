@@ -45,7 +45,8 @@ def primitive() -> Iterator[Primitive]:
     forget(found)
 
 
-def test_unknown_primitive_says_how_to_describe_it(primitive: Primitive) -> None:
+def test_unknown_primitive(primitive: Primitive) -> None:
+    """The error tells how to describe it."""
     rule = rule_of(primitive.bind, ones(4, 6), ones(6, 8))
     assert not rule.known
     assert rule.splits(2) == ()
@@ -301,7 +302,9 @@ def test_foreign_function() -> None:
         ("(a b) k, k j -> (a b) j", {"a": 2, "b": 2}, {"a", "j"}),
     ],
 )
-def test_custom_partitioning_brings_its_rule(rule: str, options: dict[str, Any], expected: set[str]) -> None:
+def test_custom_partitioning(rule: str, options: dict[str, Any], expected: set[str]) -> None:
+    """It has a rule of its own."""
+
     @custom_partitioning
     def product(x: Any, y: Any) -> Any:
         return x @ y

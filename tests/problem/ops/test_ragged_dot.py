@@ -129,8 +129,8 @@ def test_every_strategy_of_a_product(form: str, every: bool):
             assert_equal_trees(planned(*arrays, sizes), function(*arrays, sizes))
 
 
-def test_rows_are_split_where_their_matrices_are_small():
-    """Data parallelism: rows and what comes of them stay where they are, and the matrices' gradients are summed."""
+def test_small_matrices():
+    """Data parallelism: rows and their results stay on their device, and the matrices' gradients are summed."""
     rows = shaped(8 * 4096, INNER)
     weights = [shaped(GROUPS, INNER, OUTER), shaped(GROUPS, OUTER, INNER)]
     plan = shardplan.plan(experts, 8, rows, weights, SIZES)

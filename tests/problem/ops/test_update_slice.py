@@ -75,7 +75,8 @@ def test_updates_of_split_rows(update: str) -> None:
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P(("x", "y"))], ids=str)
 @pytest.mark.parametrize("name", ["set", "add, clipped", "slice", "several rows"])
-def test_nothing_is_sent(name: str, spec: P) -> None:
+def test_bytes_of_an_update(name: str, spec: P) -> None:
+    """No bytes are sent."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1024), (1024,))]
     mesh, k = gpu_mesh("h100", (2, 4), ("x", "y")), jax.ShapeDtypeStruct((), jnp.int32)
     plan = shardplan.plan(UPDATES[name], mesh, *shapes, k, pins={"0": spec, "1": P()})
