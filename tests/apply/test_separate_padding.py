@@ -74,7 +74,7 @@ def test_each_reader_gets_what_it_pads_with(name, tmp_path):
         (lambda x: (convolved(x), greatest(x, 2)), P(None, "x")),
         (lambda x: (greatest(x), greatest(x)), P(None, "x")),
     ],
-    ids=["split along no window", "padded alike", "other windows", "the same"],
+    ids=["split along no window", "padded equally", "other windows", "the same"],
 )
 def test_nothing_else_stands_behind_a_barrier(fn, spec):
     mesh = jax.sharding.AbstractMesh((2,), ("x",))

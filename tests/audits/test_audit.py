@@ -1,4 +1,4 @@
-"""Audits: a plan's prediction beside the compiled program."""
+"""Audits: a plan's prediction and the compiled program."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec

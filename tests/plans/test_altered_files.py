@@ -210,7 +210,7 @@ def test_altered_cache_entries_are_planned_anew(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.filterwarnings("ignore:the cache of plans")
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 50_000 + "1" + "}" * 50_000])
 def test_deep_nesting(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists in lists in lists: refused in plans and profiles, planned anew where they stand in the cache."""
+    """Lists in lists in lists: refused in plans and profiles, and planned again in the cache."""
     for name, error, function in (
         ("p.json", PlanMismatchError, Plan.load),
         ("h.json", ArgumentError, load),

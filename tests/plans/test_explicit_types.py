@@ -88,7 +88,7 @@ def test_a_mesh_that_is_set(explicit: bool) -> None:
 
 
 def test_other_types_are_another_plan() -> None:
-    """As jax.jit traces anew for other types."""
+    """As jax.jit traces again for other types."""
     mesh = mesh_of((2, 4), explicit=True)
     planned = shardplan.auto(lambda x: x * 2, mesh)
     for spec in (P("x"), P(None, "y")):

@@ -145,11 +145,11 @@ def test_explained_argument(plan: Plan):
     assert text.count("dot_general as") == 2  # forward, and the gradient of the activations
     assert "replaced by" in text
     assert "linear.py:" in text
-    assert "(searched anew)" in text
+    assert "(exact)" in text
 
 
 def test_explained_extra_cost_is_that_of_a_plan_with_a_pin(plan: Plan):
-    """Each other layout that was searched anew costs what planning with that layout pinned costs."""
+    """The exact cost of another layout is that of a plan with this layout pinned."""
     path = "0/params/layer_1/kernel"
     told = [entry for entry in _extras(plan.explain(path)) if "sum" not in entry[0]]
     assert len(told) >= 5

@@ -97,7 +97,7 @@ def test_the_bound_holds_for_every_assignment(bytes_per_second: float) -> None:
 
 
 def test_collectives_longer_than_the_work_are_balanced() -> None:
-    """Twelve gathers of weights on links so slow that together they take longer than the work that they run beside."""
+    """Twelve gathers of weights on links so slow that together they take longer than the work that hides them."""
     options = {"objective": "time", "hardware": linked(2e11), "pins": SPLIT}
     plan = shardplan.plan(layers, MESH, floats(8192, 1024), [floats(1024, 1024)] * 12, **options)
     step = plan.step_time
