@@ -3,7 +3,7 @@
 step = shardplan.auto(train_step, mesh)      # instead of jax.jit(train_step)
 state, loss = step(state, batch)
 
-What is public is imported when it is first asked for, so that ``import shardplan`` takes no time.
+Public names are imported on their first use, so that ``import shardplan`` takes no time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MODULES = {
 
 
 class _Package(ModuleType):
-    """The package: a public name is the function of a module of the same name, whoever imports that module."""
+    """The package, whose public names stay functions after the import of a module of the same name."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _MODULES:

@@ -1,4 +1,4 @@
-"""``python -m shardplan``: the command line, where its script is not on the path."""
+"""``python -m shardplan``: the command line without its script on the path."""
 
 import sys
 

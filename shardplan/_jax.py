@@ -1,6 +1,6 @@
-"""Everything of the core that touches JAX internals: the next JAX is this one file's work.
+"""All uses of JAX internals in the core. A new version of JAX only changes this file.
 
-Tracing goes through the public ``jax.jit(...).trace``; what is internal here is reading equations (their bodies, source
+Tracing goes through the public ``jax.jit(...).trace``. The internals are for reading equations (their bodies, source
 lines and name stacks) and binding them again.
 """
 
@@ -35,7 +35,7 @@ Ref = jax.ref.Ref
 Tracer = jax.core.Tracer
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 
-# Call-like primitives, whose body is inlined, and the parameters that may hold it: a `ClosedJaxpr` or a `Jaxpr`.
+# Call-like primitives, whose body is inlined. The parameters below may have it, as a `ClosedJaxpr` or a `Jaxpr`.
 _CALLS = frozenset(
     {
         *("call", "closed_call", "composite", "core_call", "custom_jvp_call", "custom_vjp_call"),
@@ -45,7 +45,7 @@ _CALLS = frozenset(
 )
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
 _PLATFORMS = ("cpu", "cuda", "rocm")
-"""Where a planned step may run."""
+"""The platforms of planned steps."""
 _LOWERED_FUNCTION = mlir.lower_fun(lambda: ()).__code__
 """The code of all lowering rules that run a function."""
 _REMATERIALISED = frozenset({"remat", "remat2", "checkpoint"})
@@ -53,7 +53,7 @@ _REMATERIALISED = frozenset({"remat", "remat2", "checkpoint"})
 
 @dataclass(frozen=True, slots=True)
 class CallBody:
-    """What a call-like equation runs: a body with its constants, on the operands at some positions."""
+    """The body of a call-like equation, its constants, and the positions of its operands."""
 
     jaxpr: Jaxpr
     constants: tuple[Any, ...]
@@ -61,10 +61,10 @@ class CallBody:
 
 
 def call_body(equation: Equation) -> CallBody | None:
-    """The body of a call-like equation, or None where the equation is an operation of its own."""
+    """The body of a call-like equation, or None for an operation of its own."""
     name, params = equation.primitive.name, equation.params
     positions = tuple(range(len(equation.invars)))
-    if name == "custom_linear_solve":  # products and their transposes are for derivatives, which are traced already
+    if name == "custom_linear_solve":  # products and transposes are for derivatives, which are traced already
         lengths = params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
         stop = start + lengths.solve
@@ -83,20 +83,20 @@ def call_body(equation: Equation) -> CallBody | None:
 def runs_a_function(primitive: Primitive) -> bool:
     """Whether JAX lowers a primitive as a function of other operations (``mlir.lower_fun``), on every platform.
 
-    Equinox, and what builds on it (Diffrax, Lineax), make theirs so."""
+    Primitives of Equinox, and of libraries on top of it (Diffrax, Lineax), are lowered in this way."""
     of_platform = getattr(mlir, "_platform_specific_lowerings", {})
     own = any(primitive in of_platform.get(platform, {}) for platform in _PLATFORMS)
     return not own and getattr(lowering_of(primitive), "__code__", None) is _LOWERED_FUNCTION
 
 
 def lowering_of(primitive: Primitive) -> Any:
-    """The rule by which JAX lowers a primitive on every platform, or None."""
+    """The lowering rule of a primitive on every platform, or None."""
     entry = getattr(mlir, "_lowerings", {}).get(primitive)
     return getattr(entry, "rule", entry)
 
 
 def body_of_function(equation: Equation) -> CallBody | None:
-    """The body of a primitive that `runs_a_function`; None where it takes or does more than arrays can tell."""
+    """The body of a primitive that `runs_a_function`. None for non-array operands, and for side effects."""
     types: list[Any] = [var.aval for var in equation.invars]
     if equation.effects or not all(map(is_array_type, types)):
         return None
@@ -105,11 +105,11 @@ def body_of_function(equation: Equation) -> CallBody | None:
     try:
         with automatic_mesh():
             body = jax.make_jaxpr(functools.partial(run, **equation.params))(*shapes)
-    except Exception:  # somebody else's function: what it raises, it raises where JAX lowers the step
+    except Exception:  # a foreign function: its error recurs when JAX lowers the step
         return None
     given, wanted = ([(a.shape, a.dtype) for a in avals] for avals in (body.out_avals, result_types(equation)))
-    alike = given == wanted and not body.effects
-    return CallBody(body.jaxpr, tuple(body.consts), tuple(range(len(types)))) if alike else None
+    is_pure_match = given == wanted and not body.effects
+    return CallBody(body.jaxpr, tuple(body.consts), tuple(range(len(types)))) if is_pure_match else None
 
 
 def result_types(equation: Equation) -> list[Any]:
@@ -117,8 +117,9 @@ def result_types(equation: Equation) -> list[Any]:
 
 
 def _branch_of_platforms(params: dict[str, Any]) -> ClosedJaxpr | None:
-    """The branch that runs on every platform (`jax.lax.platform_dependent`, which `jnp.diag` uses): JAX keeps it alone
-    where it lowers a program. None where a value decides, or platforms differ."""
+    """The branch for every platform (`jax.lax.platform_dependent`, as in `jnp.diag`), the only one in JAX's lowering.
+
+    None where a value selects the branch, or platforms differ."""
     listed = params.get("branches_platforms") or ()
     taken = {
         next((number for number, names in enumerate(listed) if names is None or platform in names), None)
@@ -129,7 +130,7 @@ def _branch_of_platforms(params: dict[str, Any]) -> ClosedJaxpr | None:
 
 
 def control_bodies(equation: Equation) -> list[tuple[Jaxpr, tuple[Any, ...], int | None]]:
-    """The bodies of a loop or of branches with their constants and trip counts (None: not known from the parameters).
+    """The bodies of a loop or of branches, with their constants and trip counts. None for an unknown trip count.
 
     Empty for every other equation. A while loop's condition comes before its body.
     """
@@ -149,8 +150,9 @@ _REDUCTIONS = {"psum": jax.lax.reduce_sum_p, "pmax": jax.lax.reduce_max_p, "pmin
 
 
 def one_by_one(equation: Equation) -> list[Equation]:
-    """An equation that moves arrays (``jax.device_put`` of a tree) as one for each, which says the memory that it moves
-    to alone: devices and shardings are the plan's. Others as they are."""
+    """An equation that moves arrays (``jax.device_put`` of a tree), as one equation for each array. Others unchanged.
+
+    Each only has the target's memory kind. Devices and shardings are the plan's."""
     if equation.primitive.name != "device_put":
         return [equation]
     found = []
@@ -165,28 +167,28 @@ def one_by_one(equation: Equation) -> list[Equation]:
 
 
 HOST_MEMORY = "pinned_host"
-"""The one kind of memory beside the devices' own that is part of types."""
+"""The only memory kind in types other than the devices' own."""
 
 
 def memory_kind(aval: Any) -> str | None:
-    """The kind of memory of an array of a type, None for the devices' own."""
+    """The memory kind of an array type, None for the devices' own."""
     return HOST_MEMORY if getattr(aval, "memory_space", None) is jax.memory.Space.Host else None
 
 
 def moved(array: Any, kind: str | None) -> Any:
-    """A traced array in a kind of memory; itself where its type has that already."""
+    """A traced array in a memory kind, or itself if it is there already."""
     space = jax.memory.Space.Host if kind == HOST_MEMORY else jax.memory.Space.Device
     return array if jax.typeof(array).memory_space is space else jax.device_put(array, space)
 
 
 def without_layout(kind: str) -> jax.sharding.NamedSharding:
-    """A sharding that says the kind of memory of an argument, and nothing of its layout."""
+    """A sharding with the memory kind of an argument, and without a layout."""
     return jax.sharding.NamedSharding(jax.sharding.AbstractMesh((), ()), jax.sharding.PartitionSpec(), memory_kind=kind)
 
 
 def with_memory_kinds(lowered: Any, kinds: Sequence[str | None]) -> Any:
-    """A lowered program whose arguments are in these kinds of memory. Devices that are only described have no memories
-    that JAX knows of: it drops the kinds from shardings over them."""
+    """A lowered program whose arguments have these memory kinds. JAX drops them from shardings over compile-only
+    devices, whose memories it does not know."""
     module, constants = lowered.compiler_ir(), len(lowered._lowering.const_args)
     places = sorted(lowered._lowering.compile_args["kept_var_idx"])  # constants come first
     [main] = [one for one in module.body.operations if "main" in str(one.attributes["sym_name"])]
@@ -200,12 +202,12 @@ def with_memory_kinds(lowered: Any, kinds: Sequence[str | None]) -> Any:
 
 
 def unbatched(equation: Equation) -> Equation:
-    """An equation that ``vmap`` left in a form of its own, in the usual one; others as they are.
+    """The usual form of an equation that ``vmap`` has changed. Others unchanged.
 
-    A collective over a named axis that ``vmap`` made a dimension (a batch norm's mean) is a reduction.
+    A collective over a named axis of ``vmap``, such as a batch norm's mean, is a reduction.
     """
     name, params = equation.primitive.name, equation.params
-    if "ft_in" in params:  # of a scan since JAX 0.11: its operands as a tree
+    if "ft_in" in params:  # a scan since JAX 0.11, with the tree of its operands
         constants, carry, _ = params["ft_in"].unpack()
         return equation.replace(params=params | {"num_consts": len(constants), "num_carry": len(carry)})
     axes = params.get("axes", ())
@@ -215,18 +217,20 @@ def unbatched(equation: Equation) -> Equation:
 
 
 def _with_one_predicate(equation: Equation) -> Equation:
-    """A while loop that ``vmap`` made of many, as JAX lowers it: it goes on while any of them does, and changes only
-    those that go on. Its predicate is an array, which ``jax.lax.while_loop`` does not take. Other equations stay."""
+    """A while loop under ``vmap``, as JAX lowers it. Other equations unchanged.
+
+    Its predicate is an array, which ``jax.lax.while_loop`` does not take. The lowered loop continues while any element
+    of it is true, and only changes these elements."""
     params = equation.params
     if equation.primitive.name != "while" or not params["cond_jaxpr"].out_avals[0].shape:
         return equation
     first, second = params["cond_nconsts"], params["body_nconsts"]
     test, step = jaxpr_as_fun(params["cond_jaxpr"]), jaxpr_as_fun(params["body_jaxpr"])
 
-    def any_goes_on(*operands: Any) -> Any:
+    def any_continues(*operands: Any) -> Any:
         return jax.numpy.any(test(*operands)[0])
 
-    def those_that_go_on(*operands: Any) -> list[Any]:
+    def continuing_elements(*operands: Any) -> list[Any]:
         carry = operands[first + second :]
         (going,) = test(*operands[:first], *carry)
         after = step(*operands[first:])
@@ -235,16 +239,17 @@ def _with_one_predicate(equation: Equation) -> Equation:
 
     avals = [var.aval for var in equation.invars]
     merged = {
-        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*avals[:first], *avals[first + second :]),
-        "body_jaxpr": jax.make_jaxpr(those_that_go_on)(*avals),
+        "cond_jaxpr": jax.make_jaxpr(any_continues)(*avals[:first], *avals[first + second :]),
+        "body_jaxpr": jax.make_jaxpr(continuing_elements)(*avals),
         "body_nconsts": first + second,
     }
     return equation.replace(invars=[*equation.invars[:first], *equation.invars], params=params | merged)
 
 
 def barrier_mask(equation: Equation) -> tuple[bool, ...]:
-    """Which operands of a call-like equation pass an optimization barrier, as JAX's own lowering of a rematerialised
-    region does: without it the compiler would merge the recomputation with the forward pass."""
+    """The operands of a call-like equation behind an optimization barrier, as JAX lowers rematerialised regions.
+
+    Without the barrier the compiler would merge the recomputation with the forward pass."""
     prevent = equation.params.get("prevent_cse", True)
     if equation.primitive.name not in _REMATERIALISED or not equation.params.get("differentiated"):
         return (False,) * len(equation.invars)
@@ -252,12 +257,13 @@ def barrier_mask(equation: Equation) -> tuple[bool, ...]:
 
 
 HOST_CALLS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_callback"})
-"""Primitives that run Python on the host, which no device shares: there is nothing to describe."""
+"""Primitives that run Python on the host, which cannot be split."""
 
 
 def is_lowered_for_devices(equation: Equation) -> bool:
-    """Whether an equation's lowering asks for the devices (callbacks, cuDNN's attention, custom partitioning): of such
-    programs JAX wants all shardings over one and the same mesh, types of axes included."""
+    """Whether an equation's lowering depends on the devices (callbacks, cuDNN's attention, custom partitioning).
+
+    JAX requires the same mesh, with the same axis types, in all shardings of such programs."""
     if equation.primitive in dispatch.prim_requires_devices_during_lowering:
         return True
     return any(map(dispatch.jaxpr_has_prim_requiring_devices, jax_core.jaxprs_in_params(equation.params)))
@@ -267,9 +273,9 @@ SHARDING_CONSTRAINT = "sharding_constraint"
 
 
 def wanted_spec(equation: Equation) -> jax.sharding.PartitionSpec | None:
-    """The spec of a user's own ``with_sharding_constraint``, None for other equations and for shardings without one.
+    """The spec of a user's ``with_sharding_constraint``. None for other equations and for shardings without a spec.
 
-    Dimensions that the user leaves open are ``PartitionSpec.UNCONSTRAINED``.
+    Open dimensions are ``PartitionSpec.UNCONSTRAINED``.
     """
     if equation.primitive.name != SHARDING_CONSTRAINT:
         return None
@@ -287,7 +293,7 @@ optimization_barrier: Primitive = jax.lax.optimization_barrier_p
 
 
 def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters without shardings over no mesh at all, which some of JAX's own transposes leave behind."""
+    """Parameters without shardings over an empty mesh, which some of JAX's transposes leave."""
     empty = {
         name: None
         for name, value in params.items()
@@ -297,26 +303,26 @@ def without_empty_shardings(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_line(equation: Equation) -> str | None:
-    """``file:line (function)`` of the user's code that an equation comes from, None where nothing leads back to it."""
+    """``file:line (function)`` of an equation in the user's code. None where JAX has no record of it."""
     frame = source_info_util.user_frame(equation.source_info.traceback)
     if frame is None or frame.file_name.endswith(
         "shardplan/program/inline_single_trip_scans.py"
-    ):  # whose scan has the line
+    ):  # the line is that of its scan
         return None
     name = frame.file_name.rsplit("/", 1)[-1]
     return f"{name}:{frame.start_line} ({frame.function_name})"
 
 
 def module_path(equation: Equation) -> str:
-    """The modules and transformations that an equation comes from, as ``transpose(jvp(GPT))/layer_0/mlp``."""
+    """The modules and transformations of an equation, as ``transpose(jvp(GPT))/layer_0/mlp``."""
     return str(equation.source_info.name_stack)
 
 
 def bind_again(
     equation: Equation, primitive: Primitive, params: dict[str, Any], operands: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Binds a traced primitive to new operands in the mesh of its trace, or an island's; the name stack goes on."""
-    if primitive.name == SHARDING_CONSTRAINT:  # a hard layout of its result, where the plan's own constraint stands
+    """Binds a traced primitive to new operands in the mesh of its trace or of an island, under its name stack."""
+    if primitive.name == SHARDING_CONSTRAINT:  # a hard layout of its result: the plan has a constraint of its own there
         return tuple(operands)
     info, mesh = equation.source_info, jax.sharding.get_abstract_mesh()
     name_stack = source_info_util.current_name_stack() + info.name_stack
@@ -328,8 +334,10 @@ def bind_again(
 
 
 def run_without_types(closed: ClosedJaxpr, operands: Sequence[Any], laid_out: Callable[[Any, Any], Any]) -> list[Any]:
-    """Runs a program that was traced on mesh axes of type Explicit on arrays without types. Where it says a layout, the
-    array gets it by ``laid_out(array, spec)``; layouts that only follow from those of arguments are left out."""
+    """Runs a program that was traced on mesh axes of type Explicit on arrays without typed layouts.
+
+    Arrays get the layouts that the program requests by ``laid_out(array, spec)``. Layouts derived from those of
+    arguments are left out."""
     values = dict(zip(closed.jaxpr.constvars, map(without_typed_layout, closed.consts), strict=True))
     values |= dict(zip(closed.jaxpr.invars, operands, strict=True))
 
@@ -346,19 +354,19 @@ def run_without_types(closed: ClosedJaxpr, operands: Sequence[Any], laid_out: Ca
 
 
 _LAYOUTS = ("out_sharding", "sharding", "dst_sharding")
-_NO_MORE_THAN_LAYOUTS = ("reshard", "mesh_cast")
+_LAYOUT_CHANGES = ("reshard", "mesh_cast")
 
 
 def _run_without_types(equation: Equation, operands: Sequence[Any], laid_out: Callable[[Any, Any], Any]) -> Any:
     params, name = equation.params, equation.primitive.name
     said = [params[key] for key in _LAYOUTS if isinstance(params.get(key), jax.sharding.NamedSharding)]
-    if name in _NO_MORE_THAN_LAYOUTS:
+    if name in _LAYOUT_CHANGES:
         return [laid_out(operands[0], said[0].spec)]
     if name in ("jit", "pjit"):
         return run_without_types(params["jaxpr"], operands, laid_out)
     if name == SHARDING_CONSTRAINT:
         return [laid_out(operands[0], params["sharding"].spec)]
-    if name == "shard_map":  # whose body has layouts of its own
+    if name == "shard_map":  # its body has layouts of its own
         mesh = params["mesh"]
         bare = params | {"mesh": mesh.update(axis_types=(jax.sharding.AxisType.Auto,) * len(mesh.axis_names))}
     else:
@@ -369,7 +377,7 @@ def _run_without_types(equation: Equation, operands: Sequence[Any], laid_out: Ca
 
 
 def _bodies_without_types(param: Any, laid_out: Callable[[Any, Any], Any]) -> Any:
-    """A parameter of an equation with the programs in it, without types."""
+    """A parameter of an equation, whose programs have no typed layouts."""
     if isinstance(param, tuple) and any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in param):
         return tuple(_bodies_without_types(one, laid_out) for one in param)
     if not isinstance(param, (ClosedJaxpr, Jaxpr)):
@@ -381,7 +389,7 @@ def _bodies_without_types(param: Any, laid_out: Callable[[Any, Any], Any]) -> An
 
 
 def options_of_jit(fn: Any) -> dict[str, Any]:
-    """The options that a function was given to ``jax.jit`` with, those that say something; none for other functions."""
+    """The ``jax.jit`` options of a function that differ from the defaults. Empty for other functions."""
     info = getattr(fn, "_jit_info", None)
     if info is None:
         return {}
@@ -397,12 +405,12 @@ def options_of_jit(fn: Any) -> dict[str, Any]:
 
 
 def inside_of_jit(fn: Any) -> Any:
-    """The function that a function of ``jax.jit`` runs; others as they are."""
+    """The function inside a function of ``jax.jit``. Others unchanged."""
     return getattr(fn, "__wrapped__", fn) if hasattr(fn, "_jit_info") else fn
 
 
 api_boundary = traceback_util.api_boundary
-"""What ``jax.jit`` and its like wrap their functions in: a user's error shows the user's frames."""
+"""The wrapper of functions such as ``jax.jit``: tracebacks of user errors show the user's frames."""
 
 
 def hide_from_tracebacks(*files: str) -> None:
@@ -418,10 +426,10 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def without_refs(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Ref], dict[int, int]]:
-    """A program over references, as one over arrays: what it writes to them comes out behind its results.
+    """A program over references as a program over arrays, with their final values as further results.
 
-    Returns it, the references that it closes over, which are its last arguments, and per result that is written to one
-    the position of that among the arguments.
+    Returns the program, its closed-over references, which are its last arguments, and per further result the position
+    of its reference among the arguments.
     """
     inside = jax_core.internal_mutable_array_effect in closed.effects
     if not inside and not any(isinstance(one, RefEffect) for one in closed.effects):
@@ -457,12 +465,12 @@ def ref_to(array: jax.Array) -> Ref:
 
 
 def array_in(ref: Ref) -> Any:
-    """The array that a reference holds, not a copy."""
+    """The array in a reference, not a copy."""
     return ref._refs._buf
 
 
 def put_in(ref: Ref, array: Any) -> None:
-    """Has a reference hold this very array."""
+    """Puts this very array into a reference."""
     ref._refs._buf = array
 
 
@@ -479,8 +487,9 @@ _CUDNN_VERSION = fused_attention_stablehlo.check_cudnn_version
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Traces attention of cuDNN where that is not installed, as for the newest one on the newest GPU: JAX asks for both
-    while it traces, though only what is compiled needs them."""
+    """Allows traces of cuDNN's attention without cuDNN, as for its newest version on the newest GPU.
+
+    JAX asks for both during a trace, although only the compilation needs them."""
     if has_cudnn():
         yield
         return
@@ -494,14 +503,14 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def asks_for_cudnn(equation: Equation) -> bool:
-    """Whether an equation is attention of cuDNN, or runs it."""
+    """Whether an equation is cuDNN's attention, or contains it."""
     if equation.primitive.name.startswith("dot_product_attention_"):
         return True
     return any(asks_for_cudnn(inner) for body in jax_core.jaxprs_in_params(equation.params) for inner in body.eqns)
 
 
 def targets_of(equation: Equation) -> set[str]:
-    """The names of the functions that an equation calls by ``jax.ffi.ffi_call``, itself or in what it runs."""
+    """The names of the ``jax.ffi.ffi_call`` targets of an equation and of its bodies."""
     bodies = jax_core.jaxprs_in_params(equation.params)
     inside = (targets_of(inner) for body in bodies for inner in body.eqns)
     return {str(equation.params.get("target_name"))}.union(*inside)
@@ -509,9 +518,9 @@ def targets_of(equation: Equation) -> set[str]:
 
 @contextmanager
 def automatic_mesh() -> Iterator[None]:
-    """The user's ``jax.set_mesh`` with axes of type Auto: what a step is traced and run under.
+    """The user's ``jax.set_mesh`` with axes of type Auto, for traces and runs of a step.
 
-    So constraints by a ``PartitionSpec`` alone keep their mesh, and types carry no layouts that a plan would change.
+    So constraints by a mere ``PartitionSpec`` keep their mesh, and types have no layouts that a plan would change.
     """
     mesh = jax.sharding.get_abstract_mesh()
     typed = any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types)
@@ -521,37 +530,36 @@ def automatic_mesh() -> Iterator[None]:
 
 
 def trace_context() -> Any:
-    """The settings of JAX that what is traced depends on, as ``jax.jit`` keys its own traces: default precision, x64,
-    the mesh in use."""
+    """The settings of JAX that a trace depends on, from the keys of ``jax.jit``: default precision, x64, mesh."""
     return config.trace_context()
 
 
 def is_array_type(aval: Any) -> bool:
-    """Whether an abstract value is a plain or keyed array, which can be laid out (not a token or a reference)."""
+    """Whether an abstract value is a plain or keyed array, which can have a layout (not a token or a reference)."""
     return isinstance(aval, jax_core.ShapedArray)
 
 
 def is_ordered_for_one_device(effect: Any) -> bool:
-    """Whether an effect keeps an order between steps that JAX only keeps on one device."""
+    """Whether an effect orders steps, which JAX supports on one device only."""
     return effects.ordered_effects.contains(effect) and not effects.shardable_ordered_effects.contains(effect)
 
 
 @functools.cache
 def stored_dtype(dtype: Any) -> Any:
-    """The element type that a tensor is stored in: that of the words of PRNG keys, its own otherwise."""
+    """The element type of a stored tensor: that of the words for PRNG keys, else its own."""
     return np.dtype(np.uint32) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype
 
 
 @functools.cache
 def item_bytes(dtype: Any) -> int:
-    """Bytes of one element; for PRNG keys, of the whole key."""
+    """Bytes of one element. For PRNG keys, of the whole key."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return 4 * int(np.prod(dtype._impl.key_shape))
     return int(np.dtype(dtype).itemsize)
 
 
 def shape_of(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """What ``jax.jit(...).lower`` takes for a value, or an abstract value, in its kind of memory."""
+    """The ``jax.jit(...).lower`` argument of a value, or an abstract value, with its memory kind."""
     kind = memory_kind(value) if isinstance(value, jax_core.AbstractValue) else value.memory_kind
     if sharding is None and kind is not None:
         sharding = without_layout(kind)
@@ -559,12 +567,12 @@ def shape_of(value: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def array_of_type(value: Any, aval: Any) -> Any:
-    """A literal as an array of a type, weak where that is."""
+    """A literal as an array of a type, with its weak type."""
     return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
 
 
 def typed_layout(leaf: Any) -> Any:
-    """The layout in the type of an argument, with the mesh that it is over: None where no axis is of type Explicit."""
+    """The layout in the type of an argument, with its mesh. None where no axis is of type Explicit."""
     sharding = getattr(leaf, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or jax.sharding.AxisType.Explicit not in mesh.axis_types:
@@ -574,7 +582,7 @@ def typed_layout(leaf: Any) -> Any:
 
 
 def has_typed_layout(array: jax.Array) -> bool:
-    """Whether an array's layout is part of its type: it lies on a mesh with axes that are not Auto."""
+    """Whether an array's layout is part of its type: its mesh has axes other than type Auto."""
     mesh = getattr(array.sharding, "mesh", None)
     return mesh is not None and any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types)
 
@@ -591,7 +599,7 @@ def without_typed_layout(array: Any) -> Any:
 
 @functools.cache
 def key_value_store() -> Any:
-    """The key-value store of the processes that ``jax.distributed`` joins; None where there is one process."""
+    """The key-value store of the processes of ``jax.distributed``. None for one process."""
     return distributed.global_state.client
 
 

@@ -1,4 +1,4 @@
-"""``shardplan.auto``: one line instead of ``jax.jit``."""
+"""``shardplan.auto`` and ``shardplan.plan``: the planned function in the place of ``jax.jit``, and its plan."""
 
 from __future__ import annotations
 
@@ -73,49 +73,46 @@ def auto(  # type: ignore[misc]
 ) -> Any:
     """``fn``, planned over ``mesh`` and compiled, in the place of ``jax.jit(fn)``.
 
-    The first call with new shapes plans and compiles; further ones run. Arguments that lie elsewhere are placed.
+    The first call with new shapes plans and compiles. Arguments in other layouts are resharded at each call.
 
     Args:
-        fn: any function of pytrees of arrays; typically a training step ``(state, batch) -> (state, loss)``. That of
-            ``jax.jit`` keeps the options that it was made with. Without a function, this is a decorator with options.
-        mesh: a ``jax.sharding.Mesh`` with axes of any type, an ``AbstractMesh`` (plans, but cannot run), or a number of
-            devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices is used), or text such as
-            ``"data=2,model=4"``. By default that of ``jax.set_mesh``, or all devices. Results have the
-            types that ``jax.jit`` gives where an argument is on axes of type Explicit, or ``jax.set_mesh`` holds such
-            a mesh; in all other calls types without layouts.
-        memory_limit: bytes that one device may hold, as a number or as ``"11GB"``.
+        fn: any function of pytrees of arrays, typically a training step ``(state, batch) -> (state, loss)``. A function
+            of ``jax.jit`` keeps its options. Without a function, this is a decorator with options.
+        mesh: a ``jax.sharding.Mesh``, an ``AbstractMesh`` (plans, but cannot run), text such as ``"data=2,model=4"``,
+            or a number of devices or ``"2x8"`` hosts by devices (the best mesh of the first so many devices). By
+            default that of ``jax.set_mesh``, or all devices. Results have the types of ``jax.jit`` under a
+            ``jax.set_mesh`` with axes of type Explicit, or with an argument on such axes, and else no typed layouts.
+        memory_limit: bytes of one device, as a number or as ``"11GB"``.
         objective: ``"bytes"`` (sent per device and step) or ``"time"`` (seconds by the hardware profile).
-        hardware: a profile or its name; that of the mesh's devices where none is given, ``"h100"`` for meshes without.
-        pins: path globs of arguments to ``PartitionSpec``s that they must have. Arguments that axes of type Explicit
-            split keep that layout too: it is part of their types.
-        like: a planned step, or a plan, whose state some arguments are, matched by path or by tree: they keep the
-            layouts that it has there, so that nothing moves between the two (`shardplan.plans.like`). A function's own
-            state keeps that of its first plan in any case, where memory allows it.
-        donate_argnums, donate_argnames: arguments whose memory the results may take, as in ``jax.jit``: none where
-            nothing is said. What donating would save is printed with the plan (``plan.donatable_bytes``).
+        hardware: a profile or its name. By default that of the mesh's devices, or ``"h100"`` without devices.
+        pins: path globs of arguments to their ``PartitionSpec``s. Arguments also keep typed layouts over axes of type
+            Explicit.
+        like: a planned step, or a plan, that shares its state with some arguments, matched by path or by tree. They
+            keep their layouts there, and nothing moves between the two (`shardplan.plans.like`). Further plans of one
+            function keep the state's layouts of its first plan in any case, where memory allows it.
+        donate_argnums, donate_argnames: arguments whose memory results may take, as in ``jax.jit``, by default none.
+            The plan prints what a donation would save (``plan.donatable_bytes``).
         static_argnums, static_argnames: arguments that are compiled into the program, as in ``jax.jit``.
-        in_shardings, out_shardings: layouts of arguments that are given by position, and of results, as in ``jax.jit``:
-            trees, or prefixes of them, of ``NamedSharding`` or ``PartitionSpec``, and None where the plan decides. They
-            are pins: the plan keeps them, and is made around them.
+        in_shardings, out_shardings: pins of positional arguments and of results, as in ``jax.jit``: trees, or prefixes
+            of them, of ``NamedSharding`` or ``PartitionSpec``, and None where the plan decides.
         keep_unused, compiler_options: as in ``jax.jit``.
-        reduce_dtype: a narrower float type in which gradients may be summed over devices, ``"bfloat16"`` above all:
-            ``"float16"`` ends at 65504, which is said, and 8-bit types are refused.
-        time_limit: seconds that the search may take, within a second; the best plan by then is taken, with its true
-            bound. Counting the memory of what is searched is part of it, tracing and stating the problem are not, nor
-            is compiling. Each plan of ``refine``, and each mesh of a number of devices, has the limit to itself.
-        refine: plans made in so many ways and compiled for GPUs (which need not be there); the best one is kept. What
-            each gave stands in ``plan.statistics["refined"]``. Needs the extra ``audit``.
+        reduce_dtype: a narrower float type for sums of gradients over devices, such as ``"bfloat16"``. ``"float16"``
+            ends at 65504 and gets a warning. 8-bit types are refused.
+        time_limit: seconds of the search, with its memory counts, met within a second. The best plan by then is kept,
+            with its true bound. Tracing, the problem's construction and compiling are extra. Each plan of ``refine``
+            and each mesh of a number of devices has the whole limit.
+        refine: the number of plans to make and compile for GPUs (which need not be there). The best one is kept.
+            ``plan.statistics["refined"]`` has a row for each. Needs the extra ``audit``.
         islands: False leaves every reduction to XLA, also where it sends more than planned reductions would.
-        verify: whether a plan whose predicted peak comes near the memory limit is compiled, and planned again where the
-            compiled peak exceeds the limit (`shardplan.plans.feedback`). None: where the mesh has GPUs that are there,
-            all of one process.
+        verify: whether to compile a plan near the memory limit, and to plan again if the compiled peak exceeds the
+            limit (`shardplan.plans.feedback`). None: for a mesh of real GPUs of one process.
 
     Returns:
         A callable with ``.plan(*args)`` and ``.lower(*args)``.
 
     Raises:
-        ArgumentError: an option or the mesh is wrong; before any work starts.
-        InfeasibleError: nothing keeps within the memory limit.
+        ArgumentError: an option or the mesh is wrong. Raised before any work starts.
+        InfeasibleError: no plan is within the memory limit.
     """
     chosen = {name: value for name, value in locals().items() if name not in ("fn", "mesh")}
     if fn is None:
@@ -125,7 +122,7 @@ def auto(  # type: ignore[misc]
 
 @_jax.api_boundary
 def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) -> Plan:
-    """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s; see ``auto`` for the options."""
+    """The plan of ``fn`` for arguments, which may be ``jax.ShapeDtypeStruct``s. ``auto`` documents the options."""
     chosen = options_from(options)
     function = AutoFunction(fn, as_mesh(mesh), replace(chosen, verify=bool(chosen.verify)))
     with nullcontext() if isinstance(mesh, Mesh) else planning_alone():
@@ -133,7 +130,7 @@ def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) ->
 
 
 class AutoFunction:
-    """What ``auto`` returns: called like ``jax.jit(fn)``, with a plan per shapes of the arguments."""
+    """The callable of ``auto``: called like ``jax.jit(fn)``, with a plan per shapes of the arguments."""
 
     def __init__(self, fn: Callable[..., Any], mesh: GivenMesh | NoMesh, options: Options) -> None:
         if not callable(fn):
@@ -149,7 +146,7 @@ class AutoFunction:
 
     @functools.cached_property
     def mesh(self) -> GivenMesh:
-        """The mesh, which is looked for when it is needed where none was given."""
+        """The given mesh, or the default one at this time."""
         return mesh_of_context() if isinstance(self._given_mesh, NoMesh) else self._given_mesh
 
     def __repr__(self) -> str:
@@ -159,7 +156,7 @@ class AutoFunction:
         return f"<shardplan.auto of {name_of(self._fn)} over mesh {text}, {count} plan{'s' * (count != 1)}>"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """As a method of a class, the instance is the first argument, as for ``jax.jit``."""
+        """Binds a method: the instance is the first argument, as for ``jax.jit``."""
         return self if instance is None else types.MethodType(self, instance)
 
     @_jax.api_boundary
@@ -169,19 +166,19 @@ class AutoFunction:
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
+        """The planned step, lowered like ``jax.jit(fn).lower``."""
         runner = self._runner(adapt_call(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
     @_jax.api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The planned step, traced as ``jax.jit(fn).trace`` does it; ``jax.export.export`` takes this function too."""
+        """The planned step, traced like ``jax.jit(fn).trace``. ``jax.export.export`` takes this function too."""
         runner = self._runner(adapt_call(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.trace(runner.mesh)
 
     @_jax.api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Shapes and types of the results, without a plan, as ``jax.jit(fn).eval_shape`` does it."""
+        """Shapes and types of the results, without a plan, like ``jax.jit(fn).eval_shape``."""
         self._calls.check(args, kwargs)
         call = adapt_call(self._calls.take(args, kwargs))
         shapes, named = call.shapes()
@@ -214,11 +211,11 @@ class AutoFunction:
         if key not in self._planned:
             self._calls.check(args, kwargs)
             types = axis_types_of(call, self.mesh)
-            self._planned[key] = Runner(self._plan_beside(call, types is not None), self.mesh, types)
+            self._planned[key] = Runner(self._plan_with_state(call, types is not None), self.mesh, types)
         return self._planned[key]
 
-    def _plan_beside(self, call: Call, typed: bool) -> Plan:
-        """The plan of a call, with the state of the function's first plan where that is, if memory allows it."""
+    def _plan_with_state(self, call: Call, typed: bool) -> Plan:
+        """The plan of a call, with the state in the layouts of the function's first plan, if memory allows it."""
         options = self.options
         if options.like is not None:
             like = layouts_like(_plan_of(options.like), call, self.mesh)
@@ -235,18 +232,18 @@ class AutoFunction:
         return Plan.of(plan_call(call, self.mesh, options, typed, refined))
 
     def traced(self, *args: Any, **kwargs: Any) -> tuple[Program, Options]:
-        """The program for arguments of these shapes, before anything is planned, and the options that it is for."""
+        """The program for arguments of these shapes, without a plan, and its resolved options."""
         self._calls.check(args, kwargs)
         return resolved_call(adapt_call(self._calls.take(args, kwargs)), self.mesh, self.options, typed=False)
 
     @property
     def first_plan(self) -> Plan | None:
-        """The first plan of this function, whose state others share; None before there is one."""
+        """The first plan of this function, whose state further plans share. None before the first call."""
         return next((runner.plan for runner in self._planned.values()), None)
 
 
 def _plan_of(like: Any) -> Plan:
-    """The plan that another function's arguments are to lie like."""
+    """The plan of the option ``like``."""
     found = like.first_plan if isinstance(like, AutoFunction) else like
     if found is None:
         raise ArgumentError(f"like is {like!r}, which has no plan yet: call it first, or plan it by its .plan(*args)")

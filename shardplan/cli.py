@@ -1,12 +1,12 @@
 """The command line: ``shardplan plan|compare|audit|explain|diff|rules|demo``.
 
-A step is named ``module:attribute`` and planned from its shapes; no devices are needed:
+A step has the name ``module:attribute``. Its plan only needs shapes, and no devices:
 
     shardplan plan train:step --mesh data=2,model=4 --save plan.json
     shardplan explain train:step '0/params/*/kernel' --plan plan.json
 
-The exit status is 0; 1 where an audit is outside of its tolerance; 2 for an error, which is one message, or the
-traceback of what the step itself raises; 130 after Ctrl-C.
+The exit status is 0, or 1 for an audit outside of its tolerance, 2 for an error, and 130 after Ctrl-C. An error is one
+message, or the traceback of an exception from the step.
 """
 
 from __future__ import annotations
@@ -52,30 +52,31 @@ _FROM_FILE = ("audit", "explain")
 """The commands that take a saved plan."""
 
 _INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it: 128 and the number of the signal."""
+"""The exit status after Ctrl-C, by the rule of shells: 128 plus the number of the signal."""
 
 _STEP = "step"
-"""The entry of a plan's statistics that names its step as the command line was given it."""
+"""The entry of a plan's statistics with the name of its step on the command line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status. Without ``arguments``, those are the process's, which Ctrl-C ends."""
+    """Runs one command and returns its exit status. Without ``arguments``, it runs those of the process, and Ctrl-C
+    ends the process."""
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
         print("shardplan: interrupted", file=sys.stderr)
     if arguments is None:
         sys.stdout.flush()
-        os._exit(_INTERRUPTED)  # JAX 0.10.2 tears down what it was compiling by a segmentation fault
+        os._exit(_INTERRUPTED)  # JAX 0.10.2 ends an interrupted compilation by a segmentation fault
     return _INTERRUPTED
 
 
 def _run(given: list[str]) -> int:
-    if given[:1] == ["demo"]:  # has its own options
+    if given[:1] == ["demo"]:  # it has its own options
         return _demo(given[1:])
     options = _parser().parse_args(given)
     if "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # nothing here runs on a GPU, so none is taken
+        jax.config.update("jax_platforms", "cpu")  # no command runs on a GPU
     with without_cuda_notice(anyhow=True), suppress(RuntimeError):
         jax.devices()
     warnings.formatwarning, usual = _formatted, warnings.formatwarning
@@ -87,7 +88,7 @@ def _run(given: list[str]) -> int:
     except BrokenPipeError:  # the reader of the output has gone
         sys.stderr.close()
         return 1
-    except Exception:  # the step's own, most likely: its traceback says where, but not that an audit failed
+    except Exception:  # most likely of the step: a traceback, and not the status of a failed audit
         traceback.print_exc()
         return 2
     finally:
@@ -98,7 +99,7 @@ def _run(given: list[str]) -> int:
 def _formatted(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning of ours is a message like an error: it is about the step, wherever this program gave it."""
+    """The format of warnings: a ShardplanWarning is a message like an error, without a source line."""
     if issubclass(category, ShardplanWarning):
         return f"shardplan: {message}\n"
     return _usual_format(message, category, filename, lineno, line)
@@ -144,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
-    """The options of every command that plans; with ``from_file``, a saved plan may take the place of planning."""
+    """Adds the options of every command that plans. With ``from_file``, a saved plan may replace the planning."""
     text = "module:attribute of a training step with its state and batch, or what makes one"
     if from_file:
         text += "; or the file of a plan that this command line saved, which names its step"
@@ -188,7 +189,7 @@ def _plan_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _make_plan(options: argparse.Namespace) -> Plan:
-    """The plan that the options ask for: read from a file and bound to its step, or made."""
+    """The plan of the options: from a file, bound to its step, or planned."""
     if options.command in _FROM_FILE and options.step.endswith(".json"):
         if options.plan or options.mesh:
             raise ArgumentError(f"the plan `{options.step}` has its mesh and its step: leave out --plan and --mesh")
@@ -205,7 +206,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
 
 
 def _step_of(plan: Plan, options: argparse.Namespace) -> str:
-    """The step that a saved plan names."""
+    """The name of a saved plan's step."""
     name = plan.statistics.get(_STEP)
     if not isinstance(name, str):
         raise ArgumentError(
@@ -300,7 +301,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _rules(options: argparse.Namespace) -> int:
-    from shardplan.rules import coverage_markdown, coverage_records  # what only this command needs takes a while
+    from shardplan.rules import coverage_markdown, coverage_records  # imported here, since only this command needs it
 
     print(json.dumps(coverage_records(), indent=1) if options.json else coverage_markdown(), end="")
     return 0
@@ -311,10 +312,10 @@ def _no_demo(options: argparse.Namespace) -> int:
 
 
 def _demo(arguments: list[str]) -> int:
-    """Runs ``python -m shardplan.models.demo``; the models are an extra, which this package knows by name alone."""
+    """Runs ``python -m shardplan.models.demo``. The models are an extra, which this package only knows by name."""
     before, sys.argv = sys.argv, ["shardplan demo", *arguments]
     try:
-        sys.modules.pop("shardplan.models.demo", None)  # run afresh, also where somebody imported it
+        sys.modules.pop("shardplan.models.demo", None)  # runs again after an earlier import
         runpy.run_module("shardplan.models.demo", run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         print(

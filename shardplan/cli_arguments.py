@@ -1,4 +1,4 @@
-"""What the command line reads: steps and pins as texts.
+"""The argument formats of the command line: steps and pins as texts.
 
 >>> parse_pin("0/params/*/kernel=-,data+model")
 ('0/params/*/kernel', P(None, ('data', 'model')))
@@ -29,10 +29,10 @@ class Step:
 
 
 def load_step(text: str) -> Step:
-    """The step that ``module:attribute`` names, searched from the present folder too.
+    """The step of a name ``module:attribute``. The search path includes the present folder.
 
     The attribute is an object with ``train_step``, ``state`` and ``batch`` (as the models of ``shardplan.models``), a
-    tuple ``(fn, *args)``, or a callable without arguments that returns either. Raises ArgumentError otherwise.
+    tuple ``(fn, *args)``, or a callable without arguments that returns either. Raises ArgumentError for others.
     """
     module_name, separator, attribute = text.partition(":")
     if not separator or not module_name or not attribute:
@@ -62,7 +62,7 @@ def load_step(text: str) -> Step:
 
 
 def _takes_arguments(found: Any) -> bool:
-    """Whether a callable cannot be called without arguments: a step itself, whose shapes nobody gave."""
+    """Whether a callable needs arguments: a step itself, without shapes."""
     try:
         inspect.signature(found).bind()
     except TypeError:
@@ -81,7 +81,7 @@ def _as_step(found: Any) -> Step | None:
 
 
 def parse_pin(text: str) -> tuple[str, PartitionSpec]:
-    """A pin from ``path=spec``: one entry per dimension, its mesh axes joined by ``+``, or ``-`` where it is whole."""
+    """A pin from ``path=spec``: one entry per dimension, its mesh axes joined by ``+``, or ``-`` for a whole one."""
     path, separator, spec = text.rpartition("=")
     if not separator or not path:
         raise ArgumentError(f"a pin is written `path=spec`, as `0/params/*/kernel=-,data+model`, got `{text}`")
@@ -90,7 +90,7 @@ def parse_pin(text: str) -> tuple[str, PartitionSpec]:
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, PartitionSpec]:
-    """All pins by their paths, of which each has one."""
+    """All pins by their paths, one for each path."""
     pins = [parse_pin(text) for text in texts]
     paths = [path for path, _ in pins]
     if twice := [f"`{path}`" for path in dict.fromkeys(paths) if paths.count(path) > 1]:

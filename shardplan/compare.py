@@ -1,17 +1,18 @@
-"""Plans of one program by several methods, side by side.
+"""The comparison of plans of one program by several methods.
 
     comparison = shardplan.compare(train_step, mesh, state, batch)
     print(comparison)
     for row in comparison:
         row.method, row.communication_bytes, row.gap
 
-Every row is priced by the same cost model. `exact` is the planner's own search; `data_parallel`, `zero1`, `fsdp` and
-`tensor_parallel` fix what their names say and let the same search complete the rest (`shardplan.problem.baselines`), so
-they are at least as good as these layouts are by hand; the other methods are searches that get the same network.
+The same cost model prices every row. `exact` is the planner's own search. `data_parallel`, `zero1`, `fsdp` and
+`tensor_parallel` fix the layouts of their scheme, and the same search completes the rest
+(`shardplan.problem.baselines`). So they are at least as good as handwritten layouts of the scheme. The other methods
+are searches of the same network.
 
 `placement:depth_first`, `placement:min_cut` and `placement:round_robin` split nothing: every operation runs whole on
-one device (`shardplan.timing.operator_placement`). They have no plan and no objective; what such a row sends and holds
-is that of the busiest device. Where one is asked for, all rows are simulated, and say how long a step takes."""
+one device (`shardplan.timing.operator_placement`). They have no plan and no objective. The traffic and the memory of
+such a row are those of the busiest device. With one of them, all rows are simulated, and have the time of a step."""
 
 from __future__ import annotations
 
@@ -47,10 +48,10 @@ DEFAULT_METHODS = ("exact", "data_parallel", "zero1", "fsdp", "tensor_parallel")
 
 @dataclass(frozen=True, slots=True)
 class ComparedPlan:
-    """One row: a method, its plan (None where it gives none; then ``note`` says why), and the seconds that it took.
+    """One row: a method, its plan (or None, with the reason in ``note``), and the seconds that it took.
 
-    ``simulation`` is there where placements are compared; a placement has nothing else.
-    ``lower_bound`` is that of the problem itself, so it holds for every method: the best one that a row proved.
+    ``simulation`` exists in comparisons with placements. A placement has nothing else.
+    ``lower_bound`` is the best bound of all rows. It is a bound of the problem, and holds for every method.
     """
 
     method: str
@@ -62,7 +63,7 @@ class ComparedPlan:
 
     @property
     def communication_bytes(self) -> float:
-        """Bytes that one device sends per step; of a placement, the one that sends most."""
+        """Bytes that one device sends per step. For a placement, the device that sends most."""
         if self.plan:
             return self.plan.communication_bytes
         return max(self.simulation.sent_bytes) if self.simulation else math.nan
@@ -73,19 +74,19 @@ class ComparedPlan:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes that one device holds at its peak; of a placement, the one that holds most."""
+        """Peak memory of one device. For a placement, the device with the highest peak."""
         if self.plan:
             return self.plan.peak_bytes
         return max(self.simulation.peak_bytes) if self.simulation else math.nan
 
     @property
     def simulated_seconds(self) -> float:
-        """Seconds of one step by `shardplan.simulate`, where the rows were simulated."""
+        """Seconds of one step by `shardplan.simulate`, in simulated rows."""
         return self.simulation.seconds if self.simulation else math.nan
 
     @property
     def gap(self) -> float:
-        """How far above the optimum of the cost model the plan can be, as a share of its objective."""
+        """The largest possible distance to the optimum of the cost model, as a share of the objective."""
         if not self.plan or math.isinf(self.lower_bound):
             return math.nan
         return max(0.0, 1 - self.lower_bound / self.objective) if self.objective else 0.0
@@ -96,7 +97,7 @@ _HEADER = ("method", "MB sent", "objective", "at most above optimum", "peak MB",
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows in the order in which they were asked for; prints as a table."""
+    """The rows in the order of the methods. It prints as a table."""
 
     mesh_axes: dict[str, int]
     rows: tuple[ComparedPlan, ...]
@@ -159,13 +160,13 @@ def compare(
     """Plans ``fn`` by several methods.
 
     Args:
-        fn, mesh, args, options: as for ``shardplan.plan``. A number of devices is compared on the mesh that is best for
+        fn, mesh, args, options: as for ``shardplan.plan``. For a number of devices, the mesh is the best one for
             `exact`.
         methods: names of `shardplan.problem.baselines.BASELINES`, of `shardplan.search.METHODS`, and of
             `shardplan.timing.operator_placement.PLACEMENT_METHODS`.
 
     Raises:
-        ArgumentError: a method or an option is unknown; before any work starts.
+        ArgumentError: a method or an option is unknown. Raised before any work starts.
     """
     chosen = options_from(options)
     mesh = as_mesh(mesh)
@@ -188,7 +189,7 @@ def compare(
 
 
 def _compared(program: Program, mesh: Mesh | AbstractMesh, options: Options, method: str) -> ComparedPlan:
-    """One row. What is compared with may exceed the memory limit, and the row says so."""
+    """One row. Methods other than `exact` may exceed the memory limit, with a note."""
     started = time.perf_counter()
     try:
         if method in ("auto", "exact"):

@@ -1,6 +1,6 @@
 """The errors and warnings that shardplan raises.
 
-Every error is a :class:`ShardplanError`; its message says what was got, where in the user's code, and what to do next.
+Every error is a :class:`ShardplanError`. Its message has the given value, the place in the user's code, and a remedy.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from shardplan.rules.errors import ShardplanError as ShardplanError
 
 
 class ArgumentError(ShardplanError, ValueError):
-    """An argument of a public function is wrong; raised before any work starts."""
+    """An argument of a public function is wrong. Raised before any work starts."""
 
 
 def no_plan(got: object) -> ArgumentError:
-    """The error of a function that was given something else in the place of a plan."""
+    """The error of a function that got another object than a plan."""
     return ArgumentError(f"a plan was expected, got `{got!r}`: take that of an `auto` step from its .plan(*args)")
 
 
@@ -26,11 +26,11 @@ class CallError(ShardplanError, TypeError):
 
 
 class EnclosingTraceError(CallError):
-    """A function reads values of one around it that is being traced: it is no program of its own."""
+    """A function reads values of an enclosing trace, and so is no program of its own."""
 
 
 class PlanMismatchError(ShardplanError, ValueError):
-    """A plan is used for another program, mesh or version than the one that it was made for."""
+    """A plan is used for another program, mesh or version than its own."""
 
 
 class ProcessesError(ShardplanError):
@@ -38,7 +38,7 @@ class ProcessesError(ShardplanError):
 
 
 class InfeasibleError(ShardplanError):
-    """No layout of the program keeps within the memory limit; `least_peak_bytes` is the least peak that was found."""
+    """No layout of the program is within the memory limit. `least_peak_bytes` is the lowest peak found."""
 
     def __init__(self, message: str, least_peak_bytes: float = math.nan) -> None:
         super().__init__(message)
@@ -46,11 +46,11 @@ class InfeasibleError(ShardplanError):
 
 
 class ShardplanWarning(UserWarning):
-    """Something runs, but not as well as it could: an operation that is replicated, a batch that nothing divides."""
+    """A part of the program could run better: a replicated operation, or a batch that no axis divides."""
 
 
 def warn(message: str) -> None:
-    """A `ShardplanWarning` at the line of the user's code that led here: outside of this package and of JAX."""
+    """A `ShardplanWarning` at the line of the user's code: the nearest frame outside of this package and of JAX."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inside(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1

@@ -1,17 +1,17 @@
-"""What the devices and the links between them can do.
+"""Hardware profiles: the rates of devices and of the links between them.
 
 >>> profile = load("h100")
 >>> profile.flops_per_second("bfloat16"), profile.memory_bytes_per_second
 (989400000000000.0, 3350000000000.0)
 
-Sixteen devices are two hosts; the axis that leads from one to the other is as slow as their network:
+Sixteen devices are two hosts. The axis between them is as slow as their network:
 
 >>> links = profile.links({"data": 2, "model": 8})
 >>> links["data"].bytes_per_second, links["model"].bytes_per_second
 (50000000000.0, 450000000000.0)
 
-A profile of one's own is a TOML or JSON file of the same form as those in `shardplan/hardware_profiles/`. Its section
-`[axes.NAME]` gives the link along the mesh axis `NAME`, wherever the hosts end.
+A user's profile is a TOML or JSON file in the format of those in `shardplan/hardware_profiles/`. Its section
+`[axes.NAME]` is the link along the mesh axis `NAME`, inside a host or across hosts.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _RANGES = {
     "latency_seconds": (1e-9, 1.0),
     "devices_per_host": (1, 1024),
 }
-"""The least and the most that each number can sensibly be."""
+"""The sensible range of each number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast one device sends to the next one of its ring.
+    """The rate at which one device sends to the next one of its ring.
 
     Attributes:
         bytes_per_second: in one direction.
@@ -65,11 +65,11 @@ class HardwareProfile:
         name: of the profile.
         flops: dense floating point operations per second, by element type.
         memory_bytes, memory_bytes_per_second: of one device.
-        launch_seconds: what a collective costs before its first byte moves.
-        devices_per_host: devices that `intra_host` links join.
+        launch_seconds: the time of a collective before its first byte.
+        devices_per_host: devices with `intra_host` links.
         intra_host, inter_host: links inside a host and across hosts.
-        axes: links along mesh axes by name, which come before those of the hosts.
-        sources: where the numbers are from.
+        axes: links along mesh axes by name, which override those of the hosts.
+        sources: the sources of the numbers.
     """
 
     name: str
@@ -86,7 +86,7 @@ class HardwareProfile:
     def flops_per_second(self, dtype: Any) -> float:
         """Peak rate of matrix products of an element type (a name or a dtype).
 
-        A type that the profile does not list runs at the rate of the narrowest listed one that can hold it.
+        A type outside of the profile has the rate of the narrowest listed type that can represent it.
         """
         name = dtype if isinstance(dtype, str) else _name_of(dtype)
         for listed in (name, name.split("_")[0]):
@@ -103,13 +103,13 @@ class HardwareProfile:
         return {axis: self.link(axis, mesh_axes) for axis in mesh_axes}
 
     def link(self, axis: str, mesh_axes: Mapping[str, int] | None = None) -> Link:
-        """The link along one mesh axis; without `mesh_axes`, as if all devices were in one host."""
+        """The link along one mesh axis. Without `mesh_axes`, all devices are in one host."""
         if axis in self.axes:
             return self.axes[axis]
         return self.inter_host if mesh_axes and self._crosses_hosts(axis, mesh_axes) else self.intra_host
 
     def bytes_per_second_link(self, axis: str, mesh_axes: Mapping[str, int] | None = None) -> float:
-        """Bytes per second that one device sends along a mesh axis; see `link`."""
+        """Bytes per second that one device sends along a mesh axis, see `link`."""
         return self.link(axis, mesh_axes).bytes_per_second
 
     def _crosses_hosts(self, axis: str, mesh_axes: Mapping[str, int]) -> bool:
@@ -132,8 +132,8 @@ def load(profile: str | os.PathLike[str] | HardwareProfile) -> HardwareProfile:
     """A hardware profile by its name, or from a `.toml` or `.json` file.
 
     Raises:
-        ArgumentError: there is no such profile or file, or some of its entries are missing, unknown or absurd (all of
-            them are named).
+        ArgumentError: there is no such profile or file, or some of its entries are missing, unknown or absurd. The
+            message names all of them.
     """
     if isinstance(profile, HardwareProfile):
         return profile
@@ -158,7 +158,7 @@ def load(profile: str | os.PathLike[str] | HardwareProfile) -> HardwareProfile:
         raise
     except OSError as error:
         raise ArgumentError(f"cannot read the hardware profile `{path}`: {error.strerror}.") from error
-    except ValueError as error:  # also of a number whose digits Python does not write
+    except ValueError as error:  # also for a number of too many digits for Python
         raise ArgumentError(f"the hardware profile `{path}` is no valid {path.suffix[1:].upper()}: {error}.") from error
     except RecursionError:
         raise ArgumentError(f"the hardware profile `{path}` cannot be used: it is nested too deep.") from None
@@ -172,12 +172,12 @@ def _shipped(name: str) -> HardwareProfile:
 
 @cache
 def _name_of(dtype: Any) -> str:
-    """NumPy makes the name anew each time that it is asked for."""
+    """The name of a dtype, cached: NumPy builds it at each access."""
     return str(np.dtype(dtype).name)
 
 
 def _bits(dtype_name: str) -> int:
-    """Bits of a number of an element type; of its real part for a complex one."""
+    """Bits of a number of an element type. For a complex type, of its real part."""
     found = re.search(r"\d+", dtype_name)
     return (int(found[0]) if found else 8) // (2 if dtype_name.startswith("complex") else 1)
 
@@ -187,7 +187,7 @@ def _is_float(dtype_name: str) -> bool:
 
 
 def _is_dtype(name: str) -> bool:
-    """Whether a name is that of an element type, or what those of a few bits begin with (`float8`)."""
+    """Whether a name is an element type, or the common prefix of narrow ones (`float8`)."""
     try:
         return np.dtype(name).name == name
     except TypeError:
@@ -195,7 +195,7 @@ def _is_dtype(name: str) -> bool:
 
 
 class _Reader:
-    """Takes numbers out of a profile's entries and collects everything that is wrong with them."""
+    """A reader of a profile's entries that collects all of their problems."""
 
     def __init__(self, entries: Any) -> None:
         self.problems: list[str] = []
@@ -214,7 +214,7 @@ class _Reader:
         return self.as_section(f"`[{name}]`", self.entries[name])
 
     def number(self, entries: Mapping[str, Any], key: str, where: str = "", kind: str = "") -> float:
-        """A number in the range of its kind; a problem is noted, and 1 returned, for any other value."""
+        """A number in the range of its kind. For any other value, notes a problem and returns 1."""
         least, most = _RANGES[kind or key]
         place = f"`{where}{key}`"
         value = entries.get(key)
@@ -245,7 +245,7 @@ _NUMBERS = ("memory_bytes", "memory_bytes_per_second", "launch_seconds", "device
 
 
 def _from_entries(name: str, place: str, entries: Any) -> HardwareProfile:
-    """Builds a profile from a parsed file; `place` is named in the error."""
+    """The profile of a parsed file. The error names `place`."""
     reader = _Reader(entries)
     if reader.problems:
         raise ArgumentError(f"the hardware profile `{place}` cannot be used: {reader.problems[0]}")

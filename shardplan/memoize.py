@@ -1,4 +1,4 @@
-"""What is derived of a program, a problem, a schedule or lifetimes, once for each.
+"""A cache of values derived from a program, a problem, a schedule or lifetimes.
 
 >>> from types import SimpleNamespace
 >>> @memoize
@@ -21,8 +21,9 @@ Derive = TypeVar("Derive", bound=Callable[..., Any])
 
 
 def memoize(derive: Derive) -> Derive:
-    """Lets a function of one of these, and of hashable arguments, keep what it gives in the ``memo`` of the first.
-    What it gives must not be changed."""
+    """Caches the results of a function in the ``memo`` of its first argument, by its other, hashable arguments.
+
+    The caller must not change a result."""
 
     @functools.wraps(derive)
     def memoized(of: Any, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a user may say about a plan."""
+"""The options of a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_REFINED = 8
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a user may say about a plan; the arguments of ``shardplan.auto``. A memory limit may be text (``11GB``)."""
+    """The options of a plan: the arguments of ``shardplan.auto``. A memory limit may be text (``11GB``)."""
 
     memory_limit: Any = None
     objective: str = "bytes"
@@ -47,7 +47,7 @@ class Options:
     keep_unused: bool = False
     compiler_options: Mapping[str, Any] | None = None
     results: Mapping[str, PartitionSpec] | None = None
-    """The layouts of results by their paths, as ``out_shardings`` or their types have them; found, not given."""
+    """The layouts of results by their paths, from ``out_shardings`` or their types. Planning sets them."""
 
     def __post_init__(self) -> None:
         if isinstance(self.memory_limit, str):
@@ -120,7 +120,7 @@ def _is_positive(number: Any) -> bool:
 
 
 def _check_reduce_dtype(given: Any) -> None:
-    """Refuses what no sum should travel in, and says so where the range of sums is smaller than that of float32."""
+    """Refuses unsuitable types of sums, and warns of a smaller range than that of float32."""
     if not _is_float_type(given):
         raise ArgumentError(f"reduce_dtype is a floating-point type, got `{given}`")
     kind = finfo(dtype(given))

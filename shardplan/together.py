@@ -1,8 +1,8 @@
-"""Planning together: several programs that share a state, each run so often, with one layout of the state.
+"""Joint planning of several programs with a shared state, for one layout of the state.
 
-The networks of the programs become one, each with its costs as often as its program runs, and the variables of the
-shared arguments are tied. What is found for these is what each program is then planned with. The bound is that of the
-one network: no layout of the state, and no plans with it, cost less altogether.
+A joint network combines the networks of the programs, with costs times the number of runs, and ties the variables of
+shared arguments. Its layouts of the shared arguments are the pins of each program's plan. The bound is that of the
+joint network: no layout of the state, and no plans with it, have a lower total cost.
 
 >>> import jax, jax.numpy as jnp
 >>> def train(w, x):
@@ -41,8 +41,10 @@ from shardplan.search import Network, solve
 
 
 class PlansTogether(dict[str, Plan]):
-    """Plans by the names of their programs. ``objective`` is the sum of theirs, each as often as its program runs
-    (``times``); ``lower_bound`` is what no plans with one layout of the state cost less than."""
+    """Plans by the names of their programs.
+
+    ``objective`` is the sum of theirs, times the number of runs (``times``). ``lower_bound`` is a bound of all plans
+    with one layout of the state."""
 
     def __init__(self, plans: Mapping[str, Plan], times: Mapping[str, float], lower_bound: float) -> None:
         super().__init__(plans)
@@ -52,7 +54,7 @@ class PlansTogether(dict[str, Plan]):
 
     @property
     def gap(self) -> float:
-        """How far above the least cost the plans can be, as a share of it."""
+        """The largest possible distance to the least cost, as a share of the cost."""
         return 0.0 if self.objective <= self.lower_bound else (self.objective - self.lower_bound) / self.objective
 
     def __str__(self) -> str:
@@ -66,7 +68,7 @@ class PlansTogether(dict[str, Plan]):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A program among others: ``function`` plans it, ``first`` is the first of its variables in the one network."""
+    """One of the programs: ``function`` plans it, ``first`` is its first variable in the joint network."""
 
     name: str
     function: AutoFunction
@@ -89,31 +91,31 @@ class _Part:
         return {path: (values[i].shape, values[i].dtype, values[i].memory_kind) for path, i in self.inputs().items()}
 
     def state(self) -> dict[str, Any]:
-        """The types of the arguments that its results replace; of a program that has none, of all."""
+        """The types of the arguments that its results replace. Of all arguments, for a program without any."""
         paths, types = list(self.types()), self.types()
         tied = {paths[position] for position in self.problem.program.ties.values()}
         return {path: types[path] for path in paths if path in tied} or types
 
 
 def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **options: Any) -> PlansTogether:
-    """Plans programs that share a state, with one layout of it that is best for all.
+    """Plans programs that share a state, with its layout of the least total cost.
 
     Args:
-        programs: by name, ``(function, arguments, times)``: how often it runs for the others' times. A dictionary of
-            options of its own may follow. What is the same array, or shape, in two programs is one tensor; others are
-            matched to the state of an earlier program by path or by tree (`shardplan.plans.like`): what trains comes
-            first.
+        programs: by name, ``(function, arguments, times)``, with the relative number of its runs. A dictionary of its
+            own options may follow. An array, or shape, in two programs is one shared tensor. Other arguments are
+            matched to the state of an earlier program by path or by tree (`shardplan.plans.like`), so the training
+            step comes first.
         mesh, options: as for ``shardplan.plan``.
 
     Raises:
-        ArgumentError: a program or an option is wrong; before any work starts.
-        InfeasibleError: nothing keeps within the memory limit.
+        ArgumentError: a program or an option is wrong. Raised before any work starts.
+        InfeasibleError: no plan is within the memory limit.
     """
     common, mesh = options_from(options), as_mesh(mesh)
     taken = {name: _taken(name, entry) for name, entry in programs.items()}
     if not taken:
         raise ArgumentError("plan_together takes programs by name, {'train': (step, (state, batch), 1000)}, got none")
-    if isinstance(mesh, (int, str)):  # the best one for the program that runs most
+    if isinstance(mesh, (int, str)):  # the best mesh for the program that runs most
         fn, args, _, own = max(taken.values(), key=lambda entry: entry[2])
         mesh = AutoFunction(fn, mesh, replace(common, verify=False, **own)).plan(*args).mesh
     network, parts = Network(), list[_Part]()
@@ -135,7 +137,7 @@ def plan_together(programs: Mapping[str, tuple[Any, ...]], mesh: GivenMesh, **op
 
 
 def _solved(network: Network, time_limit: float) -> tuple[list[int], float]:
-    """The choices of the one network, and what none cost less than."""
+    """The choices of the joint network, and a lower bound."""
     solution = solve(network, time_limit=time_limit)
     if not np.isfinite(solution.cost):
         raise InfeasibleError("the hard layouts of pins and constraints exclude each other: no layout has them all")
@@ -152,7 +154,7 @@ def _taken(name: str, entry: Any) -> tuple[Callable[..., Any], tuple[Any, ...], 
 
 
 def _add(network: Network, other: Network, times: float) -> int:
-    """Adds the variables and tables of another network, with costs so many times as high; returns the first's id."""
+    """Adds the variables and tables of another network, with scaled costs. Returns the id of the first variable."""
     first = len(network)
     for costs, name, multiplicity in zip(other.costs, other.names, other.multiplicities, strict=True):
         network.add_variable(times * costs, name, multiplicity)
@@ -165,8 +167,7 @@ def _add(network: Network, other: Network, times: float) -> int:
 
 
 def _tied(network: Network, parts: list[_Part]) -> Iterator[tuple[tuple[int, str], tuple[int, str]]]:
-    """Ties the arguments that programs share; gives each with the place of the one that it is tied to: the number of
-    the program, and the path."""
+    """Ties the arguments that programs share. Yields both ends of each tie, as program number and path."""
     for number, part in enumerate(parts):
         left = part.types()
         for earlier, other in enumerate(parts[:number]):
@@ -205,7 +206,7 @@ def _planned(part: _Part, layouts: Mapping[str, PartitionSpec]) -> Plan:
 
 
 def _around_the_largest(parts: list[_Part], shared: list[Any]) -> dict[str, Plan]:
-    """The plans with the layouts that the program which costs most has within its memory."""
+    """The plans with the layouts of the program that costs most, planned within its memory."""
     alone = {part.name: _planned(part, {}) for part in parts}
     leader = max(range(len(parts)), key=lambda n: parts[n].times * alone[parts[n].name].objective)
     layouts = alone[parts[leader].name].layouts
@@ -219,7 +220,7 @@ def _around_the_largest(parts: list[_Part], shared: list[Any]) -> dict[str, Plan
 
 
 def _groups(shared: list[Any]) -> list[list[Any]]:
-    """The places that are one argument, each with the first before the others."""
+    """The groups of places of one argument, with the first place first."""
     groups: dict[Any, list[Any]] = {}
     for place, first in shared:
         group = groups.setdefault(first, [first])

@@ -1,1 +1,1 @@
-"""The plan and its hardware profile against the compiled program and measured devices."""
+"""Audits: plans compared with compiled programs, and hardware profiles with measured devices."""

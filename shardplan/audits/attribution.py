@@ -1,14 +1,15 @@
-"""Compiled collectives led back to the operations that the plan has them for.
+"""Attribution: the planned operations of compiled collectives.
 
-The compiler merges collectives, products and sums, and of several things it keeps one name. So a compiled tensor is
-that of (the first that holds):
+The compiler merges collectives, products and sums, and keeps one name of several. The first of these rules that applies
+attributes a tensor of a compiled collective:
 
-1. an operation that its metadata leads to, for which the plan has a collective of its kind, mesh axes and size;
-2. any operation for which the plan has such a collective, which nothing else took;
-3. several, of one source line, whose planned sizes add up to its own: products with one operand become one product;
-4. all that is left of its kind and mesh axes, if both sides add up to the same: tensors are laid end to end in one;
-5. several that its metadata leads to, whose planned sizes add up to its own, then what is left as before;
-6. the operation that its metadata leads to first, unplanned.
+1. an operation of its metadata with a planned collective of the same kind, mesh axes and size;
+2. any operation with such a planned collective that is still unattributed;
+3. several operations of one source line whose planned sizes add up to its own, since products of one operand merge;
+4. all remaining planned collectives of its kind and mesh axes, if both sides have the same sum, since XLA concatenates
+   tensors;
+5. several operations of its metadata whose planned sizes add up to its own, and then the rest as before;
+6. the first operation of its metadata, unplanned.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from shardplan.compiled.hlo.collectives import CompiledCollective
 from shardplan.compiled.program import Axes, operation_of, origins
 
 _SAME_SIZE = 0.01
-"""A planned and a compiled collective whose sizes differ by no more are the same one: padding makes some larger."""
+"""The largest difference in size of the same planned and compiled collective. Padding makes some larger."""
 
 
 class PlannedCollective(Protocol):
-    """What an audit reads of a plan's collective; `operation` starts with the scope that applying leaves (`op12`)."""
+    """The attributes of a plan's collective for an audit. `operation` starts with its scope (`op12`)."""
 
     @property
     def kind(self) -> str: ...
@@ -45,7 +46,7 @@ class PlannedCollective(Protocol):
 class OperationTraffic:
     """Bytes that one operation of the plan makes a device send, planned and compiled.
 
-    `operation` is its number, None where nothing leads back to one; `description` and `source` say what and where.
+    `operation` is its number, or None for an unattributed collective. `description` and `source` are for the reader.
     """
 
     operation: int | None
@@ -61,7 +62,7 @@ class OperationTraffic:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A planned collective that no compiled one was led back to yet."""
+    """A planned collective without a compiled one so far."""
 
     operation: int | None
     source: str
@@ -70,7 +71,7 @@ class _Planned:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A tensor that a compiled collective carries, its bytes per step, and the paths that lead to operations."""
+    """A tensor of a compiled collective, its bytes per step, and the metadata paths of its operations."""
 
     found: CompiledCollective
     axes: Axes
@@ -83,7 +84,7 @@ class _Carried:
 
 
 class _Open:
-    """The planned collectives that are still to be found, per kind and mesh axes, in the order of the plan."""
+    """The planned collectives without a compiled one, per kind and mesh axes, in the order of the plan."""
 
     def __init__(self, planned: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -> None:
         self._found: dict[tuple[str, Axes], list[_Planned]] = {}
@@ -92,8 +93,8 @@ class _Open:
             self._found.setdefault((plan.kind, axes_in_order(plan, mesh_axes)), []).append(entry)
 
     def by_path(self, carried: _Carried) -> list[_Planned]:
-        """That of the first operation on the tensor's paths with a collective of its size."""
-        here = self._alike(carried)
+        """The collective of the first operation on the tensor's paths that has its size."""
+        here = self._of_same_kind(carried)
         for path in carried.paths:
             for entry in here:
                 if entry.operation == operation_of(path):
@@ -101,13 +102,13 @@ class _Open:
         return []
 
     def by_size(self, carried: _Carried) -> list[_Planned]:
-        """That of any operation with a collective of its size, the nearest in the order of the program."""
-        here = self._alike(carried)
+        """The collective of its size whose operation is the nearest in the order of the program."""
+        here = self._of_same_kind(carried)
         nearest = carried.nearest or 0
         return self._take(carried, sorted(here, key=lambda entry: abs((entry.operation or 0) - nearest))[:1])
 
     def by_sum(self, carried: _Carried) -> list[_Planned]:
-        """Those of one source line, the nearest operation's among them, that add up to its size."""
+        """Collectives of one source line, that of the nearest operation among them, whose sizes add up to its own."""
         here = self._found.get((carried.found.kind, carried.axes), [])
         first = next((entry for entry in here if entry.operation == carried.nearest), None)
         if first is None:
@@ -120,7 +121,7 @@ class _Open:
         return self._take(carried, taken) if _same(total, carried.size) else []
 
     def by_parts(self, carried: _Carried) -> list[_Planned]:
-        """Those of the operations on the tensor's paths, the nearest first, that add up to its size."""
+        """Collectives of the operations on the tensor's paths, the nearest first, whose sizes add up to its own."""
         here = self._found.get((carried.found.kind, carried.axes), [])
         taken, total = list[_Planned](), 0.0
         for operation in dict.fromkeys(map(operation_of, carried.paths)):
@@ -131,11 +132,11 @@ class _Open:
         return self._take(carried, taken) if taken and _same(total, carried.size) else []
 
     def rest(self, kind: str, axes: Axes, size: float) -> list[_Planned]:
-        """All that is left of a kind over these mesh axes, where it adds up to this size."""
+        """All remaining collectives of a kind over these mesh axes, if their sizes add up to this one."""
         here = self._found.get((kind, axes), [])
         return here if _same(sum(entry.size for entry in here), size) else []
 
-    def _alike(self, carried: _Carried) -> list[_Planned]:
+    def _of_same_kind(self, carried: _Carried) -> list[_Planned]:
         here = self._found.get((carried.found.kind, carried.axes), ())
         return [entry for entry in here if _same(entry.size, carried.size)]
 
@@ -199,7 +200,7 @@ def _unexplained(
     search: Callable[[_Carried], list[_Planned]],
     explain: Callable[[_Carried, Sequence[_Planned]], None],
 ) -> list[_Carried]:
-    """Those that a search finds nothing planned for; the others are explained by what it finds."""
+    """The tensors for which a search finds no planned collective. The function explains the others by its results."""
     unexplained = []
     for carried in left:
         entries = search(carried)

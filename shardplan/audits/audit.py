@@ -1,11 +1,11 @@
-"""The plan held against the compiled program.
+"""The audit: a comparison of a plan's prediction with the compiled program.
 
     audit = shardplan.audit(plan, target="h100")
-    print(audit)                        # predicted beside compiled, per kind of collective and mesh axes
-    if audit.ok: ...                    # where the bytes agree; within another tolerance: audit.ok(0.001)
+    print(audit)                        # predicted and compiled, per kind of collective and mesh axes
+    if audit.ok: ...                    # the bytes agree; with another tolerance: audit.ok(0.001)
     print(audit.details())              # the operations whose bytes differ most
 
-`measure` (of `shardplan.compiled.program`) does the same for a step that was split otherwise, without a prediction.
+`measure` (of `shardplan.compiled.program`) reads any compiled step, without a prediction.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardplan.timing.step_time import StepTime
 
 
 class AuditedPlan(Protocol):
-    """What an audit reads of a plan."""
+    """The attributes of a plan for an audit."""
 
     @property
     def mesh_axes(self) -> Mapping[str, int]: ...
@@ -50,7 +50,7 @@ class AuditedPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Whether bytes agree: true within 2 %, and called, within a tolerance.
+    """The agreement of bytes: true within 2 %, and as a call, within a tolerance.
 
     >>> bool(Agreement(ratio=1.01)), Agreement(ratio=1.01)(tolerance=0.001), Agreement(ratio=1.01)
     (True, False, True)
@@ -71,19 +71,19 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A plan's prediction beside the compiled program, per device and step.
+    """A plan's prediction and the figures of the compiled program, per device and step.
 
     Attributes:
-        target: the GPU type that it was compiled for; empty where the caller gave the mesh.
+        target: the GPU type of the compilation. Empty for a mesh that the caller gave.
         predicted: times and bytes per kind and mesh axes, as planned.
         predicted_bytes: communication bytes, as planned.
         predicted_peak_bytes: peak memory, as planned.
         predicted_host_bytes: host memory, as planned.
-        compiled: what the compiler made of it.
+        compiled: the report of the compiled program.
         operations: the same bytes by operation, largest difference first. The compiler merges and moves collectives, so
-            that a difference here may be made up by another one; the totals cannot be.
-        predicted_time: where the time of a step goes, as planned.
-        compiled_time: the same by what the compiler runs beside what.
+            differences of operations may cancel each other. Those of the totals are real.
+        predicted_time: the parts of a step's time, as planned.
+        compiled_time: the same with the overlap of the compiler's schedule.
     """
 
     target: str
@@ -98,7 +98,7 @@ class Audit:
 
     @property
     def ratio(self) -> float:
-        """Compiled over predicted communication bytes; 1.0 where neither sends anything."""
+        """Compiled over predicted communication bytes. 1.0 where neither sends anything."""
         compiled = self.compiled.communication_bytes
         if self.predicted_bytes:
             return compiled / self.predicted_bytes
@@ -120,7 +120,7 @@ class Audit:
 
     @property
     def unexplained_bytes(self) -> float:
-        """Compiled bytes beyond those that the plan has for the operation they lead back to, or that lead to none."""
+        """Compiled bytes above the planned ones of their operation, and those without an operation."""
         return sum(max(traffic.difference, 0) for traffic in self.operations)
 
     @property
@@ -129,9 +129,9 @@ class Audit:
         return sum(traffic.overlapped_bytes for traffic in self.compiled.traffic().values())
 
     def overlap(self, limit: int = 10) -> str:
-        """The compiled collectives that send most, as a table: how many kernels run between start and end of each.
+        """A table of the compiled collectives that send most, with the number of kernels between start and end.
 
-        A collective that is marked synchronous has none beside it, wherever its end stands.
+        A collective that is marked synchronous overlaps with none, wherever its end is.
         """
         found = sorted(self.compiled.collectives, key=lambda one: -one.bytes_sent * one.times)
         rows = [
@@ -146,7 +146,7 @@ class Audit:
         return text_table(header, rows, numbers=(3, 4, 6))
 
     def details(self, limit: int = 10) -> str:
-        """The operations whose compiled bytes differ most from the planned ones, as a table."""
+        """A table of the operations whose compiled bytes differ most from the planned ones."""
         rows = [
             (o.description, o.source, size_cell(o.predicted_bytes), size_cell(o.compiled_bytes), _signed(o.difference))
             for o in self.operations[:limit]
@@ -164,8 +164,8 @@ class Audit:
             sizes = (size_cell(planned.bytes_sent), size_cell(found.bytes_sent), _signed(difference))
             rows.append((kind, axes_text(axes), *counts, *sizes, size_cell(found.overlapped_bytes)))
         total, peak = self.compiled.communication_bytes, self.compiled.memory.peak
-        beside = size_cell(self.overlapped_bytes)
-        rows.append(("total", "", "", "", *_pair(self.predicted_bytes, total), beside))
+        overlapped = size_cell(self.overlapped_bytes)
+        rows.append(("total", "", "", "", *_pair(self.predicted_bytes, total), overlapped))
         rows.append(("peak memory", "", "", "", *_pair(self.predicted_peak_bytes, peak), ""))
         host = self.predicted_host_bytes, self.compiled.memory.host
         rows += [("host memory", "", "", "", *_pair(*host), "")] if any(host) else []
@@ -197,17 +197,17 @@ class Audit:
 
 _AUDIT_HEADER = (
     *("collective", "mesh axes", "planned", "compiled", "predicted MB", "compiled MB", "difference"),
-    "beside other work",
+    "overlapped",
 )
 
 
 def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> Audit:
-    """Compiles a plan for GPUs that need not be there, and holds its prediction against the compiled program.
+    """Compiles a plan for GPUs, real or not, and compares its prediction with the compiled program.
 
     Args:
         plan: from `shardplan.plan` or the `.plan(...)` of an `auto` step.
         target: the GPU type to compile for, one of `shardplan.compiled.target.targets()`.
-        mesh: compile for this mesh instead of a target; of the plan's axes.
+        mesh: compile for this mesh, with the plan's axes, instead of a target.
 
     Raises:
         ArgumentError: no plan is given, the target is unknown, or the mesh has other axes than the plan.
@@ -240,7 +240,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
 
 
 def _planned(found: Iterable[PlannedCollective], mesh_axes: Mapping[str, int]) -> dict[tuple[str, Axes], Traffic]:
-    """Times and bytes of planned collectives per kind and mesh axes, axes in the order of the mesh."""
+    """Times and bytes of planned collectives per kind and mesh axes. Axes are in the order of the mesh."""
     sent: dict[tuple[str, Axes], Traffic] = {}
     for planned in found:
         key = (planned.kind, axes_in_order(planned, mesh_axes))

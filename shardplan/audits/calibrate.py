@@ -1,12 +1,12 @@
-"""Calibrating: a hardware profile of the devices that are there, measured.
+"""Calibration: a hardware profile from measurements on the user's devices.
 
     calibration = shardplan.calibrate(mesh, plan, path="ours.toml")
-    print(calibration)                                      # what was measured, and how wrong it is
+    print(calibration)                                      # the curves, and their errors
     shardplan.plan(step, mesh, *args, objective="time", hardware="ours.toml")
 
-Time is measured against size for matrix products of a plan's element types and for the kinds of collectives that it
-sends over each of its mesh axes, up to its largest (`shardplan.audits.microbenchmarks`). A profile states rates: they
-are read off the curves. Points between the measured ones are held out, and the error of both is reported on them."""
+The curves are times by size of matrix products of a plan's element types, and of its kinds of collectives over each of
+its mesh axes, up to its largest ones (`shardplan.audits.microbenchmarks`). The rates of the profile come from these
+curves. Further points are held out. The report has the errors of curves and profile there."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from shardplan.layout.mesh import can_run, memory_for_arrays, with_auto_axes
 from shardplan.plans.plan_data import PlanData
 
 _KINDS = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER)
-"""What is measured over each mesh axis where no plan says what it sends; latencies are read off these two."""
+"""The kinds measured over each mesh axis without a plan. Latencies come from these two."""
 
 _LARGEST_BYTES = 2**28
-"""Several times what a GPU's cache holds."""
+"""Several times the size of a GPU's cache."""
 _LARGEST_SIDE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One curve: of what, and the relative error of interpolation and of the profile on the points held out."""
+    """The name of a curve, and the relative errors of interpolation and of the profile on the held-out points."""
 
     name: str
     curve: Curve
@@ -57,7 +57,7 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """The mean relative error of interpolation, over all points held out."""
+        """The mean relative error of interpolation, over all held-out points."""
         return float(np.mean([found.interpolation_error for found in self.measured]))
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Calibration:
         return f"{text_table(header, rows, numbers=(1, 2, 3))}\nmean error of interpolation {self.error:.1%}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the profile as TOML, in the form that `hardware=` reads; raises ArgumentError where that fails."""
+        """Writes the profile as TOML for `hardware=`. Raises ArgumentError where that fails."""
         _check_path(path)
         try:
             Path(path).write_text(profile_toml(self.profile), encoding="utf-8")
@@ -86,21 +86,21 @@ def calibrate(
     largest_side: int = _LARGEST_SIDE,
     progress: bool = True,
 ) -> Calibration:
-    """Measures the devices of a mesh and gives a hardware profile of them.
+    """Measures a hardware profile of the devices of a mesh.
 
     Args:
         mesh: of devices that can run, real or emulated.
-        plan: measures the collectives that it sends and the element types of its matrix products; without one,
-            all-reduce and all-gather over each axis, float32 and bfloat16.
+        plan: its collectives and the element types of its matrix products are measured. Without a plan, all-reduce and
+            all-gather over each axis, float32 and bfloat16.
         path: where to write the profile (a `.toml` file), if anywhere.
-        largest_bytes: of a collective; of memory traffic.
-        largest_side: of a square matrix product, whose rows are then split. Of both, what takes much longer than a
-            tenth of a second is not measured.
-        progress: whether to say on standard error what is being measured.
+        largest_bytes: of a collective, and of memory traffic.
+        largest_side: of a square matrix product, whose rows are then split. Sizes that take much longer than a tenth of
+            a second are not measured.
+        progress: whether to print the measured curves on standard error.
 
     Raises:
         ArgumentError: the mesh has no devices that can run, the plan is for other axes, a size is no whole number above
-            0, or the path is no place for a profile; before anything is measured.
+            0, or the path is no place for a profile. Raised before any measurement.
     """
     _check(mesh, plan)
     for name, size in (("largest_bytes", largest_bytes), ("largest_side", largest_side)):
@@ -131,7 +131,7 @@ def calibrate(
 
 @dataclass(slots=True)
 class _Progress:
-    """Says what is being measured, and how much is left."""
+    """Progress messages: the present curve, and the number of further ones."""
 
     total: int
     shown: bool
@@ -155,7 +155,7 @@ def _check(mesh: Mesh, plan: PlanData | None) -> None:
 
 
 def _check_path(path: str | os.PathLike[str]) -> None:
-    """Raises ArgumentError where no profile can be written that `hardware=` would read."""
+    """Raises ArgumentError for a path that no profile for `hardware=` can be written to."""
     place = Path(path)
     if place.suffix != ".toml":
         raise ArgumentError(f"a profile is written as TOML, got the path `{path}`: end it in `.toml`")
@@ -171,7 +171,7 @@ def _dtypes(plan: PlanData | None) -> tuple[str, ...]:
 
 
 def _collectives(mesh: Mesh, plan: PlanData | None) -> list[tuple[CollectiveKind, tuple[str, ...]]]:
-    """Kinds and axes to measure: those that tell an axis's rate and latency, and those of the plan."""
+    """Kinds and axes to measure: those for the rate and latency of each axis, and those of the plan."""
     found = [(kind, (axis,)) for axis in mesh.axis_names if mesh.shape[axis] > 1 for kind in _KINDS]
     planned = [(CollectiveKind(c.kind), c.axes) for c in plan.collectives] if plan else []
     return list(dict.fromkeys([*found, *planned]))
@@ -191,7 +191,7 @@ class _Curves:
 
 
 def _profile(mesh: Mesh, curves: _Curves) -> HardwareProfile:
-    """The rates that the curves show: of the largest sizes, and of lines through the collectives of each axis."""
+    """The rates of the largest sizes, and of lines through the collectives of each axis."""
     flops = {dtype: curves.flops(c.sizes[-1]) / c.times[-1] for dtype, c in curves.products.items()}
     axes, launches = {}, []
     for axis in mesh.axis_names:
@@ -232,7 +232,7 @@ def _line(kind: CollectiveKind, curve: Curve, count: int) -> tuple[float, float]
 
 
 def _memory_bytes(mesh: Mesh) -> int:
-    """What a device says that it has; of emulated devices, their part of the machine's."""
+    """The memory that a device reports. An emulated device has its part of the machine's."""
     return memory_for_arrays(mesh) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // mesh.size
 
 

@@ -1,8 +1,8 @@
-"""What the compiled program's collectives cost beside its work, in seconds, by the rates of a hardware profile.
+"""The step time of a compiled program: the model's times with the overlap of XLA's schedule.
 
-XLA's schedule says which kernels run between the start and the end of a collective, and their metadata which operations
-of the plan these compute. So much of the collective's time is hidden as these operations take on each device; the rest
-makes the step longer. Nothing is run: both times are the model's, what runs beside what is the compiler's.
+XLA's schedule has the kernels between the start and the end of a collective, and their metadata the operations of the
+plan. The time of these operations hides as much time of the collective. The rest makes the step longer. Nothing runs:
+all times come from the hardware profile, and only the overlap from the compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardplan.timing.step_time import time_prices, work_seconds
 
 @dataclass(frozen=True, slots=True)
 class CompiledTime:
-    """Seconds of a step on each device: of its work, of its collectives beside it, and of those that it waits for."""
+    """Seconds of a step on each device: its work, its hidden collectives, and those that it waits for."""
 
     work: float
     hidden: float
@@ -26,7 +26,7 @@ class CompiledTime:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """The seconds of the step."""
         return self.work + self.exposed
 
 
@@ -43,9 +43,9 @@ def compiled_time(plan: PlanData, report: CompiledReport) -> CompiledTime:
     for one in report.collectives:
         each = _seconds(prices, one, report)
         meanwhile = {o for name in one.meanwhile for o in operations_of(name)} if one.overlapped else set()
-        beside = min(each, sum(turns.get(operation, 0.0) for operation in meanwhile))
-        hidden += beside * one.times
-        exposed += (each - beside) * one.times
+        overlapped = min(each, sum(turns.get(operation, 0.0) for operation in meanwhile))
+        hidden += overlapped * one.times
+        exposed += (each - overlapped) * one.times
     return CompiledTime(plan.step_time.work, hidden, exposed)
 
 

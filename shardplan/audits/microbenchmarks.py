@@ -1,8 +1,8 @@
-"""Measuring: time against size, on the devices that are there.
+"""Microbenchmarks: time by size of products, memory traffic and collectives on the user's devices.
 
-A curve is measured by hill climbing over the split degree: the whole size first, then its half, its quarter and so on,
-as long as splitting further still makes it faster. Between measured points time is linear in size (Liu et al., IPDPS
-2019, section III.C). Points in between are measured too, but held out: they tell how wrong the interpolation is.
+A curve is measured by hill climbing over the split degree. It starts with the whole size, then its half, its quarter
+and so on, while further splits make it faster. Between measured points time is linear in size (Liu et al., IPDPS 2019,
+section III.C). Further points in between are held out for the error of the interpolation.
 
 >>> curve = measure_curve(lambda size: (lambda: None), 1024, 16, clock=lambda run, size: 1e-6 + size * 1e-9)
 >>> curve.sizes, round(curve.seconds(512) * 1e9)
@@ -26,39 +26,39 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardplan.layout.collectives import CollectiveKind
 
-# A further split is worth measuring while it saves this part of the time.
+# A further split is measured while it saves this part of the time.
 _WORTHWHILE = 0.05
-# Each point is the least of so many timings, which other work on the machine disturbs least.
+# The timings of a point. Their minimum has the least noise of other work on the machine.
 _REPEATS = 7
-# So long may one run take about: 4096 rows of a large product take minutes on emulated devices.
+# About the longest run: 4096 rows of a large product take minutes on emulated devices.
 _MOST_SECONDS = 0.1
 
-# What takes a program longer is not blurred by the time to start it, else so many more repetitions tell what one takes.
+# In longer programs the start time is negligible. For shorter ones, the difference of so many repetitions is measured.
 _LONG_SECONDS = 5e-3
 _MORE = 16
 
 Run = Callable[[], Any]
 Repeated = Callable[[int], Run]
-"""Per number of repetitions, a run of one program that does as much, one after another."""
+"""Per number of repetitions, a run of one program with that many sequential repetitions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Measured seconds by size, ascending; ``held_out`` are (size, seconds) that the curve was not made of."""
+    """Measured seconds by size, ascending. ``held_out`` are further points (size, seconds)."""
 
     sizes: tuple[int, ...]
     times: tuple[float, ...]
     held_out: tuple[tuple[int, float], ...]
 
     def seconds(self, size: float) -> float:
-        """Interpolated; beyond the largest size, on the line through the two largest."""
+        """The interpolated seconds. Above the largest size, on the line through the two largest."""
         if size > self.sizes[-1] and len(self.sizes) > 1:
             slope = (self.times[-1] - self.times[-2]) / (self.sizes[-1] - self.sizes[-2])
             return self.times[-1] + slope * (size - self.sizes[-1])
         return float(np.interp(size, self.sizes, self.times))
 
     def error(self, predict: Callable[[int], float] | None = None) -> float:
-        """The mean relative error at the points held out, of the interpolation or of ``predict``."""
+        """The mean relative error at the held-out points, of the interpolation or of ``predict``."""
         predicted = predict or self.seconds
         return float(np.mean([abs(predicted(size) - found) / found for size, found in self.held_out]))
 
@@ -68,8 +68,7 @@ def measure_curve(
 ) -> Curve:
     """Times ``make(size)`` from ``largest`` downwards; all sizes are multiples of ``unit``, at least 8 units.
 
-    ``largest`` is raised to 16 units where it is less, so that there are two points, and lowered to what takes about a
-    tenth of a second.
+    ``largest`` is raised to at least 16 units, for two points, and lowered to a run of about a tenth of a second.
     """
     timed = clock or (lambda repeated, size: seconds_of_one(repeated))
     found: dict[int, float] = {}
@@ -90,10 +89,9 @@ def measure_curve(
 def _affordable(
     make: Callable[[int], Repeated], largest: int, least: int, clock: Callable[[Repeated, int], float] | None
 ) -> int:
-    """``largest``, or what takes about a tenth of a second, found from ``least`` upwards.
+    """``largest``, or a size of about a tenth of a second, by a search from ``least`` upwards.
 
-    Time is taken to be linear in size only from where it is a hundredth of that: to start a program takes as long as
-    many a small size.
+    The search assumes time linear in size from a hundredth of that on. Below, the start of a program dominates.
     """
     size = least
     while True:
@@ -106,9 +104,9 @@ def _affordable(
 
 
 def seconds_of_one(repeated: Repeated) -> float:
-    """What one repetition takes on the devices, without what it takes to start a program there and to wait for it.
+    """The time of one repetition on the devices, without the start of a program and the wait for it.
 
-    On a GPU that is as long as many a product: a step starts once, and its kernels follow one another.
+    On a GPU the start takes as long as a product, but a step starts only once.
     """
     once = least_seconds(repeated(1))
     if once >= _LONG_SECONDS:
@@ -128,26 +126,26 @@ def least_seconds(run: Run, repeats: int = _REPEATS) -> float:
 
 
 def matrix_product(mesh: Mesh, dtype: Any, side: int) -> Callable[[int], Repeated]:
-    """Per number of rows, which a plan splits: rows x side by side x side on the first device.
+    """Per number of rows, a product of rows x side by side x side on the first device. A plan splits the rows.
 
-    Of random numbers: a GPU multiplies zeros and ones by less power, and faster.
+    The operands are random numbers: a GPU multiplies zeros and ones with less power, and faster.
     """
     device = mesh.devices.flat[0]
-    weights = _random((side, side), dtype, device) / side**0.5  # so that products of products stay as large
+    weights = _random((side, side), dtype, device) / side**0.5  # keeps the scale of repeated products
     return lambda rows: _on_results(jnp.matmul, _random((rows, side), dtype, device), weights)
 
 
 def memory_traffic(mesh: Mesh) -> Callable[[int], Repeated]:
-    """Per size in bytes: reading and writing that much float32 on the first device.
+    """Per size in bytes, a read and a write of that much float32 on the first device.
 
-    Not on the result before: XLA:CPU, which leaves barriers out early, would make one kernel of all.
+    The operands are independent. XLA:CPU drops barriers early, and would fuse dependent repetitions into one kernel.
     """
     device = mesh.devices.flat[0]
     return lambda size: _one_by_one(lambda x: x * 2, _random((size // 4,), jnp.float32, device))
 
 
 def collective(mesh: Mesh, kind: CollectiveKind, axes: tuple[str, ...]) -> Callable[[int], Repeated]:
-    """Per size b in bytes of float32 (a device's operand; of an all-gather, its result): one collective."""
+    """Per size in bytes of float32, one collective. The size is that of an operand, or of an all-gather's result."""
     count = int(np.prod([mesh.shape[axis] for axis in axes]))
     rotated = [(place, (place + 1) % count) for place in range(count)]
     bodies: dict[CollectiveKind, Callable[[Any], Any]] = {
@@ -171,7 +169,7 @@ def collective(mesh: Mesh, kind: CollectiveKind, axes: tuple[str, ...]) -> Calla
 
 
 def _on_results(body: Callable[..., Any], operand: jax.Array, *others: jax.Array) -> Repeated:
-    """Runs of ``body``, whose result is like its operand, each on the result of the one before."""
+    """Runs of ``body``, each on the result of the previous one, which has the type of its operand."""
 
     def repeated(times: int) -> Run:
         def chain(x: Any, *rest: Any) -> Any:
@@ -186,9 +184,9 @@ def _on_results(body: Callable[..., Any], operand: jax.Array, *others: jax.Array
 
 
 def _one_by_one(body: Callable[[Any], Any], operand: jax.Array) -> Repeated:
-    """Runs of ``body``, each of which waits for the one before, on operands of their own: of equals XLA makes one.
+    """Sequential runs of ``body`` on operands of their own, since XLA merges equal ones.
 
-    Every result is one of the program: what is none is left out, and with it the wait.
+    Every result is a result of the program. XLA would remove others, and the dependencies with them.
     """
 
     def repeated(times: int) -> Run:

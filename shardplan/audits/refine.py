@@ -1,12 +1,12 @@
-"""Refining: plans made in several ways, each compiled, and the best by what the compiler made of it.
+"""Refinement: several plans of a program, each compiled, and the best by its compiled program.
 
 The cost model can be wrong about a program. ``refine=n`` plans it n times: as asked, for the other objective, without
-islands, with less memory, and in combinations of these. Each plan is compiled for the target once; among those whose
-compiled peak keeps within the limit, the one that sends least is kept (or takes least time, for that objective). Of
-several that differ by less than a thousandth, that is the first whose prediction is true.
+islands, with less memory, and in combinations of these. Each plan is compiled for the target once. Candidates are the
+plans whose compiled peak is within the limit. The one that sends least is kept, or for the objective "time" the one
+that takes least time. Of several that differ by less than a thousandth, it is the first with a true prediction.
 
-Where no compiled peak does so far, the next way is to plan for as much less as the compiled peak is above the limit.
-Where none does in the end, the plan with the lowest peak is kept, with a warning.
+While no compiled peak fits, the next plan has a limit lowered by the excess of the compiled peak. If none fits in the
+end, the plan with the lowest peak is kept, with a warning.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from shardplan.layout.objectives import OBJECTIVES
 from shardplan.options import Options
 from shardplan.plans.plan_data import PlanData
 
-# The part of the first plan's peak that a plan "with less memory" may need.
+# The limit of a plan "with less memory", as a share of the first plan's peak.
 _LESS_MEMORY = 0.9
 
-# Plans are alike whose compiled bytes (or seconds), and so predictions that are off, differ by this share.
+# The largest relative difference of compiled bytes (or seconds), and of prediction errors, of equally good plans.
 _TIED = 1e-3
 
-# A limit is lowered by what a compiled peak is above it, and by a little more.
+# The factor by which a limit is lowered in addition to the excess of a compiled peak.
 _MARGIN = 0.995
 
 
 def refined(make: Callable[[Options], PlanData], options: Options) -> PlanData:
-    """The best of ``options.refine`` plans by their compiled programs; ``make`` plans for options.
+    """The best of ``options.refine`` plans by their compiled programs. ``make`` plans for options.
 
-    ``statistics["refined"]`` of the plan has a row for each: how it was made, its predicted and compiled bytes and
-    peak, compiled seconds, and whether it was kept.
+    ``statistics["refined"]`` of the plan has a row for each: its variant, predicted and compiled bytes and peak,
+    compiled seconds, and whether it was kept.
 
     Raises TargetNotInstalledError where the extra ``audit`` is missing, before any work starts.
     """
@@ -63,7 +63,7 @@ def refined(make: Callable[[Options], PlanData], options: Options) -> PlanData:
 
 @dataclass(slots=True)
 class _Compared:
-    """Plans with what the compiler made of them; ``rows`` has those too that are infeasible or double."""
+    """Plans with the figures of their compiled programs. ``rows`` also has infeasible and duplicate plans."""
 
     make: Callable[[Options], PlanData]
     target: str
@@ -73,7 +73,7 @@ class _Compared:
     tightest: float = float("inf")
 
     def add(self, name: str, way: PlanData | Options) -> None:
-        """Plans in a way, unless it is a plan already, and compiles what comes of it."""
+        """Plans a variant, unless it is a plan already, and compiles it."""
         row: dict[str, Any] = {"way": name, "kept": False}
         self.rows.append(row)
         try:
@@ -89,7 +89,7 @@ class _Compared:
         self.plans.append((plan, row))
 
     def tighter(self, options: Options) -> tuple[str, Options] | None:
-        """The way with a limit lowered by what compiled peaks are above it; None where one fits, or it was tried."""
+        """The variant with a limit lowered by the excess of compiled peaks. None where one fits, or once tried."""
         if any(row["result"] == "compiled" for _, row in self.plans) or self.rows[-1]["result"] == "infeasible":
             return None
         scales = [row["predicted_peak_bytes"] / row["compiled_peak_bytes"] for _, row in self.plans]
@@ -100,7 +100,7 @@ class _Compared:
         return _peak_below(allowed), replace(options, refine=1, memory_limit=allowed)
 
     def best(self, measure: str) -> PlanData:
-        """The plan that is kept; its row says so."""
+        """The plan to keep, marked in its row."""
         within = [one for one in self.plans if one[1]["result"] == "compiled"]
         if within:
             plan, row = _first_of_best(within, measure)
@@ -116,7 +116,7 @@ class _Compared:
 
 
 def _first_of_best(plans: list[tuple[PlanData, dict[str, Any]]], measure: str) -> tuple[PlanData, dict[str, Any]]:
-    """Of the plans that compile to about the least, the first of those whose predicted bytes are about the truest."""
+    """Of the plans with about the least compiled bytes, the first of those with about the smallest prediction error."""
     least = min(row[measure] for _, row in plans)
     tied = [one for one in plans if one[1][measure] <= (1 + _TIED) * least]
     off = [abs(row["predicted_bytes"] - row["compiled_bytes"]) for _, row in tied]
@@ -124,7 +124,7 @@ def _first_of_best(plans: list[tuple[PlanData, dict[str, Any]]], measure: str) -
 
 
 def _ways(options: Options, first: PlanData) -> Iterator[tuple[str, Options]]:
-    """Names and options of the ways to plan beside the one that was asked for, the simplest first."""
+    """Names and options of the further variants, the simplest first."""
     less = _LESS_MEMORY * min(first.peak_bytes, options.memory_limit or first.peak_bytes)
     others = [name for name in OBJECTIVES if name != options.objective]
     changes: list[tuple[str, dict[str, Any]]] = [(f"objective {one}", {"objective": one}) for one in others]
@@ -142,7 +142,7 @@ def _peak_below(limit: float) -> str:
 
 
 def _target(options: Options) -> str:
-    """The GPU type to compile for: the one that the hardware profile is named after, where there is one."""
+    """The GPU type to compile for: that of the hardware profile's name, if there is one."""
     name = load(options.hardware or "h100").name
     return name if name in targets() else "h100"
 

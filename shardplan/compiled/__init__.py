@@ -1,1 +1,1 @@
-"""Compiled programs: for GPUs that need not be there, and read back."""
+"""Compiled programs: compilation for GPUs without a GPU, and their collectives and memory."""

@@ -1,6 +1,6 @@
-"""What a compiled program sends and holds.
+"""The report of a compiled program: its collectives, traffic and memory per device.
 
-`measure` compiles any lowered program, for the devices of its shardings, and reads it back:
+`measure` compiles any lowered program, for the devices of its shardings, and reads its HLO:
 
     report = measure(jax.jit(step, in_shardings=...).lower(*shapes), mesh_axes={"data": 2, "model": 4})
     report.communication_bytes          # per device and step, loops counted
@@ -29,19 +29,19 @@ from shardplan.compiled.target import compile_for
 from shardplan.errors import ArgumentError
 
 Axes = tuple[str, ...] | None
-"""Mesh axes in the order of the mesh; None for a part of an axis."""
+"""Mesh axes in the order of the mesh. None for a part of an axis."""
 
 _OPERATION = re.compile(r"(?:^|[/(])op(\d+)(?=[/ )]|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Collectives of one kind over the same mesh axes, or several of them added up.
+    """The sum over collectives, such as those of one kind over the same mesh axes.
 
     Attributes:
         times: executions per step.
         bytes_sent: by one device per step.
-        overlapped_bytes: those of them that other work runs beside, where a compiled program says so.
+        overlapped_bytes: those of collectives that overlap with other work, in a compiled program.
     """
 
     times: int = 0
@@ -58,10 +58,10 @@ class CompiledMemory:
 
     Attributes:
         arguments, outputs: of the program.
-        aliases: outputs that take the place of donated arguments.
+        aliases: outputs in the memory of donated arguments.
         temporaries: everything in between.
-        peak: the most that is alive at once, arguments and outputs included.
-        host: host memory of the device's parts: arguments, outputs and temporaries there, which the others are without.
+        peak: the most bytes live at once, with arguments and outputs.
+        host: host memory of the device's blocks of arguments, outputs and temporaries. The others exclude it.
     """
 
     arguments: int
@@ -74,7 +74,7 @@ class CompiledMemory:
 
 @dataclass(frozen=True, slots=True)
 class CompiledReport:
-    """What one device sends and holds in one step of a compiled program."""
+    """The collectives and the memory of one device in one step of a compiled program."""
 
     mesh_axes: Mapping[str, int]
     collectives: tuple[CompiledCollective, ...]
@@ -82,7 +82,7 @@ class CompiledReport:
     compile_seconds: float
     hlo_text: str = field(repr=False)
     live_ranges: LiveRanges | None = field(default=None, repr=False)
-    """What is held at each position of the schedule, where that was asked for and XLA says so."""
+    """The live bytes at each position of the schedule, if requested and written by XLA."""
     executable: jax.stages.Compiled | None = field(default=None, repr=False)
 
     @property
@@ -92,7 +92,7 @@ class CompiledReport:
 
     @property
     def counted_once(self) -> str:
-        """A line about loops that send, and whose length neither the compiler nor the user knows; empty without any."""
+        """A line about loops with collectives of unknown trip count, or an empty text."""
         sources = dict.fromkeys(found.source.rsplit("/", 1)[-1] for found in self.collectives if found.assumed)
         if not sources:
             return ""
@@ -110,7 +110,7 @@ class CompiledReport:
         return sent
 
     def reduced_bytes(self) -> dict[str, float]:
-        """Bytes sent by reductions (all-reduce, reduce-scatter) per element type: the precision that they sum in."""
+        """Bytes sent by reductions (all-reduce, reduce-scatter) per element type, the precision of their sums."""
         sent: dict[str, float] = {}
         for found in self.collectives:
             for tensor in found.tensors if found.kind.reduces else ():
@@ -137,7 +137,7 @@ class CompiledReport:
         return html_table(_HEADER, self._rows(), numbers=(2, 3, 4))
 
 
-_HEADER = ("collective", "mesh axes", "times", "MB sent", "beside other work")
+_HEADER = ("collective", "mesh axes", "times", "MB sent", "overlapped")
 
 
 def _cells(traffic: Traffic) -> tuple[str, str, str]:
@@ -155,15 +155,15 @@ def operation_of(op_name: str) -> int | None:
 
 
 def operations_of(op_name: str) -> tuple[int, ...]:
-    """The numbers of all planned operations in a metadata path: merged instructions have those of several."""
+    """The numbers of all planned operations in a metadata path. A merged instruction has several."""
     return tuple(map(int, _OPERATION.findall(op_name)))
 
 
 def origins(found: CompiledCollective) -> list[tuple[tuple[str, ...], float]]:
-    """For each tensor of a collective, the metadata paths that lead to operations of the plan, and its bytes per step.
+    """For each tensor of a collective, the metadata paths of its planned operations, and its bytes per step.
 
-    Its own path comes first where it carries one tensor; then those of the instructions that make the tensor (of a
-    sum) or read it (of anything else), the nearest first, then of those on its other side.
+    The path of a collective with one tensor comes first. Then come those of the producers for a sum, or of the
+    consumers for any other collective, the nearest first. Those of the other side come last.
     """
     shares = []
     for tensor in found.tensors:
@@ -178,7 +178,7 @@ def origins(found: CompiledCollective) -> list[tuple[tuple[str, ...], float]]:
 def bytes_by_operation(report: CompiledReport) -> dict[int, float]:
     """The most bytes that a compiled step holds while each operation of the plan runs, by the operation's number.
 
-    An instruction that belongs to no operation counts for the one before it. Empty without live ranges.
+    An instruction without an operation counts for the previous one. Empty without live ranges.
     """
     if report.live_ranges is None:
         return {}
@@ -201,14 +201,14 @@ def measure(
     live_ranges: bool = False,
     tuned: bool = False,
 ) -> CompiledReport:
-    """Compiles a lowered program for the devices of its shardings and reads back what one device sends and holds.
+    """Compiles a lowered program for the devices of its shardings, and reports the traffic and memory of one device.
 
     Args:
         lowered: any jitted function, lowered for a mesh of real, emulated or compile-only devices.
-        mesh_axes: name and size of each axis of that mesh; by default those of the program's input shardings.
+        mesh_axes: name and size of each axis of that mesh. By default those of the program's input shardings.
         kernels: a file of compiled kernels, see `shardplan.compiled.target.compile_for`.
-        live_ranges: whether the report has what is held at each position of the schedule.
-        tuned: whether the devices are there, see `shardplan.compiled.target.compile_for`.
+        live_ranges: whether the report has the live bytes at each position of the schedule.
+        tuned: whether the devices exist, see `shardplan.compiled.target.compile_for`.
 
     Raises:
         ArgumentError: no input of the program has a `NamedSharding`, and `mesh_axes` is not given.
@@ -223,7 +223,7 @@ def measure(
 
 
 def read_live_ranges(folder: str) -> LiveRanges | None:
-    """The live ranges among the files that XLA wrote of one program; None where it wrote none, or others."""
+    """The live ranges in the files that XLA wrote of one program. None without them, or in another format."""
     try:
         [ranges] = Path(folder).glob("*_after_optimizations-live-range.txt")
         [buffers] = Path(folder).glob("*_after_optimizations-buffer-assignment.txt")

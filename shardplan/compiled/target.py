@@ -1,12 +1,12 @@
-"""Compiles for GPUs that are not there: XLA:GPU only needs to be told what they are.
+"""Compilation for GPU targets without a GPU: XLA:GPU only needs a description of the devices.
 
     mesh = gpu_mesh("h100", (2, 4), ("data", "model"))
     lowered = jax.jit(step, in_shardings=...).lower(*shapes)     # shardings on `mesh`
     compiled, seconds = compile_for(lowered)
-    compiled.as_text()                                           # what eight H100 would run
+    compiled.as_text()                                           # the program of eight H100
 
-The compiler comes with the extra `audit` (Linux on x86-64). Its devices live beside the real or emulated ones of the
-same process, whether or not JAX has been used before; nothing has to be set in the environment.
+The compiler comes with the extra `audit` (Linux on x86-64). Its devices coexist with the real or emulated ones of the
+process, before and after the first use of JAX. It needs no environment variables.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ DEVICES_PER_HOST = 8
 """GPUs in one host of every target (HGX and DGX boards of A100, H100, H200 and B200)."""
 
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cub_radix_sort": False}
-"""Without a device there is nothing to tune kernels on, and some matrix products then find no Triton tiling at all.
-The collectives are the same without Triton. CUB's radix sort, which long sorts become, asks a CUDA device for the size
-of its buffers; XLA's own sort needs none. Other backends ignore the options."""
+"""Without a device XLA cannot tune kernels, and some matrix products then find no Triton tiling. The collectives are
+the same without Triton. CUB's radix sort, for long sorts, asks a CUDA device for the size of its buffers. XLA's own
+sort needs none. Other backends ignore the options."""
 
 _MOST_KERNEL_BYTES = 64_000_000
-"""A file of kernels is begun anew beyond this size: all of it is read whenever something is compiled."""
+"""The largest file of kernels. A larger one is replaced, since every compilation reads all of it."""
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
@@ -65,9 +65,9 @@ def gpu_mesh(target: str, shape: Sequence[int], axis_names: Sequence[str], hosts
 
     Args:
         target: one of `targets()`.
-        shape: the size of each mesh axis; the devices are laid out in row-major order.
+        shape: the size of each mesh axis. The devices are in row-major order.
         axis_names: one name per axis.
-        hosts: machines that the devices are spread over evenly; by default as many as boards of eight need.
+        hosts: the number of machines, of equally many devices. By default boards of eight.
 
     Raises:
         ArgumentError: an unknown target, a shape that does not fit its names, devices that hosts do not divide.
@@ -97,7 +97,7 @@ def gpu_devices(target: str, count: int, hosts: int | None = None) -> list[jax.D
 
 @contextmanager
 def only_described() -> Iterator[None]:
-    """Explains why lowering for devices that are only described fails, where JAX's own words would mislead."""
+    """Explains the errors of lowering for compile-only devices where the message of JAX would mislead."""
     try:
         yield
     except RuntimeError as error:
@@ -114,21 +114,21 @@ def compile_for(
 ) -> tuple[jax.stages.Compiled, float]:
     """Compiles a lowered program for the devices of its shardings, with the options that a GPU target needs.
 
-    Programs that are made of one step have many kernels in common, and making kernels is about half of the work of
-    compiling; what a program sends and holds is decided before. So they are kept in a file, and taken from there.
+    Programs of one step have many kernels in common, and the generation of kernels is about half of a compilation.
+    Collectives and memory are decided before it. So a file keeps the kernels for later compilations.
 
     Args:
         lowered: the program.
-        kernels: the path of that file, in a folder that exists; by default one that goes with the process.
-        dump: a folder for the files in which XLA writes what it makes of the program.
-        tuned: whether the devices are there, so that XLA can try its kernels on them, and compiles as for a run.
+        kernels: the path of that file, in an existing folder. By default a file that is removed with the process.
+        dump: a folder for the files that XLA writes about the program.
+        tuned: whether the devices exist, so that XLA tunes its kernels on them as for a run.
 
     Returns:
         The compiled program, and the seconds that compiling took.
     """
     started = time.perf_counter()
     options: dict[str, bool | str] = {} if tuned else {**COMPILER_OPTIONS}
-    # where JAX keeps whole programs, it knows them by their options
+    # the options are part of the key in the compilation cache of JAX
     if not tuned and not getattr(jax.config, "jax_compilation_cache_dir", None):
         options["xla_gpu_kernel_cache_file"] = kernels or _kernels_of(os.getpid())
     if dump is not None:
@@ -147,7 +147,7 @@ def _kernels_of(process: int) -> str:
 
 @lru_cache(maxsize=1)
 def _folder(process: int) -> str:
-    """A folder that goes with the process, and not with one that is forked off."""
+    """A folder that is removed with the process, and not with a forked one."""
     folder = tempfile.mkdtemp(prefix="shardplan-kernels-")
     atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
     return folder
@@ -165,7 +165,7 @@ def _topology(target: str, count: int, hosts: int) -> topologies.TopologyDescrip
             return _describe(facts, count, hosts)
         except NotImplementedError:
             pass
-        # JAX looked for its plugins earlier in this process, found no driver and left the compiler out: register it.
+        # JAX has searched its plugins before, without a driver, and left the compiler out: register it.
         for plugin in plugins:
             importlib.import_module(plugin).initialize()
         try:
@@ -192,7 +192,7 @@ def _cuda_plugins() -> list[str]:
 
 @contextmanager
 def _no_driver_needed() -> Iterator[None]:
-    """JAX's plugin registers itself without checking for CUDA libraries, which compiling does not use."""
+    """Skips the check of JAX's plugin for CUDA libraries, which a compilation does not use."""
     before = os.environ.get(_SKIP_CHECK)
     os.environ[_SKIP_CHECK] = "1"
     try:

@@ -1,1 +1,1 @@
-"""Plans: made, kept, printed, explained, bound and run."""
+"""Plans: the planning pipeline, files and cache, reports, and planned functions."""

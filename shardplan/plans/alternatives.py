@@ -1,8 +1,7 @@
-"""What else a variable of the network could be, and what that would cost.
+"""The alternatives of a variable of the network, and their extra cost.
 
-The variable is held at another choice and the network searched anew, which is exact, as long as the time suffices. For
-the rest the choices around it are improved one by one until none improves, which gives a cost that can be had, so
-"at most".
+A search with the variable fixed to another choice gives the exact cost, while the time suffices. For the rest, a local
+search improves the other choices one by one. Its cost is an upper bound: "at most".
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ import numpy as np
 
 from shardplan.search import Network, solve
 
-# Searches stop at this gap: what a layout costs more is of interest, not its last digits.
+# The gap at which searches stop. The last digits of an extra cost do not matter.
 _PRECISION = 1e-4
 
-# So often may a choice be improved before the improvement counts as done, per variable of the network.
+# The most improvements of a local search, per variable of the network.
 _UPDATES_PER_VARIABLE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another choice of a variable, and the cost of the best network with it over the present one.
+    """Another choice of a variable, and the extra cost of the best assignment with it.
 
-    ``searched`` tells that this is exact (within a hundredth of a percent of the whole cost); otherwise it is at most
-    that.
+    ``searched``: whether the cost is exact, within a hundredth of a percent of the whole cost. Else it is an upper
+    bound.
     """
 
     choice: int
@@ -38,7 +37,7 @@ class Alternative:
 
 
 def alternatives(network: Network, choices: Sequence[int], variable: int, time_limit: float) -> list[Alternative]:
-    """Every other possible choice of a variable, cheapest first; ``time_limit`` in seconds bounds the searches."""
+    """Every other possible choice of a variable, cheapest first. ``time_limit`` in seconds bounds the searches."""
     deadline = time.monotonic() + time_limit
     present = network.cost(choices)
     neighbours = _neighbours(network)
@@ -82,7 +81,7 @@ def _improved(
     variable: int,
     choice: int,
 ) -> float:
-    """The cost with a variable held at a choice, after the choices around it were improved one by one."""
+    """The cost with a variable fixed to a choice, after a local search of the others."""
     picked = list(choices)
     picked[variable] = choice
     waiting = deque(dict.fromkeys(other for other, _ in neighbours[variable]))

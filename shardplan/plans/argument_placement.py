@@ -1,4 +1,4 @@
-"""Placement: arguments where a plan has them.
+"""The placement of arguments in the layouts of a plan.
 
 >>> import jax, jax.numpy as jnp
 >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -23,7 +23,7 @@ from shardplan.layout.mesh import can_run, with_auto_axes
 
 
 def placed(leaf: Any, sharding: NamedSharding) -> Any:
-    """A leaf where the plan has it; itself where it lies so already. A layout that is part of its type is taken off."""
+    """A leaf in its planned layout, or itself if it has that already. Its type loses its layout, if any."""
     if isinstance(leaf, jax.Array) and leaf.committed:
         lies_so = leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         if lies_so and not _jax.has_typed_layout(leaf):
@@ -32,7 +32,7 @@ def placed(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def put(leaf: Any, sharding: Any) -> Any:
-    """``jax.device_put`` to a sharding, for typed PRNG keys by words: JAX places no keys over several processes."""
+    """``jax.device_put`` to a sharding. Typed PRNG keys go as words: JAX places no keys over several processes."""
     if not isinstance(leaf, jax.Array) or not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.device_put(leaf, sharding)
     words = jax.device_put(jax.random.key_data(leaf), sharding)
@@ -41,8 +41,9 @@ def put(leaf: Any, sharding: Any) -> Any:
 
 @contextmanager
 def referred(leaves: Sequence[Any], shardings: Sequence[NamedSharding], refs: Collection[int]) -> Iterator[list[Any]]:
-    """All leaves where the plan has them; for references (``refs``, by position) others to their placed arrays. What
-    these hold at the end, the caller's hold, in the layout of their types where they have one."""
+    """All leaves in their planned layouts, with references (``refs``, by position) to placed arrays.
+
+    At the end the caller's references get the arrays of these, in the layout of their types where they have one."""
     there: list[Any] = [None if n in refs else placed(leaf, shardings[n]) for n, leaf in enumerate(leaves)]
     held = {position: _jax.array_in(leaves[position]) for position in refs}
     for position, array in held.items():
@@ -54,9 +55,9 @@ def referred(leaves: Sequence[Any], shardings: Sequence[NamedSharding], refs: Co
 
 
 def place_captured(refs: Iterable[Any], mesh: Any) -> None:
-    """Brings the arrays of references that a function closes over to all devices of a mesh.
+    """Copies the arrays of a function's closed-over references to all devices of a mesh.
 
-    Raises ArgumentError where that is none to run on, or where their types have layouts.
+    Raises ArgumentError for a mesh without devices, and for types with layouts.
     """
     for ref in refs:
         held = _jax.array_in(ref)

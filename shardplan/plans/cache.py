@@ -1,9 +1,9 @@
-"""Plans kept on disk: the second planning of a program makes its schedule from the choices that were found before.
+"""The plan cache on disk: a second planning of a program builds its schedule from the saved choices.
 
-An entry is one small JSON file: the choice per variable and the figures of the search. It is named by a digest of all
-that a plan depends on: the program, the mesh, the options with the hardware profile's numbers, and the versions of
-this library and of JAX. Entries are written beside their place and then moved there, so that readers see them whole
-or not at all, and carry a checksum. Nothing of the cache can fail a planning: what cannot be read is planned anew.
+An entry is one small JSON file with the choice per variable, the figures of the search, and a checksum. Its name is a
+digest of the inputs of a plan: the program, the mesh, the options with the hardware profile's numbers, and the versions
+of this library and of JAX. A writer renames a finished file, so that readers see entries whole or not at all. An error
+of the cache fails no planning: an unreadable entry is planned again.
 
 >>> import tempfile
 >>> cache = Cache(Path(tempfile.mkdtemp()))
@@ -42,7 +42,7 @@ from shardplan.rules.registry import everything_described
 Entry = TypeVar("Entry")
 
 VARIABLE = "SHARDPLAN_CACHE_DIR"
-"""The environment variable that names the folder; empty, nothing is kept."""
+"""The environment variable of the folder. Empty, it turns the cache off."""
 
 _MOST_ENTRIES = 1000
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -56,8 +56,9 @@ class Cache:
     folder: Path
 
     def read(self, key: str, understood: Callable[[dict[str, Any]], Entry]) -> Entry | None:
-        """The entry of a key, as it is understood (which may raise MalformedError); None where there is none, or where
-        it is torn or of another form, which is said once."""
+        """The entry of a key, parsed by ``understood``, which may raise MalformedError.
+
+        None for a missing entry, and for a torn or malformed one, with one warning."""
         path, content = self._path(key), None
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
@@ -73,11 +74,11 @@ class Cache:
         if content is not None:
             with suppress(MalformedError, RecursionError):
                 return understood(content)
-        self._complain(f"holds `{path.name}`, which is torn or was changed: it is planned anew")
+        self._complain(f"holds `{path.name}`, which is torn or was changed: it is planned again")
         return None
 
     def write(self, key: str, content: Mapping[str, Any]) -> None:
-        """Keeps an entry; a folder that cannot be written is said once."""
+        """Writes an entry. A folder that cannot be written gets one warning."""
         document = {"key": key, "checksum": checksum(content), "content": content}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +105,7 @@ class Cache:
 
 
 def default_cache() -> Cache | None:
-    """The cache of the environment as it is now, None where it is turned off or the user has no home."""
+    """The cache of the present environment. None where it is off, or the user has no home."""
     given = os.environ.get(VARIABLE)
     if given is not None:
         return Cache(Path(given)) if given else None
@@ -117,8 +118,8 @@ def default_cache() -> Cache | None:
 
 
 def key_of(program: Program, meshes: Sequence[MeshAxes], options: Options, target: str = "") -> str:
-    """A digest of all that the plan of a program depends on; ``meshes`` are those that it is chosen from, ``target`` is
-    the GPU type that it is verified for."""
+    """A digest of all inputs of the plan of a program. ``meshes`` are the candidates, ``target`` is the GPU type of its
+    verification."""
     entries = options_entries(replace(options, hardware=None))
     hardware = None if options.hardware is None else asdict(load(options.hardware))
     shapes = [(mesh.names, mesh.sizes) for mesh in meshes]
@@ -128,7 +129,7 @@ def key_of(program: Program, meshes: Sequence[MeshAxes], options: Options, targe
 
 
 def described() -> list[str]:
-    """What the user has described, lambdas by what they compute."""
+    """The user's descriptions of operations, with lambdas by their code."""
     found = []
     for key, description in everything_described().items():
         code = getattr(description.said, "__code__", None)
@@ -144,7 +145,7 @@ def _code_text(code: types.CodeType) -> str:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """Sizes and times of the library's files: in a working copy, versions alone tell too little."""
+    """Sizes and times of the library's files, for working copies, whose version does not change."""
     digest = hashlib.sha256()
     for path in code_files():
         status = path.stat()
@@ -153,7 +154,7 @@ def _code() -> str:
 
 
 def code_files() -> list[Path]:
-    """What a plan depends on in the library's folders; `rules` and `search` may be links, which globs do not follow."""
+    """The library's source files that plans depend on. `rules` and `search` may be links, which globs do not follow."""
     root = Path(str(resources.files("shardplan")))
     found = {path for folder in (root, root / "rules", root / "search") for path in folder.rglob("*.py")}
     return sorted(found | set(root.rglob("*.toml")))

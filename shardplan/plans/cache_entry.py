@@ -1,8 +1,8 @@
-"""Kept plans: what the cache keeps of a plan, and the plan again, without its rules, network or search.
+"""The cache entry of a plan, and the plan restored from it without rules, network or search.
 
-A program is traced anew each time, which says that it is the same. All else is read: its layouts and collectives, whose
-source lines are those of the program as it is now. The schedule, which applying and explaining need, is made of the
-kept choices when it is first asked for.
+Every planning traces the program, and so verifies that it is the same. Layouts and collectives come from the entry,
+with the source lines of the present program. The schedule, for applying and explaining, is built from the saved choices
+on its first use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardplan.program.program import Program
 
 
 class KeptEntries(TypedDict):
-    """A kept plan, as its file has it."""
+    """The content of an entry."""
 
     mesh: Mapping[str, int]
     choices: str
@@ -45,8 +45,10 @@ class KeptEntries(TypedDict):
 
 
 def kept_entry(plan: PlanData, remarks: Sequence[bool]) -> dict[str, Any]:
-    """A plan as plain data; ``remarks`` tells whether there is something to say each time of its operations, for which
-    the schedule is needed, and of its layouts."""
+    """A plan as plain data.
+
+    ``remarks``: whether its operations, and its layouts, have warnings for each planning. Those of operations need the
+    schedule."""
     operations = (sent.operation and sent.operation.index for sent in plan.schedule.collectives())
     return {
         "mesh": plan.mesh_axes,
@@ -66,9 +68,9 @@ def kept_entry(plan: PlanData, remarks: Sequence[bool]) -> dict[str, Any]:
 def restored(
     program: Program, meshes: Sequence[Mesh | AbstractMesh], options: Options, content: Mapping[str, Any]
 ) -> tuple[PlanData, tuple[bool, bool]]:
-    """The plan of an entry over the same program, traced anew, on one of these meshes; and its remarks.
+    """The plan of an entry over the same program, traced again, on one of these meshes, with its remarks.
 
-    Raises MalformedError where the entry is not one that `kept_entry` has written for this program.
+    Raises MalformedError for an entry that `kept_entry` has not written for this program.
     """
     entry: KeptEntries = read(KeptEntries, content, "entry")
     mesh = next((one for one in meshes if _sizes(one) == entry["mesh"]), None)

@@ -1,8 +1,8 @@
-"""Choosing: the plan that a call gets, from the cache where it was found before, on the best mesh where it is free.
+"""The plan of a call: from the cache, or by planning, on the best mesh where the user leaves it open.
 
-A number of devices, or hosts by devices, makes several meshes. Each is first searched until its bound is near: only
-meshes whose bound lies under the best plan so far are then planned in full. ``statistics["meshes"]`` of the plan has a
-row for each.
+A number of devices, or hosts by devices, gives several candidate meshes. The first search of each ends at a coarse gap.
+Only meshes with a bound below the best plan so far are planned in full. ``statistics["meshes"]`` of the plan has a row
+for each.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from shardplan.problem.cost_network import Problem
 from shardplan.program.program import Program
 from shardplan.search import solve
 
-# The first search of each of several meshes ends where its bound is so near, or its share of the time is over.
+# The gap and the share of the time at which the first search of each of several meshes ends.
 _NEAR = 0.02
 _SHARE = 0.2
 
 
 def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_seconds: float = 0.0) -> PlanData:
-    """Plans a traced program over a checked mesh, or over the best of the meshes that a number of devices makes."""
+    """Plans a traced program over a checked mesh, or over the best mesh of a number of devices."""
     started = time.perf_counter()
     options = _with_hosts(mesh, options)
     meshes = _meshes(mesh, options)
@@ -75,7 +75,7 @@ def make_plan(program: Program, mesh: GivenMesh, options: Options, traced_second
 
 
 def _meshes(mesh: GivenMesh, options: Options) -> list[Mesh | AbstractMesh]:
-    """The meshes to choose from: of several, those with the axes that pins name."""
+    """The candidate meshes. Of several, those with the axes of all pins."""
     if not isinstance(mesh, (int, str)):
         return [with_auto_axes(mesh)]
     shapes = shapes_of(mesh, OBJECTIVES[options.objective].counts_time)
@@ -84,8 +84,8 @@ def _meshes(mesh: GivenMesh, options: Options) -> list[Mesh | AbstractMesh]:
 
 
 def _with_hosts(mesh: GivenMesh, options: Options) -> Options:
-    """The options with a hardware profile whose hosts have as many devices as the mesh says, or whose links are those
-    of the mesh's own devices where these are on several hosts."""
+    """The options with the links of the mesh in the hardware profile: by its number of devices per host, or by the
+    hosts of its own devices."""
     crossing = axes_across_hosts(mesh) if isinstance(mesh, Mesh) else None
     if not isinstance(mesh, str) and crossing is None:
         return options
@@ -111,7 +111,7 @@ class _Candidate:
 
 
 def _best(program: Program, meshes: list[Mesh | AbstractMesh], options: Options) -> PlanData:
-    """The best plan of all meshes. Raises InfeasibleError where it fits on none."""
+    """The best plan of all meshes. Raises InfeasibleError if no mesh has one."""
     allowed = _SHARE * options.time_limit / len(meshes)
     candidates = sorted((_first_look(program, mesh, options, allowed) for mesh in meshes), key=lambda c: c.cost)
     best: PlanData | None = None

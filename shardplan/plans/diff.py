@@ -1,4 +1,4 @@
-"""What two plans do in different ways."""
+"""The difference of two plans."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ABSENT = (0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """The difference of two plans, as a value that prints; false where there is none.
+    """The difference of two plans. It prints, and is false for equal plans.
 
     Attributes:
-        layouts: argument path to its ``PartitionSpec`` in the one and in the other plan, where they differ; None where
-            a plan has no such argument.
-        traffic: kind and mesh axes to the bytes that one device sends in the one and in the other, where they differ.
-        measures: name to the figures of the one and of the other, as text, where they differ.
+        layouts: argument path to its ``PartitionSpec`` in either plan, where they differ. None for a plan without the
+            argument.
+        traffic: kind and mesh axes to the bytes that one device sends in either plan, where they differ.
+        measures: name to the figures of either plan, as text, where they differ.
     """
 
     layouts: dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]
@@ -60,7 +60,7 @@ class PlanDifference:
 
 
 def compare_plans(one: PlanData, other: PlanData) -> PlanDifference:
-    """What ``other`` does in another way than ``one``."""
+    """The difference of ``other`` from ``one``."""
     paths = dict.fromkeys((*one.layouts, *other.layouts))
     layouts = {path: (one.layouts.get(path), other.layouts.get(path)) for path in paths}
     sent = planned_traffic(one), planned_traffic(other)

@@ -1,4 +1,4 @@
-"""Why a tensor or an operation is laid out as it is."""
+"""Explanations of the layouts of tensors and operations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardplan.program.program import Constant, Operation, operand_type
 from shardplan.timing.step_time import memory_traffic
 
 _SUBJECTS = 6
-"""Arguments or operations that are explained at once; the rest is named."""
+"""The most arguments or operations of one explanation. It names the others."""
 
 _LINES = 12
-"""Readers, collectives and alternatives that are listed of each."""
+"""The most readers, collectives and alternatives of each."""
 
 
 def explain_plan(plan: PlanData, pattern: str, time_limit: float) -> str:
-    """What ``Plan.explain`` gives; raises ArgumentError where nothing matches."""
+    """The text of ``Plan.explain``. Raises ArgumentError if nothing matches."""
     program = plan.program
     arguments = [i for i in program.inputs if fnmatchcase(program.values[i].name or "", pattern)]
     operations = [] if arguments else [o for o in program.operations if _matches(o, pattern)]
@@ -60,13 +60,13 @@ def _named(operation: Operation) -> str:
 
 
 def _place(operation: Operation) -> str:
-    """The source line of an operation, and the modules that it is in."""
+    """The source line of an operation, and its modules."""
     modules = _jax.module_path(operation.equation)
     return f"{operation.source} in {modules}" if modules else operation.source
 
 
 class _Explainer:
-    """Texts on one plan; ``time_limit`` in seconds is for the searches of each subject."""
+    """Texts on one plan. ``time_limit`` in seconds is for the searches of each subject."""
 
     def __init__(self, plan: PlanData, time_limit: float) -> None:
         self._plan = plan
@@ -77,7 +77,7 @@ class _Explainer:
         self._time_limit = time_limit
 
     def argument(self, index: int) -> str:
-        """What is to be said of one argument."""
+        """The text on one argument."""
         value = self._program.values[index]
         name = value.name or ""
         layout = self._schedule.assignment.values[index]
@@ -106,7 +106,7 @@ class _Explainer:
         return _paragraph(f"{name or 'argument'}", lines)
 
     def operation(self, operation: Operation) -> str:
-        """What is to be said of one operation."""
+        """The text on one operation."""
         if operation.bodies:
             regions = [self._program.regions[body] for body in operation.bodies]
             bodies = [f"{len(region.operations)} operations, {region.times} times" for region in regions]
@@ -117,7 +117,7 @@ class _Explainer:
         lines = [("at", [_place(operation)]), ("computes", [str(rule.expression) if rule.known else str(rule.reason)])]
         strategy = self._schedule.assignment.strategies.get(operation.index)
         if strategy is None:
-            lines.append(("split", ["made anew in every layout that is read, from nothing"]))
+            lines.append(("split", ["generated in the layout of each reader"]))
             return _paragraph(_named(operation), lines)
         lines.append(("split", [self._strategy(operation, strategy)]))
         lines.append(("work", [f"shared by {strategy.degree} of {self._mesh.device_count} devices"]))
@@ -141,7 +141,7 @@ class _Explainer:
         choices = self._plan.recipe.choices
         if self._plan.statistics.get("traffic") and not self._problem.traffic:  # of a plan from a file
             self._problem.traffic = memory_traffic(self._problem)
-            vars(self._problem).pop("network", None)  # that was built without
+            vars(self._problem).pop("network", None)  # built without traffic
         found = alternatives(self._problem.network, choices, variable, self._time_limit)
         if not found:
             return ["none: it is pinned"]
@@ -150,9 +150,9 @@ class _Explainer:
     def _extra(self, other: Alternative) -> str:
         if other.extra_cost == float("inf"):
             return "impossible"
-        how = "searched anew" if other.searched else "at most; only what is around it was adapted"
+        how = "exact" if other.searched else "at most: by a local search"
         in_bytes = not OBJECTIVES[self._plan.recipe.options.objective].counts_time
-        in_one_unit = in_bytes and other.extra_cost >= 1e3  # to be compared
+        in_one_unit = in_bytes and other.extra_cost >= 1e3  # for a comparison
         text = f"{megabytes(other.extra_cost)} MB" if in_one_unit else objective_text(self._plan, other.extra_cost)
         return f"+{text} ({how})"
 
@@ -167,7 +167,7 @@ class _Explainer:
         return f"{_named(operation)} as {' and '.join(sorted(wanted)) or 'it is'}, {_place(operation)}"
 
     def _update(self, output: int) -> set[int]:
-        """The tensors of as many elements that a new state is computed from, back to where they are made."""
+        """The tensors of equally many elements that a new state is computed from, back to their makers."""
         makers = self._program.makers
         elements = prod(self._program.values[output].shape)
         inputs = set(self._program.inputs)
@@ -204,7 +204,7 @@ class _Explainer:
         return "literal" if not isinstance(operand, int) or layout is None else self._described(operand, layout)
 
     def _described(self, value: int, layout: Layout) -> str:
-        """A layout of a value; one in which it is still a sum over mesh axes has these in front."""
+        """A layout of a value as text, after the mesh axes of a partial sum."""
         if self._schedule.is_partial(value, layout):
             return f"{self._spec(layout[1:])} as a sum over {self._names(layout[0])}"
         return self._spec(layout)

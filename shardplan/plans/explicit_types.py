@@ -1,9 +1,9 @@
-"""Layouts that are part of types: what a call on mesh axes of type Explicit returns.
+"""The result types of calls on mesh axes of type Explicit, whose types contain layouts.
 
-On such axes the type of an array says how it is split, and ``jax.jit`` derives the types of results from those of
-arguments. A planned step returns results of the same types, so that whatever follows can use them as it uses those of
-``jax.jit``. A call is of this kind where an argument came in with such a type, or ``jax.set_mesh`` holds such a mesh;
-in all other calls results have types without layouts, whatever the mesh is that was planned for.
+The type of an array on such axes has a layout, and ``jax.jit`` derives the types of results from those of arguments. A
+planned step returns results of the same types, in the place of ``jax.jit``. This holds for calls with an argument of
+such a type, or under a ``jax.set_mesh`` with such axes. Results of all other calls have types without layouts, for any
+planned mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AxisTypes = tuple[AxisType, ...]
 
 
 def axis_types_of(call: Call, mesh: Any) -> AxisTypes | None:
-    """The types of mesh axes that the results of a call have, None where all are Auto."""
+    """The types of the mesh axes of a call's results. None where all are Auto."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         return None
     shardings = (getattr(leaf, "sharding", None) for leaf in call.leaves())
@@ -37,13 +37,13 @@ def axis_types_of(call: Call, mesh: Any) -> AxisTypes | None:
 
 
 def typed_results(call: Call, mesh: Mesh | AbstractMesh) -> dict[str, PartitionSpec] | None:
-    """The layouts of the results by their paths, as ``jax.jit`` types them; None where it finds no types.
+    """The layouts of the results by their paths, by the types of ``jax.jit``. None where it derives no types.
 
-    Raises CallError where arguments with and without such types are mixed, which have no types together.
+    Raises CallError for a mix of arguments with and without such types.
     """
     try:
         traced = _traced(call, mesh)
-    except Exception as error:  # what is wrong in any case, the trace for the plan says
+    except Exception as error:  # the trace for the plan raises other errors
         _check_not_mixed(call, mesh, error)
         return None
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(traced.out_info)]
@@ -52,8 +52,8 @@ def typed_results(call: Call, mesh: Mesh | AbstractMesh) -> dict[str, PartitionS
 
 
 def without_types(call: Call, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
-    """The function of a call that says layouts of types inside (``out_sharding=``, ``jax.sharding.reshard``), as one
-    that says constraints there, for arguments of these shapes alone."""
+    """A function with constraints in the place of typed layouts (``out_sharding=``, ``jax.sharding.reshard``), for
+    arguments of the call's shapes only."""
     traced = _traced(call, mesh)
     structure = jax.tree.structure(traced.out_info)
 
@@ -66,7 +66,7 @@ def without_types(call: Call, mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
 
 
 def _traced(call: Call, mesh: Mesh | AbstractMesh) -> Any:
-    """The call, traced as ``jax.jit`` does it, with the layouts of its arguments' types."""
+    """The trace of the call by ``jax.jit``, with the layouts of its arguments' types."""
     shapes, structure = jax.tree.flatten(call.shapes())
     shapes = [_with_layout(shape, leaf, mesh) for shape, leaf in zip(shapes, call.leaves(), strict=True)]
     args, kwargs = jax.tree.unflatten(structure, shapes)
@@ -74,7 +74,7 @@ def _traced(call: Call, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def _spec_of(aval: Any) -> PartitionSpec:
-    """The layout in the type of a result: whole where it depends on no such argument, free along axes of type Auto."""
+    """The layout in the type of a result: whole without such an operand, free along axes of type Auto."""
     sharding, open_dim = aval.sharding, PartitionSpec.UNCONSTRAINED
     if not _is_typed(sharding):
         return PartitionSpec()

@@ -1,9 +1,9 @@
-"""Plans as files: JSON that another machine can read, check and run.
+"""Plan files: JSON that another machine can read, check and run.
 
-A file holds the mesh axes, the layout of every argument, the collectives, the figures, the options, and the choice of
-every variable of the network, from which the schedule is made again when the plan meets its function. It names the
-program by its fingerprint. A file that is torn or changed, of another version, or for another mesh is refused; so is
-one whose checksum was repaired and whose entries are not of the types, or the mesh, that they should be.
+A file has the mesh axes, the layout of every argument, the collectives, the figures, the options, the fingerprint of
+the program, and the choice of every variable of the network. From these choices and the user's function the schedule is
+built again. The reader refuses files that are torn or changed, of another version, or for another mesh. It also refuses
+files with a repaired checksum and entries of wrong types or for another mesh.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 2**31
 
 Positions = int | tuple[int, ...] | None
-"""What files have of positions of arguments."""
+"""Positions of arguments in files."""
 
 
 class OptionEntries(TypedDict):
-    """Options as files have them."""
+    """Options in a file."""
 
     memory_limit: float | None
     objective: str
@@ -115,7 +115,7 @@ class RepeatedWork(TypedDict):
 
 
 class Statistics(TypedDict):
-    """What plans print of their statistics; there is more."""
+    """The statistics that plans print. There are more."""
 
     seconds: Mapping[str, float]
     repeated: NotRequired[RepeatedWork]
@@ -126,7 +126,7 @@ class Statistics(TypedDict):
 
 
 class PlanEntries(TypedDict):
-    """A file, without what names its format."""
+    """A file without its format, version and checksum."""
 
     fingerprint: str
     mesh: tuple[tuple[str, int], ...]
@@ -141,16 +141,16 @@ class PlanEntries(TypedDict):
 
 
 _RESOLVED = ("in_shardings", "out_shardings", "like")
-"""Options that are pins and layouts of results once a program is traced."""
+"""Options that become pins and layouts of results after a trace."""
 
 _FORMAT = "shardplan plan"
 _FORMAT_VERSION = 4
 
 
 def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
-    """Writes a plan as JSON: into a file beside the wanted one, which then takes its place.
+    """Writes a plan as JSON, atomically: into a temporary file, renamed at the end.
 
-    Raises ArgumentError where that cannot be written.
+    Raises ArgumentError for a path that cannot be written.
     """
     document = document_of(plan)
     try:
@@ -158,23 +158,23 @@ def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
             json.dump(document, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, ValueError) as error:  # the latter for what is no path
+    except (OSError, ValueError) as error:  # ValueError for an invalid path
         raise ArgumentError(f"cannot write the plan to `{path}`: {getattr(error, 'strerror', None) or error}") from None
 
 
 def document_of(plan: PlanData) -> dict[str, Any]:
-    """All that a file holds of a plan."""
+    """The content of a plan's file."""
     content = _content(plan)
     return {"format": _FORMAT, "format_version": _FORMAT_VERSION, "checksum": checksum(content), **content}
 
 
 def plan_of_document(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None = None) -> PlanData:
-    """The plan of such content, as plain data; raises PlanMismatchError where it cannot be trusted."""
+    """The plan of a file's content. Raises PlanMismatchError for content that cannot be trusted."""
     return _understood(lambda: _checked(json.loads(json.dumps(document)), "the pickled plan"), mesh, "the pickled plan")
 
 
 def load_plan(path: str | PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> PlanData:
-    """Reads a plan; raises PlanMismatchError where the file cannot be trusted or is for another mesh."""
+    """Reads a plan. Raises PlanMismatchError for a file that cannot be trusted, or for another mesh."""
     return _understood(lambda: _read(path), mesh, path)
 
 
@@ -182,7 +182,7 @@ def _understood(content: Callable[[], dict[str, Any]], mesh: Mesh | AbstractMesh
     try:
         return _plan_of(content(), mesh, path)
     except (MalformedError, ArgumentError) as error:
-        raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. Plan anew") from None
+        raise PlanMismatchError(f"`{path}` is no plan that this library has written: {error}. Plan again") from None
     except RecursionError:
         raise PlanMismatchError(f"`{path}` is no plan of shardplan: its entries are nested too deep") from None
 
@@ -197,7 +197,7 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
     given = mesh_axes(mesh)
     if (given.names, given.sizes) != (tuple(axes), tuple(axes.values())):
         found = dict(zip(given.names, given.sizes, strict=True))
-        raise PlanMismatchError(f"the plan in `{path}` is for the mesh {axes}, got {found}: plan anew for it")
+        raise PlanMismatchError(f"the plan in `{path}` is for the mesh {axes}, got {found}: plan again for it")
     known = figures["objective"], figures["lower_bound"] or 0.0, figures["peak_bytes"], figures["host_bytes"]
     check(all(map(math.isfinite, known)), "plan.figures", known, "finite numbers")
     check_layouts(entries["arguments"], axes)
@@ -223,13 +223,13 @@ def _plan_of(document: Mapping[str, Any], mesh: Mesh | AbstractMesh | None, path
 
 
 def choices_of(entry: str) -> tuple[int, ...]:
-    """The choices that a text lists."""
+    """The choices in a text."""
     check(re.fullmatch(r"(\d{1,18}( \d{1,18})*)?", entry) is not None, "choices", entry, "numbers with a space between")
     return tuple(map(int, entry.split()))
 
 
 def check_layouts(arguments: Iterable[PlannedArgument], axes: Mapping[str, int]) -> None:
-    """Raises MalformedError where an argument has a layout that no tensor of its shape can have."""
+    """Raises MalformedError for an argument whose layout does not fit its shape."""
     for n, argument in enumerate(arguments):
         where, split = f"arguments[{n}]", [axes_of(entry) for entry in argument.spec]
         named = [axis for some in split for axis in some]
@@ -241,7 +241,7 @@ def check_layouts(arguments: Iterable[PlannedArgument], axes: Mapping[str, int])
 
 
 def check_collectives(collectives: Iterable[PlannedCollective], axes: Mapping[str, int]) -> None:
-    """Raises MalformedError where a collective has other axes than the mesh, or sends what cannot be sent."""
+    """Raises MalformedError for a collective with other axes than the mesh, or with impossible bytes."""
     for n, sent in enumerate(collectives):
         check({*sent.axes} <= axes.keys(), f"collectives[{n}].axes", sent.axes, "axes of the mesh")
         check(0 <= sent.bytes < np.inf and sent.times >= 0, f"collectives[{n}]", str(sent), "bytes and times above 0")
@@ -294,12 +294,12 @@ def _checked(document: Any, path: Any) -> dict[str, Any]:
         raise PlanMismatchError(f"`{path}` is no plan of shardplan: write one by plan.save(path)")
     found, made_by = document.get("format_version"), document.get("shardplan_version")
     if found != _FORMAT_VERSION:
-        raise PlanMismatchError(f"`{path}` has format {found}, this shardplan reads {_FORMAT_VERSION}: plan anew")
+        raise PlanMismatchError(f"`{path}` has format {found}, this shardplan reads {_FORMAT_VERSION}: plan again")
     if made_by != library_version():
-        raise PlanMismatchError(f"`{path}` was made by shardplan {made_by}, this is {library_version()}: plan anew")
+        raise PlanMismatchError(f"`{path}` was made by shardplan {made_by}, this is {library_version()}: plan again")
     content = {name: entry for name, entry in document.items() if name not in ("format", "format_version", "checksum")}
     if checksum(content) != document.get("checksum"):
-        raise PlanMismatchError(f"`{path}` was changed since it was written: its checksum is wrong; plan anew")
+        raise PlanMismatchError(f"`{path}` was changed since it was written: its checksum is wrong; plan again")
     return content
 
 
@@ -319,7 +319,7 @@ def _spec_entries(spec: PartitionSpec) -> list[Any]:
 
 
 def options_entries(options: Options) -> dict[str, Any]:
-    """Options as plain data; a profile of the user's own with its numbers."""
+    """Options as plain data, with the numbers of a profile of the user's own."""
     entries = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in _RESOLVED}
     entries["pins"] = {path: _spec_entries(spec) for path, spec in (options.pins or {}).items()}
     if options.results is not None:
@@ -331,7 +331,7 @@ def options_entries(options: Options) -> dict[str, Any]:
 
 
 def _options(entries: OptionEntries) -> Options:
-    """Options that have been read; raises ArgumentError for those that no program could be planned with."""
+    """Options from plain data. Raises ArgumentError for options that no program could be planned with."""
     hardware, named = entries["hardware"], entries["reduce_dtype"]
     if isinstance(hardware, HardwareProfile):
         rates = (*hardware.flops.values(), hardware.memory_bytes, hardware.memory_bytes_per_second)
@@ -347,7 +347,7 @@ def _options(entries: OptionEntries) -> Options:
 
 
 def plain(entry: Any) -> Any:
-    """Numbers, texts, lists and dictionaries, as JSON has them."""
+    """The JSON types of an entry: numbers, texts, lists and dictionaries."""
     if entry is None or isinstance(entry, (bool, str)):
         return entry
     if isinstance(entry, Mapping):

@@ -1,6 +1,6 @@
-"""What ``jax.jit`` takes: shardings of arguments and results as a user writes them, and the options of a wrapped jit.
+"""The options of ``jax.jit``: a user's shardings of arguments and results, and the options of a wrapped function.
 
-Shardings are trees, or prefixes of trees, of ``NamedSharding`` or ``PartitionSpec``, and None where nothing is said:
+Shardings are trees, or prefixes of trees, of ``NamedSharding`` or ``PartitionSpec``, or None for unspecified leaves:
 
 >>> mesh = AbstractMesh((8,), ("data",))
 >>> specs_of(PartitionSpec("data"), {"x": np.ones((8, 2)), "n": np.ones(8)}, mesh, "out_shardings")
@@ -27,7 +27,7 @@ _PAIRS = (("static_argnums", "static_argnames"), ("donate_argnums", "donate_argn
 
 
 def with_options_of(fn: Callable[..., Any], options: Options) -> Options:
-    """The options with those of ``fn``, where that is a function of ``jax.jit``; what is given here goes before."""
+    """The options with those of ``fn``, if that is a function of ``jax.jit``. Options given here win."""
     own = _jax.options_of_jit(fn)
     for pair in _PAIRS:
         if any(getattr(options, name) not in (None, (), "") for name in pair):
@@ -37,9 +37,9 @@ def with_options_of(fn: Callable[..., Any], options: Options) -> Options:
 
 
 def specs_of(prefix: Any, tree: Any, mesh: Any, option: str) -> dict[str, PartitionSpec]:
-    """The layouts by the paths of a tree's leaves; those of which nothing is said are left out.
+    """The layouts by the paths of a tree's leaves, without unspecified ones.
 
-    Raises ArgumentError for what is no such tree, and for layouts that the leaves cannot have.
+    Raises ArgumentError for any other tree, and for layouts that do not fit the leaves.
     """
     try:
         whole = jax.tree.broadcast(prefix, tree, is_leaf=_is_leaf)
@@ -87,7 +87,7 @@ def _default_kind(sharding: NamedSharding) -> str | None:
 
 
 def _check(spec: PartitionSpec, shape: tuple[int, ...], mesh: Any, where: str) -> None:
-    """Raises ArgumentError where a tensor of a shape cannot have a layout."""
+    """Raises ArgumentError for a layout that does not fit a shape."""
     if len(spec) > len(shape):
         raise ArgumentError(f"{where} is `{spec}`, which has more dimensions than {list(shape)}")
     if not isinstance(mesh, (Mesh, AbstractMesh)):
@@ -102,7 +102,7 @@ def _check(spec: PartitionSpec, shape: tuple[int, ...], mesh: Any, where: str) -
 
 
 def pins_of(options: Options, args: tuple[Any, ...], mesh: Any) -> Mapping[str, PartitionSpec]:
-    """The pins of arguments that ``in_shardings`` are, which speak of those that are given by position."""
+    """The pins of ``in_shardings``, which are for positional arguments."""
     if options.in_shardings is None:
         return {}
     return specs_of(options.in_shardings, args, mesh, "in_shardings")

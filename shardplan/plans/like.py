@@ -1,9 +1,9 @@
-"""Several programs, one state: which arguments of one program are the state of another, whose layouts they keep.
+"""The shared state of several programs: arguments of one program that keep the layouts of another one's state.
 
-An argument is matched by its path, or by its tree: by what is behind the place at which the tree stands in a call, so
-that the parameters of a state (`0/params/layer_0/kernel`) are those of an evaluation (`0/layer_0/kernel`). Of several
-leaves that end so, the one is meant that agrees in most components, then the one with the shortest path, then one below
-`params`: a parameter and not its moments.
+An argument is matched by its path, or by the end of its path, without the position of its tree in the call. So the
+parameters of a state (`0/params/layer_0/kernel`) match those of an evaluation (`0/layer_0/kernel`). Of several leaves
+with this end, the match has the most common components, then the shortest path, then `params` in its path. It is a
+parameter and not one of its moments.
 
 >>> state = {"0/params/layer/kernel": "f32[8]", "0/opt/mu/layer/kernel": "f32[8]", "0/params/layer/bias": "f32[2]"}
 >>> matched(state, {"0/layer/kernel": "f32[8]", "0/layer/bias": "f32[2]", "1": "f32[8]"})
@@ -28,7 +28,7 @@ _LISTED = 8
 
 
 def matched(state: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The path in a state, by the paths of the arguments that are there with the same type."""
+    """The path in a state, by the paths of the arguments that match a leaf of the same type."""
     by_end: dict[str, list[str]] = {}
     for path in state:
         by_end.setdefault(path.rpartition("/")[2], []).append(path)
@@ -44,13 +44,13 @@ def matched(state: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
 
 
 def _shared(one: str, other: str) -> int:
-    """How many components two paths end with alike, behind the places of their arguments."""
+    """The length of the common end of two paths, in components without the positions of their arguments."""
     pairs = zip(reversed(one.split("/")[1:]), reversed(other.split("/")[1:]), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("/"), other.count("/")))
 
 
 def state_of(plan: PlanData) -> dict[str, PlannedArgument]:
-    """The arguments that results replace; of a program that has none, all."""
+    """The arguments that results replace. All arguments of a program without any."""
     fed_back = {one.path: one for one in plan.arguments if one.fed_back}
     return fed_back or {one.path: one for one in plan.arguments}
 
@@ -58,15 +58,15 @@ def state_of(plan: PlanData) -> dict[str, PlannedArgument]:
 def layouts_like(reference: PlanData, call: Call, mesh: Any) -> dict[str, PartitionSpec]:
     """The layouts of arguments that are in the state of another plan.
 
-    Raises ArgumentError where none is, or one has another type there; and where the plan is for another mesh.
+    Raises ArgumentError without any match, for a match of another type, and for a plan of another mesh.
     """
     if not isinstance(mesh, (int, str)) and {**mesh.shape} != reference.mesh_axes:
         raise ArgumentError(f"like is a plan over the mesh {reference.mesh_axes}, got {dict(mesh.shape)}: use one mesh")
     state, given = state_of(reference), call.types()
     types = {path: one.type_text for path, one in state.items()}
     found = matched(types, given)
-    beside = matched(dict.fromkeys(types, ""), dict.fromkeys(given.keys() - found.keys(), ""))
-    other = {path: place for path, place in beside.items() if "/" in path and _shared(path, place) == path.count("/")}
+    close = matched(dict.fromkeys(types, ""), dict.fromkeys(given.keys() - found.keys(), ""))
+    other = {path: place for path, place in close.items() if "/" in path and _shared(path, place) == path.count("/")}
     if other or not found:
         rows = [f"`{path}` is {given[path]}, and `{place}` is {types[place]} there" for path, place in other.items()]
         rows = rows or [f"`{path}` is {kind}" for path, kind in given.items()]
@@ -78,19 +78,19 @@ def layouts_like(reference: PlanData, call: Call, mesh: Any) -> dict[str, Partit
 
 
 def layouts_kept(first: PlanData, call: Call) -> dict[str, PartitionSpec]:
-    """The layouts that arguments have by the first plan of the same function: those of its state, and what lies so."""
+    """The layouts of arguments by the first plan of the same function: its state, and arrays already in its layouts."""
     planned, given = {one.path: one for one in first.arguments}, call.types()
     found = {}
     for path, leaf in call.by_path().items():
         one = planned.get(path)
         if one is None or one.type_text != given[path] or _jax.typed_layout(leaf) is not None:
             continue
-        if one.fed_back or _lies(leaf, one.spec, first.mesh_axes):
+        if one.fed_back or _has_layout(leaf, one.spec, first.mesh_axes):
             found[path] = one.spec
     return found
 
 
-def _lies(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> bool:
+def _has_layout(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> bool:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or {**sharding.mesh.shape} != axes:
         return False
@@ -98,7 +98,7 @@ def _lies(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int]) -> bool:
 
 
 def as_pins(layouts: Mapping[str, PartitionSpec], pins: Mapping[str, PartitionSpec] | None) -> dict[str, PartitionSpec]:
-    """Pins with layouts of arguments that no pin is for."""
+    """The pins, and the layouts of arguments without a pin."""
     more = {path: spec for path, spec in layouts.items() if not _pinned(path, pins or ())}
     return {**(pins or {}), **{glob.escape(path): spec for path, spec in more.items()}}
 

@@ -1,4 +1,4 @@
-"""Which hardware profile a mesh has where none is given: that of its own devices.
+"""The default hardware profile of a mesh: that of its own devices.
 
 >>> import jax
 >>> profile_of(jax.sharding.AbstractMesh((8,), ("x",)))
@@ -19,16 +19,16 @@ from shardplan.layout.mesh import GivenMesh, has_gpus
 from shardplan.plans.pipeline import DEFAULT_HARDWARE
 
 VARIABLE = "SHARDPLAN_HARDWARE"
-"""The environment variable that names the profile of all meshes for which none is given: CPU devices, for example, that
-stand for the GPUs of another machine."""
+"""The environment variable with the default profile of all meshes, for example for CPU devices that stand for GPUs of
+another machine."""
 
 _KINDS = {"h100": "H100", "h200": "H200", "a100": "A100", "b200": "B200", "k80": "K80"}
 _BY_CAPABILITY = ((10.0, "b200"), (9.0, "h100"), (4.0, "a100"), (0.0, "k80"))
-"""For other GPUs of NVIDIA: the profile of the latest generation that is not above theirs."""
+"""For other GPUs of NVIDIA: the profile of the latest generation up to theirs."""
 
 
 def profile_of(mesh: GivenMesh) -> str:
-    """The name of the profile that plans over a mesh have where the user names none."""
+    """The name of the default profile of plans over a mesh."""
     given = os.environ.get(VARIABLE)
     if given:
         return given

@@ -1,8 +1,8 @@
-"""Planning without searches for garbage.
+"""A pause of Python's garbage collector during planning.
 
-Tracing and planning make millions of objects that stay, and hardly a cycle among them. Python's garbage collector
-goes through all of them again and again, which takes a quarter of the time of planning a deep program, and finds
-nothing. So it is off meanwhile, and what was made is old for it afterwards: it would be gone through at once else.
+Tracing and planning make millions of objects that stay, with hardly a cycle among them. The collector traverses all of
+them again and again, and frees nothing. That takes a quarter of the planning time of a deep program. So the collector
+is off meanwhile. Afterwards the new objects are in its oldest generation, without an immediate traversal.
 
 >>> import gc
 >>> with uncollected():
@@ -24,9 +24,9 @@ __all__ = ["uncollected"]
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Switches the collector of cycles off, and on again where it was on. Reference counts free what they free.
+    """Switches the collector of cycles off, and on again if it was on. Reference counting goes on.
 
-    Objects that somebody has frozen stay so."""
+    Frozen objects stay frozen."""
     was_on = gc.isenabled()
     try:
         gc.disable()

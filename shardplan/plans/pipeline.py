@@ -1,4 +1,4 @@
-"""Planning: from a function and its arguments to a plan, stage by stage."""
+"""The planning pipeline: from a traced program to a plan."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from shardplan.timing.step_time import timing_of
 DEFAULT_HARDWARE = "h100"
 
 RESERVED_MEMORY = 0.08
-"""The part of a device's memory that is kept free where no limit is given: for the runtime, its communication buffers
-and fragmentation."""
+"""The share of a device's memory that the default limit reserves for the runtime, its communication buffers and
+fragmentation."""
 
 
 def build_problem(
@@ -49,9 +49,10 @@ def build_problem(
     share: float = LEAST_SHARE,
     traffic: Mapping[int, int] | None = None,
 ) -> Problem:
-    """The cost network of a program over a mesh; for the objective "time" priced at a share
-    (`shardplan.optimize.step_time_objective`), for "bytes" with the memory traffic of repeated work where it is given
-    (`shardplan.optimize.repeated_work`)."""
+    """The problem of a program over a mesh.
+
+    For the objective "time" it is priced at a share (`shardplan.optimize.step_time_objective`). For "bytes" it includes
+    the given memory traffic of repeated work (`shardplan.optimize.repeated_work`)."""
     axes = mesh_axes(mesh)
     program = program.on(axes.device_count)
     objective = OBJECTIVES[options.objective]
@@ -72,9 +73,9 @@ def plan_program(
     method: str = "auto",
     excess: Mapping[int, float] = MappingProxyType({}),
 ) -> PlanData:
-    """Plans a traced program over one mesh by a method of ``shardplan.search``; ``prepare`` may exclude choices.
+    """Plans a traced program over one mesh by a method of ``shardplan.search``. ``prepare`` may exclude choices.
 
-    ``excess``: per operation, by index, bytes that a compiled program held there above what was counted."""
+    ``excess``: per operation, by index, bytes that a compiled program held there above its prediction."""
     started = time.perf_counter()
 
     def build(share: float = LEAST_SHARE, traffic: Mapping[int, int] | None = None) -> Problem:
@@ -96,8 +97,10 @@ def plan_problem(
     rebuild: Callable[..., Problem] | None = None,
     excess: Mapping[int, float] = MappingProxyType({}),
 ) -> PlanData:
-    """Plans a problem over its mesh; ``spent_seconds`` were spent on it before, ``rebuild`` prices it at a share, or
-    with the memory traffic of repeated work. ``excess`` as for `plan_program`."""
+    """Plans a problem over its mesh.
+
+    ``spent_seconds`` is the time spent on it before. ``rebuild`` prices it at a share, or with the memory traffic of
+    repeated work. ``excess`` as for `plan_program`."""
     started = time.perf_counter()
     set_stage("stating the choices")
     program, variables = problem.program, len(problem.network)  # the network is built here
@@ -109,7 +112,7 @@ def plan_problem(
     search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
     found = SEARCHES[options.objective](problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
-    schedule.problem.network.derived.clear()  # which a search needs, and the plan would hold
+    schedule.problem.network.derived.clear()  # tables of the search, which the plan would keep in memory
     solved = time.perf_counter()
     statistics = {
         "operations": len(program.operations),
@@ -142,9 +145,9 @@ Made = TypeVar("Made", bound=PlanData)
 
 
 def rebuild(plan: Made, program: Program) -> Made:
-    """A plan over the same program, traced anew.
+    """A plan over the same program, traced again.
 
-    Raises PlanMismatchError where the program is another one, or this version builds another problem of it.
+    Raises PlanMismatchError for another program, or if this version builds another problem of it.
     """
     plan.check_program(program)
     schedule = schedule_of(program, plan.mesh, plan.recipe)
@@ -152,23 +155,23 @@ def rebuild(plan: Made, program: Program) -> Made:
     nowhere = [replace(c, source="") for c in plan.collectives]  # source lines may have moved
     if planned_arguments(schedule) == plan.arguments and [replace(c, source="") for c in collectives] == nowhere:
         return replace(plan, built=schedule, collectives=collectives)
-    raise PlanMismatchError("the plan was made by another version of shardplan, which prices in another way: plan anew")
+    raise PlanMismatchError("the plan was made by another version of shardplan, with other prices: plan again")
 
 
 def schedule_of(program: Program, mesh: Mesh | AbstractMesh, recipe: Recipe) -> Schedule:
-    """The schedule that a recipe makes of its program, without a search.
+    """The schedule of a recipe and its program, without a search.
 
-    Raises PlanMismatchError where this version builds another problem of it.
+    Raises PlanMismatchError if this version builds another problem of it.
     """
     problem = build_problem(program, mesh, recipe.options)
     if problem.variables.digest() != recipe.network:
         raise PlanMismatchError(
-            "the plan was made by another version of shardplan, which numbers layouts in another way: plan anew"
+            "the plan was made by another version of shardplan, with other numbers of layouts: plan again"
         )
     sizes, choices = problem.variables.sizes, np.array(recipe.choices)
     among = len(choices) == len(sizes) and bool((choices < sizes).all())
     if not (among and np.isfinite(problem.network.cost(choices))):
-        raise PlanMismatchError("the plan's choices do not go together: they were changed since; plan anew")
+        raise PlanMismatchError("the plan's choices do not go together: they were changed since; plan again")
     return Schedule(problem, problem.decode(choices))
 
 
@@ -195,7 +198,7 @@ def planned_arguments(schedule: Schedule) -> tuple[PlannedArgument, ...]:
 
 
 def donated_places(options: Options) -> tuple[int | str, ...]:
-    """The positions of donated arguments among those that are not static, and the names of those given by keyword."""
+    """The positions of donated arguments among the dynamic ones, and the names of donated keyword arguments."""
     static, names = options.static, options.donate_argnames or ()
     wanted = as_positions(options.donate_argnums)
     places = (position - sum(s < position for s in static) for position in wanted if position not in static)
@@ -203,13 +206,13 @@ def donated_places(options: Options) -> tuple[int | str, ...]:
 
 
 def memory_limit_of(options: Options) -> float:
-    """The bytes that one device may hold: those that the user allows, or what the hardware has without the reserve."""
+    """The memory limit of one device: the user's, or the hardware's memory without the reserve."""
     memory_bytes = load(options.hardware or DEFAULT_HARDWARE).memory_bytes
     return options.memory_limit or memory_bytes * (1 - RESERVED_MEMORY)
 
 
 def _check_arguments(problem: Problem, limit: float) -> None:
-    """Raises InfeasibleError where the arguments alone exceed the limit, split as far as the mesh can split them."""
+    """Raises InfeasibleError if the arguments alone exceed the limit, split as far as the mesh allows."""
     program = problem.program
     sizes = [program.values[index].total_bytes / problem.domain(index).degrees.max() for index in program.inputs]
     if sum(sizes) > limit:
@@ -221,7 +224,7 @@ def _check_arguments(problem: Problem, limit: float) -> None:
 
 
 def donated_leaves(program: Program, donated: tuple[int | str, ...]) -> frozenset[int]:
-    """The positions among the flattened arguments that belong to donated ones, and of references."""
+    """The positions of the leaves of donated arguments, and of references, among the flattened arguments."""
     args, kwargs = jax.tree.unflatten(program.in_tree, range(len(program.inputs)))
     held = (kwargs.get(place) if isinstance(place, str) else args[place] for place in donated)
     return program.refs.union(*map(jax.tree.leaves, held))
@@ -247,7 +250,7 @@ def planned_collectives(schedule: Schedule) -> tuple[PlannedCollective, ...]:
 
 
 def remarks_on_operations(schedule: Schedule) -> list[str]:
-    """Which operations run, but not as well as they could, a sentence or two each."""
+    """Warnings of operations that could run better, a sentence or two each."""
     found = []
     for name, operations in schedule.problem.unknown.items():
         if name not in _jax.HOST_CALLS:
@@ -269,7 +272,7 @@ def remarks_on_operations(schedule: Schedule) -> list[str]:
 
 
 def _remarks_on_regions(schedule: Schedule) -> Iterator[str]:
-    """Which parts that the user split by hand leave work to repeat, or are split further by XLA."""
+    """Warnings of regions split by hand that repeat work, or that XLA splits further."""
     mesh = schedule.space.mesh
     found: dict[tuple[int, ...], list[Operation]] = {}
     for operation in schedule.program.operations:
@@ -290,7 +293,7 @@ def _remarks_on_regions(schedule: Schedule) -> Iterator[str]:
 def remarks_on_layouts(
     program: Program, mesh: Mesh | AbstractMesh, pins: Mapping[str, PartitionSpec] | None
 ) -> list[str]:
-    """What the mesh does not divide, and which of the user's constraints are ignored, a sentence or two each."""
+    """Warnings of sizes that the mesh does not divide, and of ignored constraints, a sentence or two each."""
     space = _layout_space(program, mesh_axes(mesh), pins)
     return [*undivided(program, space), *hard_layouts(program, space, pins).ignored]
 

@@ -1,8 +1,8 @@
 """The plan: the chosen layouts and strategies, with their evidence.
 
-A plan says what is sent (`collectives`, `communication_bytes`), what it needs (`peak_bytes`), and how near the optimum
-of the cost model it is (`lower_bound`, `gap`). It can be asked (`explain`), compared (`diff`), kept (`save`, `load`),
-and applied (`apply`, `lower`).
+A plan has the collectives (`collectives`, `communication_bytes`), the peak memory (`peak_bytes`), and the distance to
+the optimum of the cost model (`lower_bound`, `gap`). Its methods explain it (`explain`), compare it (`diff`), save it
+(`save`, `load`), and apply it (`apply`, `lower`).
 """
 
 from __future__ import annotations
@@ -26,90 +26,92 @@ from shardplan.plans.report import donatable_bytes, plan_html, plan_line, plan_t
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(PlanData):
-    """How one program is split over one mesh; see `PlanData` for what it holds.
+    """The split of one program over one mesh. `PlanData` documents its attributes.
 
-    A plan that was read from a file knows no program until it meets its function (``bind``, or the first call of what
-    ``apply`` gives); until then what needs one raises PlanMismatchError and says so.
+    A plan from a file has no program before ``bind``, or before the first call of the function of ``apply``. Methods
+    that need a program raise PlanMismatchError until then.
     """
 
     @classmethod
     def of(cls, data: PlanData) -> Plan:
-        """The plan of what planning found."""
+        """The plan with the data of a planning."""
         return cls(**{one.name: getattr(data, one.name) for one in fields(data)})
 
     @property
     def donatable_bytes(self) -> dict[int | str, float]:
-        """Bytes per device that donating an argument would save at most, by its position or name in a call: those that
-        results replace. Arguments that are donated, or of which results replace nothing, are left out."""
+        """Bytes per device that the donation of an argument would save at most, by its position or name in a call.
+
+        Only arguments that results replace and that are not donated are listed."""
         return donatable_bytes(self)
 
     @property
     def shardings(self) -> Any:
-        """``NamedSharding``s over the mesh's devices, or the first ones here, in the structure of the arguments."""
+        """``NamedSharding``s over the mesh's devices, or the first local ones, in the structure of the arguments."""
         return state.shardings_of(self)
 
     @property
     def abstract(self) -> Any:
-        """``jax.ShapeDtypeStruct``s with these shardings, as Orbax restores into: ``plan.abstract[0]`` is the state."""
+        """``jax.ShapeDtypeStruct``s with these shardings, for restores by Orbax: ``plan.abstract[0]`` is the state."""
         return state.abstract_of(self)
 
     def place(self, tree: Any) -> Any:
-        """An argument, such as a batch, where the plan has it; of several processes, each may give its own rows.
+        """An argument, such as a batch, in its planned layout. Each of several processes may give its own rows.
 
-        Raises ArgumentError for what has the structure and shapes of no argument.
+        Raises ArgumentError for a tree without the structure and shapes of any argument.
         """
         return state.place(self, tree)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """What ``init_fn(*args)`` makes, an argument such as the state, made split as the plan has it.
+        """The result of ``init_fn(*args)``, an argument such as the state, computed in its planned layout.
 
-        Raises ArgumentError where it makes no argument of the planned step.
+        Raises ArgumentError for a result that is no argument of the planned step.
         """
         return state.init(self, init_fn, args)
 
     def moving_bytes(self, tree: Any) -> int:
-        """What all devices together receive where an argument, as it lies now, is brought to this plan."""
+        """The bytes that all devices together receive when an argument is resharded to its planned layout."""
         return state.moving_bytes(self, tree)
 
     def bind(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-        """This plan over ``fn``, traced anew for arguments (arrays or ``jax.ShapeDtypeStruct``s).
+        """This plan over ``fn``, traced again for arguments (arrays or ``jax.ShapeDtypeStruct``s).
 
-        Raises PlanMismatchError where that is another program than the planned one. Values of literals and of
-        closed-over arrays may differ: those of ``fn`` count.
+        Raises PlanMismatchError for another program than the planned one. Values of literals and of closed-over arrays
+        may differ: the plan uses those of ``fn``.
         """
         return Plan.of(planned_function.bind_plan(self, fn, args, kwargs))
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """``fn`` as this plan splits it: a function of the planned arguments' shapes, like ``shardplan.auto``.
+        """``fn``, split by this plan: a function of the planned arguments' shapes, like ``shardplan.auto``.
 
-        Raises PlanMismatchError when it is called with arguments that make another program.
+        Its calls raise PlanMismatchError for arguments of another program.
         """
         return PlannedFunction(fn, self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON, whole or not at all; raises ArgumentError where the path cannot be written."""
+        """Writes the plan as JSON, atomically. Raises ArgumentError for a path that cannot be written."""
         save_plan(self, path)
 
     @staticmethod
     def load(path: str | os.PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> Plan:
         """Reads a plan that ``save`` wrote, for a mesh of its axes (default: one without devices).
 
-        Raises PlanMismatchError where the file is torn, of another version, or for another mesh.
+        Raises PlanMismatchError for a file that is torn, of another version, or for another mesh.
         """
         return Plan.of(load_plan(path, mesh))
 
     def explain(self, path: str, time_limit: float = 5.0) -> str:
-        """Why an argument (a path glob) or an operation (``op12``, a glob of its source line or module) is laid out so.
+        """The reasons for the layout of an argument (a path glob) or an operation (``op12``, or a glob of its source
+        line or module).
 
-        Its layout, what reads it, the collectives that it takes part in, and what other layouts would cost: those that
-        can be searched anew within ``time_limit`` seconds exactly, the others at most.
+        The text has its layout, readers and collectives, and the costs of other layouts. These are exact for searches
+        within ``time_limit`` seconds, and upper bounds for the others.
         """
         return explain_plan(self, path, time_limit)
 
     def diff(self, other: PlanData) -> PlanDifference:
-        """What ``other`` does in another way: layouts of arguments, collectives, objective, memory.
+        """The differences of ``other``: layouts of arguments, collectives, objective, memory.
 
-        Raises ArgumentError for what is no plan.
+        Raises ArgumentError for an ``other`` that is no plan.
         """
         if not isinstance(other, PlanData):
             raise no_plan(other)
@@ -119,7 +121,7 @@ class Plan(PlanData):
         return f"<{plan_line(self)}>"
 
     def __reduce__(self) -> Any:
-        """Pickled as ``save`` keeps it: without its program and devices."""
+        """The pickle of a plan has the content of ``save``, without program and devices."""
         return _unpickled, (document_of(self),)
 
     def __str__(self) -> str:

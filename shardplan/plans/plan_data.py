@@ -1,6 +1,6 @@
-"""What planning finds: the chosen layouts and strategies, with their evidence, and the planned step.
+"""The data of a plan: the chosen layouts and strategies, with their evidence, and the planned step.
 
-`shardplan.plans.plan.Plan` adds what users ask of it; everything that makes, keeps or prints plans needs this alone.
+`shardplan.plans.plan.Plan` adds the methods for users. The modules that make, save or print plans only need this one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from shardplan.timing.step_time import StepTime, step_time
 class PlannedCollective:
     """One collective of the plan.
 
-    ``axes`` are mesh axis names; ``bytes`` is what one device sends each time, ``times`` how often per step;
-    ``operation`` names the operation that makes or reads the tensor, as the compiled program's metadata does.
+    ``axes`` are mesh axis names. ``bytes`` are sent by one device in one execution, and ``times`` are the executions
+    per step. ``operation`` is the maker or the reader of the tensor, by its name in the compiled program's metadata.
     """
 
     kind: str
@@ -47,9 +47,9 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True)
 class PlannedArgument:
-    """One leaf of the arguments: tree path, whole shape and layout; ``fed_back`` where a result replaces it.
+    """One leaf of the arguments: tree path, whole shape and layout. ``fed_back``: whether a result replaces it.
 
-    ``memory_kind`` is that of JAX (``pinned_host``), None for the memory of the devices; ``is_ref`` tells that it is a
+    ``memory_kind`` is that of JAX (``pinned_host``), or None for the memory of the devices. ``is_ref``: whether it is a
     reference (``jax.new_ref``), which a step changes in place.
     """
 
@@ -64,15 +64,15 @@ class PlannedArgument:
 
     @property
     def type_text(self) -> str:
-        """Its type, as messages say it."""
+        """Its type as text for messages."""
         return type_text(self.shape, self.dtype, memory_kind=self.memory_kind, is_ref=self.is_ref)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What makes a plan's schedule again from its program: the options, and a choice per variable of the network.
+    """The inputs that rebuild a plan's schedule from its program: the options, and a choice per network variable.
 
-    ``network`` is a digest of those variables; ``fingerprint`` is that of the program, where it is not at hand.
+    ``network`` is a digest of these variables. ``fingerprint`` is that of a missing program.
     """
 
     options: Options
@@ -82,7 +82,7 @@ class Recipe:
 
 
 class ScheduleToBe:
-    """The schedule of a program that is traced, made when it is first asked for."""
+    """The schedule of a traced program, built on its first use."""
 
     def __init__(self, program: Program, make: Callable[[], Schedule]) -> None:
         self.program = program
@@ -95,13 +95,13 @@ class ScheduleToBe:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PlanData:
-    """How one program is split over one mesh.
+    """The split of one program over one mesh.
 
-    ``objective``, ``lower_bound`` and ``gap`` speak of the whole objective (bytes sent and work repeated);
-    ``communication_bytes`` is what one device sends per step. ``peak_bytes`` is predicted, or compiled where the plan
-    is ``verified``. ``layouts`` maps the path of every argument leaf to its ``PartitionSpec``. ``statistics`` holds
-    counts and seconds of the stages. ``donated`` are positions among the arguments that are not static. ``host_bytes``
-    is what a device's parts of all tensors in host memory take there at the peak; ``peak_bytes`` is without them.
+    ``objective``, ``lower_bound`` and ``gap`` are of the whole objective (bytes sent and work repeated).
+    ``communication_bytes`` are the bytes that one device sends per step. ``peak_bytes`` is predicted, or compiled for a
+    ``verified`` plan. ``layouts`` maps the path of every argument leaf to its ``PartitionSpec``. ``statistics`` has
+    counts and seconds of the stages. ``donated`` are positions among the dynamic arguments. ``host_bytes`` is the peak
+    of a device's blocks of tensors in host memory, which ``peak_bytes`` excludes.
     """
 
     mesh: Mesh | AbstractMesh
@@ -116,12 +116,12 @@ class PlanData:
     donated: tuple[int | str, ...] = ()
     host_bytes: float = 0.0
     executable: jax.stages.Compiled | None = field(default=None, repr=False)
-    """The compiled step, where the plan was verified on the devices of its mesh."""
+    """The compiled step of a plan that was verified on the devices of its mesh."""
 
     @property
     def verified(self) -> Mapping[str, Any] | None:
-        """By which compiler ``peak_bytes`` was compiled: the ``target``, the version of ``jaxlib``, and a row per plan
-        of the ``rounds`` (predicted and compiled peak, bytes sent, seconds to compile). None where it is predicted."""
+        """The compiler of ``peak_bytes``: the ``target``, the version of ``jaxlib``, and a row per plan of the
+        ``rounds`` (predicted and compiled peak, bytes sent, seconds to compile). None for a predicted peak."""
         return self.statistics.get("verified")
 
     @property
@@ -141,16 +141,16 @@ class PlanData:
 
     @property
     def gap(self) -> float:
-        """How far above the optimum of the cost model the plan can be: 0.001 is a tenth of a percent."""
+        """The largest possible distance to the optimum of the cost model: 0.001 is a tenth of a percent."""
         if self.objective <= self.lower_bound:
             return 0.0
         return (self.objective - self.lower_bound) / self.objective
 
     @property
     def step_time(self) -> StepTime:
-        """Where the time of a step goes: its work, the collectives that it waits for, those that work hides.
+        """The parts of a step's time: its work, the collectives that it waits for, those that work hides.
 
-        Estimated by the rates of the hardware profile; the objective "time" is ``step_time.seconds``.
+        They are estimated by the rates of the hardware profile. The objective "time" is ``step_time.seconds``.
         """
         return step_time(self.schedule)
 
@@ -175,7 +175,7 @@ class PlanData:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the program that was planned, the same on every machine."""
+        """A digest of the planned program, the same on every machine."""
         return self.recipe.fingerprint or self.program.fingerprint()
 
     @property
@@ -197,7 +197,7 @@ class PlanData:
     def trace(self, mesh: Mesh | None = None) -> jax.stages.Traced:
         """The planned step, traced for the plan's own mesh or another one of the same axes and sizes.
 
-        Raises PlanMismatchError where the mesh is another one, or has no devices.
+        Raises PlanMismatchError for a mesh of other axes, and for one without devices.
         """
         shardings = self.leaf_shardings(self._with_devices(mesh))
         leaves: list[Any] = []
@@ -211,7 +211,7 @@ class PlanData:
     def lower(self, mesh: Mesh | None = None) -> jax.stages.Lowered:
         """The planned step, lowered for the plan's own mesh or another one of the same axes and sizes.
 
-        Raises PlanMismatchError where the mesh is another one, or has no devices.
+        Raises PlanMismatchError for a mesh of other axes, and for one without devices.
         """
         shardings, kinds = self.leaf_shardings(self._with_devices(mesh)), [one.memory_kind for one in self.arguments]
         lowered = self.trace(mesh).lower()
@@ -219,10 +219,10 @@ class PlanData:
         return _jax.with_memory_kinds(lowered, kinds) if dropped else lowered
 
     def jitted(self, mesh: Mesh | None = None) -> Any:
-        """The planned step as a ``jax.jit`` function of the arguments that were planned, without the static ones.
+        """The planned step as a ``jax.jit`` function of the planned arguments, without the static ones.
 
-        Results are laid out over ``mesh`` as it is, its axes of type Explicit too, unless `retyped` says otherwise.
-        With keyword arguments, for which ``jax.jit`` takes no shardings, the arguments must lie as the plan has them.
+        Results are over ``mesh``, with its axes of type Explicit too, unless `retyped` has other shardings.
+        ``jax.jit`` takes no shardings of keyword arguments. With these, all arguments must have their planned layouts.
         """
         concrete = self._with_devices(mesh)
         program = self.program
@@ -253,10 +253,9 @@ class PlanData:
         )
 
     def retyped(self, mesh: Mesh | None = None) -> Any:
-        """Where results are to be brought, the same places with the types of ``mesh``; None for nowhere else.
+        """The shardings of results with the axis types of ``mesh``. None where they need no change.
 
-        A program that is lowered for its devices takes no mesh but that with axes of type Auto, which is also that of
-        the executable.
+        A program that is lowered for its devices only takes a mesh with axes of type Auto, also in the executable.
         """
         if mesh is None or with_auto_axes(mesh) == mesh:
             return None
@@ -271,7 +270,7 @@ class PlanData:
         return tuple(NamedSharding(chosen, one.spec, memory_kind=one.memory_kind) for one in self.arguments)
 
     def check_program(self, program: Program) -> None:
-        """Raises PlanMismatchError where ``program`` is not the one that was planned."""
+        """Raises PlanMismatchError if ``program`` is not the planned one."""
         if program.fingerprint() == self.fingerprint:
             return
         found = {}
@@ -283,7 +282,7 @@ class PlanData:
         raise PlanMismatchError(f"the plan was made for another program ({self.fingerprint[:12]}), {what}")
 
     def other_arguments(self, found: Mapping[str, str]) -> str:
-        """How arguments (types by path) differ from the planned ones; nothing where they do not."""
+        """The differences of arguments (types by path) from the planned ones, as text. Empty for equal ones."""
         planned = {argument.path: argument.type_text for argument in self.arguments}
         different = [
             f"\n  `{path}` was planned as {planned.get(path, 'no argument')} and is {found.get(path, 'no argument')}"
@@ -309,7 +308,7 @@ class PlanData:
             )
         if mesh_axes(chosen) != mesh_axes(self.mesh):
             raise PlanMismatchError(
-                f"the plan is for the mesh {self.mesh_axes}, got {dict(chosen.shape)}: plan anew for it"
+                f"the plan is for the mesh {self.mesh_axes}, got {dict(chosen.shape)}: plan again for it"
             )
         return with_auto_axes(chosen)
 

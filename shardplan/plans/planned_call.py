@@ -1,4 +1,4 @@
-"""From a call to its plan: the call is checked and traced, its options are resolved, and one plan is made of both."""
+"""The plan of a call: its checks, its trace, its resolved options, and their plan."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ from shardplan.program.program import Program
 NO_MESH = NoMesh()
 
 Refined = Callable[[Callable[[Options], PlanData], Options], PlanData]
-"""Chooses among the plans that a function makes of several options."""
+"""The choice among the plans that a function makes of several options."""
 
 
 def plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool, refined: Refined | None = None) -> PlanData:
-    """The plan of a call; ``typed`` tells that results have the types that ``jax.jit`` gives, ``refined`` chooses among
-    plans where ``options.refine`` asks for several."""
+    """The plan of a call.
+
+    ``typed``: whether results have the types of ``jax.jit``. ``refined`` chooses among several plans for
+    ``options.refine``."""
     started = time.perf_counter()
     if options.verify is None:
         options = replace(options, verify=_runs_on_gpus(mesh) and group_of(mesh) is None)
@@ -68,7 +70,7 @@ def _traced_plan(
 
 
 def resolved_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) -> tuple[Program, Options]:
-    """The program of a call, and the options as they are for it alone: plain data."""
+    """The program of a call, and its own options as plain data."""
     pins = as_pins(pins_of(options, call.args, mesh), options.pins)
     pins = as_pins(boxed_layouts(call, mesh), pins)
     resolved = replace(
@@ -85,7 +87,7 @@ def resolved_call(call: Call, mesh: GivenMesh, options: Options, typed: bool) ->
 
 
 def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Program:
-    """The program of a call whose arguments have been checked."""
+    """The program of a checked call."""
     return _trace(checked_call(fn, args, kwargs, options), options)[0]
 
 
@@ -101,7 +103,7 @@ def calls_of(fn: Callable[..., Any], options: Options) -> Calls:
 
 
 def traced_for(plan: PlanData, call: Call) -> Program:
-    """The program of a call that is to run by a plan; where it cannot be traced, what differs from the planned call."""
+    """The program of a call for a plan. Its trace error names the differences from the planned call."""
     try:
         return _trace(call, plan.recipe.options, plan.mesh)[0]
     except Exception as error:
@@ -114,8 +116,8 @@ def traced_for(plan: PlanData, call: Call) -> Program:
 
 
 def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> tuple[Program, Options]:
-    """The program of a call with the layouts that its results shall have, and the options with what these make of them:
-    pins of what they replace, and none that is a tree."""
+    """The program of a call with the wanted layouts of its results, and the resolved options: pins of the arguments
+    that these results replace, and no trees."""
     args, kwargs = call.shapes()
     typed, given = options.results, options.out_shardings
 
@@ -126,7 +128,7 @@ def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> 
     try:
         traced, found = traced_with(call.fn, args, kwargs, layouts)
     except ValueError as error:
-        if "Ref sharding" in str(error):  # those of arguments have none while it is traced
+        if "Ref sharding" in str(error):  # references of arguments have no sharding in a trace
             raise CallError(
                 f"`{name_of(call.fn)}` closes over a Ref on mesh axes of type Explicit: pass it as an argument"
             ) from error

@@ -1,4 +1,4 @@
-"""Functions that run by a plan that is there: what ``Plan.apply`` and ``Plan.bind`` give."""
+"""Functions that run by an existing plan, for ``Plan.apply`` and ``Plan.bind``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shardplan.program.call_arguments import Call
 
 
 class PlannedFunction:
-    """What ``Plan.apply`` returns: a function that runs as one plan says, and refuses other arguments.
+    """The function of ``Plan.apply``: it runs by one plan, and refuses other arguments.
 
-    The first call traces the function and holds it against the plan.
+    The first call traces the function and compares it with the plan.
     """
 
     def __init__(self, fn: Callable[..., Any], plan: PlanData) -> None:
@@ -32,7 +32,7 @@ class PlannedFunction:
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The planned step, lowered as ``jax.jit(fn).lower`` does it."""
+        """The planned step, lowered like ``jax.jit(fn).lower``."""
         runner = self._runner(adapt_call(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
@@ -51,6 +51,6 @@ class PlannedFunction:
 
 
 def bind_plan(plan: PlanData, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> PlanData:
-    """A plan over ``fn``, traced anew; raises PlanDataMismatchError where that is another program."""
+    """A plan over ``fn``, traced again. Raises PlanMismatchError for another program."""
     options = plan.recipe.options
     return rebuild(plan, traced_for(plan, checked_call(fn, args, kwargs, options)))

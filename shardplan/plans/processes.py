@@ -1,12 +1,12 @@
-"""Several processes that share the devices of a mesh run one plan.
+"""One plan for several processes that share the devices of a mesh.
 
-Each process traces the program by itself. Before anything is planned, what the plan depends on is compared: program,
-options, mesh, the versions and the code of the library. A difference is an error in all processes that shows
-both sides. The first process then plans, and hands its plan on, or its error. Before a step is compiled the plans are
-compared, which holds for plans of files too.
+Each process traces the program by itself. Before planning, the processes compare the inputs of the plan: program,
+options, mesh, and versions and code of the library. A difference is an error in all processes that shows both sides.
+The first process then plans, and sends its plan or its error to the others. Before the compilation of a step the
+processes compare their plans, also those from files.
 
-Messages go through the key-value store of ``jax.distributed``, which needs no device. No message is waited for without
-a limit: that of `VARIABLE`, and for a plan the time that its search may take.
+Messages go through the key-value store of ``jax.distributed``, which needs no device. Every wait has a limit: that of
+`VARIABLE`, and for a plan the time limit of its search.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from shardplan.program.program import Program
 Made = TypeVar("Made")
 
 VARIABLE = "SHARDPLAN_PROCESS_TIMEOUT"
-"""The environment variable with the seconds that a process waits for another one, `PATIENCE` where it is not set."""
+"""The environment variable with the seconds that a process waits for another one. `PATIENCE` is the default."""
 
 PATIENCE = 600.0
 
 _SLICE = 1.0
-"""Seconds of one wait, after which Python sees Ctrl-C."""
+"""Seconds of one wait. Between two waits Python handles Ctrl-C."""
 
 _SHOWN = 3
-"""Differences that an error shows."""
+"""The most differences in an error."""
 
 _SEARCHES = 4
-"""A search counts so often in the time that a plan is waited for: with its refinements and its memory."""
+"""The time limits of a search in the wait for a plan, with its refinements and its memory."""
 
 _meetings: Counter[tuple[int, ...]] = Counter()
 _is_alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -60,7 +60,7 @@ _is_alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def planning_alone() -> Iterator[None]:
-    """Plans that are made inside are those of one process, whatever the others do."""
+    """Makes plans inside those of this process only."""
     token = _is_alone.set(True)
     try:
         yield
@@ -70,7 +70,7 @@ def planning_alone() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The processes whose devices a mesh has, seen from one of them; ``store`` is the key-value store."""
+    """The processes of a mesh's devices, seen from one of them. ``store`` is the key-value store."""
 
     members: tuple[int, ...]
     own: int
@@ -81,10 +81,10 @@ class Group:
         return self.members[0]
 
     def same(self, make: Callable[[], Made], told: Callable[[Made], Mapping[str, str]]) -> Made:
-        """What ``make`` gives in this process, where what is ``told`` of it is the same in all.
+        """The result of ``make`` in this process, after a comparison of its ``told`` texts in all processes.
 
-        Raises what ``make`` raises here, and ProcessesError in all processes where it raises in another one, or what is
-        told differs."""
+        Raises the error of ``make`` here. Raises ProcessesError in all processes for an error in another one, and for
+        different texts."""
         folder = self._next()
         try:
             made = make()
@@ -105,7 +105,7 @@ class Group:
     def from_first(
         self, make: Callable[[], Made], entry: Callable[[Made], Any], searching: float
     ) -> tuple[Made | None, Any]:
-        """What ``make`` gives in the first process, which is there alone, and plain data of it, in all processes.
+        """The result of ``make`` in the first process, else None, and plain data of it in all processes.
 
         Raises the first process's error in all."""
         key = f"{self._next()}/{self.first}"
@@ -125,7 +125,7 @@ class Group:
         return made, content
 
     def _next(self) -> str:
-        """The folder of the next message. That of the second last one is no longer read: who reads the last has it."""
+        """The folder of the next message. Removes the second last one, which all processes have read."""
         _meetings[self.members] += 1
         count, name = _meetings[self.members], "-".join(map(str, self.members))
         name = hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -155,7 +155,7 @@ class Group:
 
 
 def group_of(mesh: GivenMesh | None) -> Group | None:
-    """The processes whose devices a mesh has, or a plan over it would run on; None where that is this one alone."""
+    """The processes of a mesh's devices, or of those that a plan over it would run on. None for this process alone."""
     store = _jax.key_value_store()
     if store is None or jax.process_count() == 1 or _is_alone.get():
         return None
@@ -172,7 +172,7 @@ def group_of(mesh: GivenMesh | None) -> Group | None:
 
 
 def _count(mesh: AbstractMesh | int | str | None) -> int:
-    """The devices that a plan over a mesh without devices runs on; 0 where there are fewer."""
+    """The number of devices for a plan over a mesh without devices. 0 where fewer exist."""
     if isinstance(mesh, str):
         hosts, per_host = hosts_by_devices(mesh)
         mesh = hosts * per_host
@@ -185,7 +185,7 @@ def one_plan(
     trace: Callable[[], tuple[Program, Options]],
     make: Callable[[Program, Options], PlanData],
 ) -> PlanData:
-    """The plan that ``make`` gives of what ``trace`` gives: in several processes, that of the first one in all."""
+    """The plan of ``make`` from the result of ``trace``. In several processes, that of the first one."""
     group = group_of(mesh)
     if group is None:
         return make(*trace())
@@ -200,20 +200,20 @@ def one_plan(
 
 
 def plain_of_first(mesh: GivenMesh, make: Callable[[], Made], searching: float) -> Made:
-    """Plain data that the first of the processes of a mesh makes, in all of them."""
+    """Plain data from the first process of a mesh, in all of its processes."""
     group = group_of(mesh)
     return make() if group is None else cast(Made, group.from_first(make, lambda made: made, searching)[1])
 
 
 def check_plan(plan: PlanData, mesh: Mesh | None) -> None:
-    """Raises ProcessesError in all processes where they are about to run different plans."""
+    """Raises ProcessesError in all processes if their plans differ."""
     group = group_of(mesh)
     if group is not None:
         group.same(lambda: plan, _told_of_plan)
 
 
 def _told(mesh: GivenMesh, program: Program, options: Options) -> dict[str, str]:
-    """What a plan depends on, by what it is called in errors."""
+    """The inputs of a plan, by their names in errors."""
     values = [program.values[index] for index in program.inputs]
     options_told = {f"the option {name}": json.dumps(entry) for name, entry in options_entries(options).items()}
     return {
@@ -249,7 +249,7 @@ def _mesh_text(mesh: GivenMesh) -> str:
 
 
 def _differences(told: Mapping[int, Mapping[str, str]]) -> str:
-    """The sentences of an error about what differs, with what each process has."""
+    """The sentences of an error about the differences, with the value of each process."""
     names = dict.fromkeys(name for one in told.values() for name in one)
     differing = [name for name in names if len({one.get(name) for one in told.values()}) > 1]
     lines = []
@@ -279,7 +279,7 @@ def _error_entry(error: BaseException) -> dict[str, Any]:
 
 
 def _error_of(entry: Mapping[str, Any], process: int) -> errors.ShardplanError:
-    """The error of another process: of the library's own kinds the same one."""
+    """The error of another process, of the same class for the library's own ones."""
     kind = getattr(errors, entry["kind"], None)
     if kind is InfeasibleError:
         return InfeasibleError(entry["error"], entry["least"])
@@ -301,7 +301,7 @@ def _patience() -> float:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """A digest of the library's files: of their content, since hosts have copies of their own."""
+    """A digest of the content of the library's files, since hosts have copies of their own."""
     digest = hashlib.sha256()
     for path in code_files():
         digest.update(f"{path.name};".encode())

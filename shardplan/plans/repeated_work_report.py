@@ -1,4 +1,4 @@
-"""What a plan says in its first line where devices do the same work: that they do, and by which rates that is best."""
+"""The first line of a plan with repeated work: the repeated share, and the rates that make it best."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.plan_data import PlanData
 
 _MOSTLY = 0.5
-"""The share of repeated work from which on a plan says so."""
+"""The least share of repeated work in a report."""
 
 _PROVEN = 1e-6
-"""The gap to the bound up to which no other plan costs less."""
+"""The largest gap of a proven optimum."""
 
 
 def repeated_text(plan: PlanData) -> str:
-    """That a plan splits nothing, or that its devices repeat more than half of their work, and why."""
+    """The text on a plan that splits nothing, or whose devices repeat more than half of their work, with the reason."""
     found = plan.statistics.get("repeated")
     if found is None or plan.device_count == 1:
         return ""

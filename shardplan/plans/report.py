@@ -1,6 +1,6 @@
-"""How a plan prints: its evidence, its collectives, and the layouts of its arguments in groups.
+"""The printed report of a plan: its evidence, its collectives, and the layouts of its arguments in groups.
 
-Arguments whose paths differ in numbers alone and whose layouts are equal are one row; `*` stands for the numbers:
+Arguments with equal layouts whose paths only differ in numbers are one row. `*` stands for the numbers:
 
 >>> glob_of("0/params/layer_11/kernel")
 '0/params/layer_*/kernel'
@@ -25,10 +25,10 @@ from shardplan.plans.plan_data import PlanData, PlannedArgument
 from shardplan.plans.repeated_work_report import repeated_text
 
 _ROWS = 40
-"""Rows of a table of layouts; the rest is counted."""
+"""The most rows of a table of layouts. The report counts the others."""
 
 _BLOCKS = 16
-"""Blocks that a dimension is drawn as at most."""
+"""The most blocks in the drawing of a dimension."""
 
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 
@@ -37,8 +37,8 @@ _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#
 class LayoutGroup:
     """Arguments of equal shape, dtype, memory kind and layout whose paths match one glob.
 
-    ``also`` are the globs of where else such tensors are: a parameter's moments in the optimizer's state.
-    ``bytes_per_device`` is what one device holds of all of them.
+    ``also`` are the globs of further such tensors: a parameter's moments in the optimizer's state.
+    ``bytes_per_device`` are the bytes of all of them on one device.
     """
 
     pattern: str
@@ -52,14 +52,14 @@ class LayoutGroup:
 
     @property
     def tensor(self) -> str:
-        """Type and shape, with the mesh axes behind the dimensions that they split: ``float32[64/data, 256]``, and with
-        the kind of memory that is not the devices': ``float32<pinned_host>[64]``."""
+        """Type and shape, with the mesh axes after the dimensions that they split: ``float32[64/data, 256]``. Memory
+        other than the devices' is named: ``float32<pinned_host>[64]``."""
         kind = f"<{self.memory_kind}>" if self.memory_kind else ""
         return f"{self.dtype}{kind}[{sizes_text(self.shape, self.spec)}]"
 
 
 def glob_of(path: str) -> str:
-    """A path with `*` for every number behind its first component, which is an argument's position."""
+    """A path with `*` for every number after its first component, which is an argument's position."""
     first, *rest = path.split("/")
     return "/".join([first, *(re.sub(r"\d+", "*", component) for component in rest)])
 
@@ -75,7 +75,7 @@ def sizes_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
 
 
 def bytes_on_device(argument: PlannedArgument, mesh_axes: dict[str, int]) -> float:
-    """What one device holds of an argument."""
+    """The bytes of an argument on one device."""
     return argument.total_bytes / prod(mesh_axes[axis] for entry in argument.spec for axis in axes_of(entry))
 
 
@@ -107,7 +107,7 @@ def layout_groups(plan: PlanData) -> list[LayoutGroup]:
 
 
 def _homes(globs: list[tuple[str, Any]]) -> dict[tuple[str, Any], list[tuple[str, Any]]]:
-    """Globs that others of the same tensors end with, but for their first two components, and these others."""
+    """Globs, with the further globs of the same tensors that have their end, except for the first two components."""
     shortest_first = sorted(globs, key=lambda one: one[0].count("/"))
     by_tail: dict[Any, tuple[str, Any]] = {}
     home_of = {}
@@ -127,7 +127,7 @@ def _homes(globs: list[tuple[str, Any]]) -> dict[tuple[str, Any], list[tuple[str
 
 
 def _place(pattern: str, home: str) -> str:
-    """The part of a glob in front of what it shares with its home.
+    """The start of a glob before the end that it shares with its home.
 
     >>> _place("0/opt_state/*/mu/layer_*/kernel", "0/params/layer_*/kernel")
     'opt_state/*/mu'
@@ -152,7 +152,7 @@ def objective_text(plan: PlanData, amount: float) -> str:
 
 
 def evidence(plan: PlanData) -> str:
-    """One line: what is sent, and how near the optimum the plan is."""
+    """One line: the communication bytes, and the gap to the optimum."""
     sent = f"{size_text(plan.communication_bytes)} sent per device and step"
     if plan.lower_bound == float("-inf"):
         return f"{sent}; objective {objective_text(plan, plan.objective)}, without a bound"
@@ -174,7 +174,7 @@ def links_text(plan: PlanData) -> str:
 
 
 def time_text(plan: PlanData) -> str:
-    """One line: where the time of a step goes, where it is planned for that and its program is at hand."""
+    """One line: the parts of a step's time, for the objective "time" and a plan with its program."""
     if not OBJECTIVES[plan.recipe.options.objective].counts_time or plan.built is None:
         return ""
     step = plan.step_time
@@ -185,7 +185,7 @@ def time_text(plan: PlanData) -> str:
 
 
 def memory_text(plan: PlanData) -> str:
-    """One line: what one device holds, and what its parts of tensors in host memory take there."""
+    """One line: the peak memory of one device, and its host memory."""
     mesh_axes = plan.mesh_axes
     arguments = sum(bytes_on_device(one, mesh_axes) for one in plan.arguments if one.memory_kind is None)
     peak = f", {size_text(plan.peak_bytes)} at the peak ({_peak_source(plan)})" if plan.peak_bytes else ""
@@ -194,7 +194,7 @@ def memory_text(plan: PlanData) -> str:
 
 
 def _peak_source(plan: PlanData) -> str:
-    """Where the figure of the peak comes from."""
+    """The source of the peak's figure."""
     if plan.verified is None:
         return "predicted"
     rounds = len(plan.verified["rounds"])
@@ -203,7 +203,7 @@ def _peak_source(plan: PlanData) -> str:
 
 
 def pins_text(plan: PlanData) -> str:
-    """One line: what the pins cost, where there are some."""
+    """One line: the price of the pins, if any."""
     price = plan.statistics.get("pins")
     if price is None:
         return ""
@@ -218,7 +218,7 @@ def mesh_text(mesh_axes: dict[str, int]) -> str:
 
 
 def plan_record(plan: PlanData) -> dict[str, Any]:
-    """The same as plain data, for JSON: bytes per device and step, layouts as entries per dimension."""
+    """A plan as plain data for JSON: bytes per device and step, layouts as entries per dimension."""
     return {
         "mesh": plan.mesh_axes,
         "communication_bytes": plan.communication_bytes,
@@ -240,7 +240,7 @@ def plan_record(plan: PlanData) -> dict[str, Any]:
 
 
 def _time_record(plan: PlanData) -> dict[str, Any]:
-    """The seconds of a step, where it is planned for them."""
+    """The seconds of a step, for the objective "time"."""
     if not time_text(plan):
         return {}
     step = plan.step_time
@@ -255,7 +255,7 @@ _LAYOUT_HEADER = ("arguments", "tensor", "layout", "tensors", "MB per device", "
 
 
 def results_text(plan: PlanData) -> str:
-    """How many results are held to layouts."""
+    """The number of results with requested layouts."""
     held = len(plan.recipe.options.results or {})
     return (
         f"{held} results have the layouts of their types on axes of type Explicit, or of out_shardings" if held else ""
@@ -263,13 +263,13 @@ def results_text(plan: PlanData) -> str:
 
 
 def plan_line(plan: PlanData) -> str:
-    """The plan in a few words: what ``repr`` shows."""
+    """The plan in a few words, for ``repr``."""
     name = f" of {plan.built.program.name}" if plan.built is not None else ""
     return f"Plan{name} over mesh ({mesh_text(plan.mesh_axes)}): {evidence(plan)}"
 
 
 def donatable_bytes(plan: PlanData) -> dict[int | str, float]:
-    """Bytes per device of the arguments that results replace and that are not donated, by place in a call."""
+    """Bytes per device of undonated arguments that results replace, by position or name in a call."""
     found: dict[int | str, float] = {}
     static = plan.recipe.options.static
     for one in plan.arguments:
@@ -284,7 +284,7 @@ def donatable_bytes(plan: PlanData) -> dict[int | str, float]:
 
 
 def donating_text(plan: PlanData) -> str:
-    """What donating the state would save, where it is not donated."""
+    """The memory that a donation of the state would save, if it is not donated."""
     saved = donatable_bytes(plan)
     if not sum(saved.values()):
         return ""
@@ -303,7 +303,7 @@ _SAID = (links_text, time_text, pins_text, results_text, memory_text, donating_t
 
 
 def plan_text(plan: PlanData) -> str:
-    """What ``print(plan)`` shows."""
+    """The text of ``print(plan)``."""
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices{repeated_text(plan)}",
         f"  {evidence(plan)}",
@@ -327,7 +327,7 @@ def plan_text(plan: PlanData) -> str:
 
 
 def plan_html(plan: PlanData) -> str:
-    """What a notebook shows: the same, with each layout drawn as the blocks that it makes."""
+    """The report for a notebook, with a drawing of the blocks of each layout."""
     groups = layout_groups(plan)
     drawn = "".join(
         f'<div style="display:inline-block;margin:4px 10px;vertical-align:top">{_grid(group, plan.mesh_axes)}'
@@ -351,7 +351,7 @@ def _traffic_rows(plan: PlanData) -> list[tuple[str, ...]]:
 
 
 def _mesh_rows(plan: PlanData) -> list[tuple[str, ...]]:
-    """The meshes that were compared; of those that cannot be the best, the bound alone."""
+    """The compared meshes. Those that cannot be the best only have a bound."""
 
     def text(amount: float | None) -> str:
         return "" if amount is None else objective_text(plan, amount) if math.isfinite(amount) else "does not fit"
@@ -368,7 +368,7 @@ def _mesh_rows(plan: PlanData) -> list[tuple[str, ...]]:
 
 
 def _refined_rows(plan: PlanData) -> list[tuple[str, ...]]:
-    """The ways in which the step was planned and compiled, and which plan this is."""
+    """The planned and compiled variants of the step, with the kept one."""
     rows = []
     for row in plan.statistics["refined"]:
         sizes = [row.get(name) for name in ("predicted_bytes", "compiled_bytes", "compiled_peak_bytes")]

@@ -1,8 +1,8 @@
-"""Results: the layouts that are asked of what a function returns.
+"""The layouts that a user requests for the results of a function.
 
-They are asked for as constraints on the results while the function is traced. A result that replaces an argument in the
-next step takes that argument's layout in all other cases; here the argument is pinned to the result's layout, and where
-it is pinned to another one, the next step brings it there.
+They are constraints on the results in the trace of the function. A result that replaces an argument in the next step
+normally has that argument's layout. Here the argument is pinned to the layout of the result. If it is pinned to another
+layout, the next step reshards it.
 
 >>> program, _ = traced_with(lambda s: {"w": 2 * s["w"]}, ({"w": jax.ShapeDtypeStruct((8,), "float32")},), {},
 ...                          lambda results: {"w": PartitionSpec("x")})
@@ -36,7 +36,7 @@ Specs = Mapping[str, PartitionSpec]
 def traced_with(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], wanted: Callable[[Any], Specs] | None
 ) -> tuple[Program, dict[str, PartitionSpec]]:
-    """The program of a function whose results have layouts, which ``wanted`` tells of the traced results, and these."""
+    """The program of a function whose results have the layouts of ``wanted(results)``, and these layouts."""
     if wanted is None:
         return trace_program(fn, args, kwargs), {}
     found: dict[str, PartitionSpec] = {}
@@ -51,7 +51,7 @@ def traced_with(
 
 
 def laid_out(leaf: Any, spec: PartitionSpec | None) -> Any:
-    """A traced result with a constraint, which says mesh axes by name alone: they are those of the plan."""
+    """A traced result with a constraint, which only names mesh axes: those of the plan."""
     if spec is None or not jax.numpy.ndim(leaf):
         return leaf
     names = tuple(dict.fromkeys(axis for entry in spec for axis in axes_of(_named(entry)))) or ("whole",)
@@ -61,10 +61,10 @@ def laid_out(leaf: Any, spec: PartitionSpec | None) -> Any:
 
 
 def settled(program: Program, results: Specs, pins: Specs | None) -> tuple[Program, Specs | None]:
-    """The program and the pins with which each result of a known layout has it, also where it is fed back."""
+    """The program and the pins that give each result its requested layout, also where it is fed back."""
     ties, found, names = dict(program.ties), dict(pins or {}), dict(enumerate(program.output_names))
     for number, position in program.ties.items():
-        wanted = results.get(names[number]) if number in names else None  # not what is left in a reference
+        wanted = results.get(names[number]) if number in names else None  # not the final value of a reference
         name = program.values[program.inputs[position]].name or ""
         pinned = [spec for pattern, spec in found.items() if fnmatchcase(name, pattern)]
         if wanted is None:
@@ -89,7 +89,7 @@ def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
 
 
 def of_type(planned: PartitionSpec, wanted: PartitionSpec | None, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The layout of a result as its type has it: where that leaves a dimension open, axes of type Auto split it.
+    """The layout of a result by its type. Axes of type Auto split the dimensions that the type leaves open.
 
     >>> mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
     >>> of_type(PartitionSpec(("y", "x")), PartitionSpec(PartitionSpec.UNCONSTRAINED), mesh)

@@ -1,4 +1,4 @@
-"""Running: a plan with its compiled step, and the devices that it runs on."""
+"""The runner of a plan: its compiled step on its devices."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Made = TypeVar("Made", bound=PlanData)
 
 
 class Runner(Generic[Made]):
-    """A plan with its compiled step and the devices that it runs on.
+    """A plan with its compiled step and its devices.
 
-    Results are over axes of the types ``axis_types``, of type Auto where it is None (`shardplan.plans.explicit_types`).
+    The mesh axes of results have the types ``axis_types``, or type Auto for None (`shardplan.plans.explicit_types`).
     """
 
     def __init__(self, plan: Made, mesh: GivenMesh, axis_types: tuple[AxisType, ...] | None = None) -> None:
@@ -90,7 +90,7 @@ class Runner(Generic[Made]):
         )
 
     def _say_what_moves(self, name: str, leaves: Sequence[Any]) -> None:
-        """Arguments that lie on the mesh in other layouts at the second call still do so at each."""
+        """Logs the arguments in other layouts on the mesh. Those of the second call recur at each call."""
         moved = [
             one
             for one, leaf, sharding in zip(self.plan.arguments, leaves, self._shardings, strict=True)
@@ -101,13 +101,14 @@ class Runner(Generic[Made]):
         if moved:
             size = size_text(sum(bytes_on_device(one, self.plan.mesh_axes) for one in moved))
             LOG.warning(
-                "%s moves %d of %d arguments at each call, up to %s per device, beside what its plan sends: `%s` is "
+                "%s moves %d of %d arguments at each call, up to %s per device, on top of what its plan sends: `%s` is "
                 "one. Plan it with like=, or shardplan.plan_together, to leave them where they lie",
                 *(name, len(moved), len(leaves), size, moved[0].path),
             )
 
     def _warn_of_memory(self) -> None:
-        """What does not fit fails after it is compiled, with XLA's words; JAX takes three quarters by itself."""
+        """Warns of a peak above the memory that JAX preallocates, three quarters of the device's. Otherwise only XLA
+        fails, after the compilation."""
         given = memory_for_arrays(self.mesh) if isinstance(self.mesh, Mesh) else None
         if given is not None and self.plan.peak_bytes > given:
             warn(
@@ -118,7 +119,7 @@ class Runner(Generic[Made]):
 
 
 def devices_for(plan: PlanData) -> Mesh | None:
-    """The devices for a plan that was made for a number of them; None where the plan's mesh has its own."""
+    """The devices for a plan over a number of devices. None for a mesh with its own ones."""
     if not isinstance(plan.mesh, AbstractMesh):
         return None
     sizes = tuple(plan.mesh_axes.values())

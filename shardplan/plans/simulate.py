@@ -1,4 +1,4 @@
-"""``shardplan.simulate``: a plan run on simulated devices, event by event."""
+"""``shardplan.simulate``: the discrete-event simulation of a plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardplan.timing.tasks import tasks_of
 def simulate(plan: PlanData, hardware: HardwareProfile | str | Path | None = None) -> Simulation:
     """Runs a plan on simulated devices of a hardware profile, by default the one that it was planned for.
 
-    All devices of a plan do the same, so there is one worker. Work takes its operations over the peak rate, or its
-    bytes over the memory's bandwidth, and collectives what the objective "time" says; they wait for what they send and
-    run beside other work. A loop counts as its body run once, each operation as long as all its turns. ``peak_bytes``
-    is the plan's own prediction. Raises ArgumentError for what is no plan, or no hardware profile.
+    All devices of a plan do the same, so there is one worker. Work takes its FLOPs over the peak rate, or its bytes
+    over the memory bandwidth. Collectives have the time of the objective "time", wait for their operands and overlap
+    with other work. A loop's body counts once, with the duration of all iterations. ``peak_bytes`` is the plan's own
+    prediction. Raises ArgumentError for an object that is no plan, or no hardware profile.
 
     >>> import jax
     >>> import shardplan

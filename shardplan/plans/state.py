@@ -1,6 +1,6 @@
-"""The state of a plan: made split over the mesh, placed there, and described for whoever keeps it.
+"""The state of a plan: its initialisation and placement in planned layouts, and its abstract description.
 
-What is given is a part of a call, one argument as a rule: it is found by its structure and its shapes.
+The functions take a part of a call, usually one argument. They find it by its structure and its shapes.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def step(state, x):
@@ -37,7 +37,7 @@ _LISTED = 6
 
 
 def shardings_of(plan: PlanData) -> Any:
-    """``NamedSharding``s over devices that are there, in the structure of the arguments."""
+    """``NamedSharding``s over existing devices, in the structure of the arguments."""
     return _in_call(plan, plan.leaf_shardings(_devices(plan)))
 
 
@@ -48,8 +48,9 @@ def abstract_of(plan: PlanData) -> Any:
 
 
 def place(plan: PlanData, tree: Any) -> Any:
-    """A part of a call where the plan has it: arrays of any kind, or, where there are several processes, the rows of
-    this one. Raises ArgumentError for what is no part of a call."""
+    """A part of a call in its planned layout: arrays of any kind, or the rows of this process.
+
+    Raises ArgumentError for a tree that is no part of a call."""
     shapes = jax.tree.map(_shape_of, tree)
     found = _part_like(plan, shapes)
     if found is not None:
@@ -61,7 +62,7 @@ def place(plan: PlanData, tree: Any) -> Any:
 
 
 def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a function makes, made split as the plan has it: nothing of it is whole on any device on the way."""
+    """The result of a function, computed in its planned layout, without a whole copy on any device."""
     shapes = jax.eval_shape(fn, *args)
     found = _part_like(plan, jax.tree.map(_shape_of, shapes))
     if found is None:
@@ -75,8 +76,8 @@ def init(plan: PlanData, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def moving_bytes(plan: PlanData, tree: Any) -> int:
-    """What all devices together receive where a part of a call is brought to the plan: the elements of each device's
-    part that it does not hold already."""
+    """The bytes that all devices together receive when a part of a call is resharded to the plan: the elements of each
+    device's block that it does not hold already."""
     found = _part_like(plan, jax.tree.map(_shape_of, tree))
     if found is None:
         raise _no_part(plan, jax.tree.map(_shape_of, tree))
@@ -117,7 +118,7 @@ def _shape_of(leaf: Any) -> Any:
 
 
 def _parts(plan: PlanData) -> dict[str, Any]:
-    """What may be given: each argument, first those that no result replaces, and all positional ones together."""
+    """The possible parts: each argument, first those that no result replaces, and all positional ones together."""
     leaves = jax.tree.leaves(abstract_of(plan))
     args, kwargs = jax.tree.unflatten(plan.program.in_tree, leaves)
     state = {one.path.split("/")[0] for one in plan.arguments if one.fed_back}
@@ -126,7 +127,7 @@ def _parts(plan: PlanData) -> dict[str, Any]:
 
 
 def _part_like(plan: PlanData, shapes: Any, own: bool = False) -> Any:
-    """The part of a call with this structure and these shapes, or those of this process's rows; None where none is."""
+    """The part of a call with this structure and these shapes, or those of this process's rows. None without one."""
     for part in _parts(plan).values():
         structures: list[Any] = [jax.tree.structure(part), jax.tree.structure(shapes)]
         if structures[0] == structures[1]:
@@ -137,7 +138,7 @@ def _part_like(plan: PlanData, shapes: Any, own: bool = False) -> Any:
 
 
 def _own_shape(wanted: Any) -> tuple[int, ...]:
-    """The shape of what the devices of this process hold of a tensor, each element once."""
+    """The shape of the elements of a tensor on the devices of this process, each element once."""
     held = wanted.sharding.addressable_devices_indices_map(wanted.shape).values()
     boxes = [_box(index, wanted.shape) for index in held]
     sides = zip(*boxes, strict=True)
@@ -150,8 +151,8 @@ def _from_own(leaf: Any, wanted: Any) -> Any:
 
 
 def _no_part(plan: PlanData, shapes: Any, what: str = "this") -> ArgumentError:
-    """The error of what is no part of a call: what differs from the argument that it is most like, by path, or, where
-    it is like none, what the arguments are."""
+    """The error of a tree that is no part of a call: the differences from the most similar argument, by path. Without a
+    similar one, it lists the arguments."""
     differing = _differing(plan, shapes)
     if differing:
         return ArgumentError(f"{what} is no argument of the planned step: {differing}")
@@ -170,7 +171,7 @@ def _no_part(plan: PlanData, shapes: Any, what: str = "this") -> ArgumentError:
 
 
 def _differing(plan: PlanData, shapes: Any) -> str:
-    """What differs by path from the argument that has the most of the same paths; nothing where none has a third."""
+    """The differences by path from the argument with the most common paths. Empty if none has a third of them."""
     found = _types_by_path(shapes)
     parts = {name: _types_by_path(part) for name, part in _parts(plan).items() if name != "all"}
     name, wanted = max(parts.items(), key=lambda part: len(found.keys() & part[1].keys()), default=("", {}))

@@ -83,8 +83,8 @@ def test_space_and_channels_split_at_once(sizes: tuple[int, ...]):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("sizes", [(2, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["depthwise", "convolution"])
-def test_gradients_in_layouts_that_nobody_would_choose(name: str, sizes: tuple[int, ...], seed: int):
-    """Where an axis splits nothing of a convolution, XLA alone adds up what its devices have in common."""
+def test_gradients_in_arbitrary_layouts(name: str, sizes: tuple[int, ...], seed: int):
+    """XLA alone would add up repeated parts over an axis that splits nothing of a convolution."""
     step, weights, images = gradients(STEPS[name], (4, 16, 8, 16))
     arrays = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(seed), leaf.shape), (weights, images))
     mesh = mesh_of(sizes)
@@ -116,7 +116,8 @@ def test_compiled_bytes_are_the_planned_ones(name: str, sizes: tuple[int, ...]):
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("order", [("x", "y"), ("y", "x")], ids="".join)
 @pytest.mark.parametrize("name", ["grouped", "depthwise"])
-def test_sums_of_convolutions_in_groups_are_scattered_in_any_order(name: str, order: tuple[str, str]):
+def test_grouped_convolutions(name: str, order: tuple[str, str]):
+    """Their sums are scattered in any order of axes."""
     step, weights, images = gradients(STEPS[name], (64, 32, 32, 16))
     pins = {"1": P(order), "0/*/kernel": P(None, None, None, order)}
     loss = lambda weights, images: jax.tree.map(jnp.subtract, weights, step(weights, images)[0])  # noqa: E731
@@ -139,7 +140,8 @@ def test_without_islands_nothing_is_summed_over_dilated_space():
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("size", [512, 64], ids=["space alone", "channels too"])
-def test_sums_over_two_dimensions_of_space_are_not_scattered_nor_split_by_channels(size: int):
+def test_sums_over_two_dimensions_of_space(size: int):
+    """The compiled bytes are the planned ones: no scattered sums, and no split by channels."""
     step, weights, images = gradients(nn.Conv(256, (3, 3)), (1, size, size, 256))
     pins = {"1": P(None, "x", "y"), "0/*/kernel": P()} if size == 64 else {"1": P(None, "x", "y")}
     plan = shardplan.plan(step, gpu_mesh("h100", (2, 4), ("x", "y")), weights, images, pins=pins)
@@ -147,7 +149,9 @@ def test_sums_over_two_dimensions_of_space_are_not_scattered_nor_split_by_channe
 
 
 @pytest.mark.slow
-def test_weights_gradients_for_each_example_run_in_an_island_that_sends_nothing():
+def test_weight_gradients_per_example():
+    """They run in an island without collectives."""
+
     def norms(w, images):
         def loss(w, image):
             return jnp.sum(jax.lax.conv(image[None], w, (2, 2), "SAME") ** 2)
@@ -170,7 +174,8 @@ def test_weights_gradients_for_each_example_run_in_an_island_that_sends_nothing(
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("order", [("x", "y"), ("y", "x")], ids="".join)
 @pytest.mark.parametrize("images", [P(None, ("x", "y")), P(None, ("y", "x")), P(None, "y", "x")], ids=str)
-def test_weights_gradients_beside_halos_are_scattered_in_the_order_of_the_mesh(order: tuple[str, str], images: P):
+def test_weight_gradients_with_halos(order: tuple[str, str], images: P):
+    """They are scattered in the order of the mesh."""
     convolve, weights, image = gradients(nn.Conv(64, (3, 3)), (1, 64, 64, 64))
     mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
 

@@ -143,7 +143,8 @@ def test_functions(name: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_in_layouts_that_nobody_would_choose(name: str, sizes: tuple[int, ...], seed: int) -> None:
+def test_functions_in_arbitrary_layouts(name: str, sizes: tuple[int, ...], seed: int) -> None:
+    """Drawn layouts do not change the results."""
     fn, args = FUNCTIONS[name]
     mesh = mesh_of(sizes)
     plan = scrambled(shardplan.plan(fn, mesh, *args), seed)
@@ -152,7 +153,8 @@ def test_functions_in_layouts_that_nobody_would_choose(name: str, sizes: tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulation"])
-def test_some_functions_in_layouts_that_nobody_would_choose(name: str) -> None:
+def test_some_functions_in_arbitrary_layouts(name: str) -> None:
+    """Drawn layouts do not change the results."""
     fn, args = FUNCTIONS[name]
     mesh = mesh_of((2, 4))
     plan = scrambled(shardplan.plan(fn, mesh, *args), 7)
@@ -191,8 +193,8 @@ def strided(w: Any, x: Any) -> Any:
         (lambda _, x: jax.lax.pad(x * 2, 0.0, ((0, 0, 0), (-3, 4, 1), (0, 0, 0))), (values(1), values(2, 64, 4))),
     ],
 )
-def test_dilated_blocks_that_begin_between_two_elements_are_not_split(fn: Any, args: Any) -> None:
-    """XLA's partitioner fails a check of its own there, and ends the process."""
+def test_dilated_blocks_that_start_between_elements(fn: Any, args: Any) -> None:
+    """They are not split: XLA's partitioner fails a check there, and ends the process."""
     mesh = mesh_of((2, 4))
     step = shardplan.auto(fn, mesh, pins={"1": P(None, ("x", "y"))})
     assert_equal_trees(step(*args), jax.jit(fn)(*args))
@@ -326,7 +328,8 @@ def test_five_training_steps_with_pins(pins: dict[str, P]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sums_that_travel_in_a_chosen_type(dtype: str) -> None:
+def test_sums_in_a_chosen_type(dtype: str) -> None:
+    """The results are near those of the unplanned step."""
     x, w = values(64, 128).astype(jnp.bfloat16), values(128, 64, seed=1).astype(jnp.bfloat16)
     mesh = mesh_of((8,))
     pins = {"0": P(None, "x"), "1": P("x")}

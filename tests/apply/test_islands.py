@@ -35,7 +35,8 @@ SHAPES = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32), jax.ShapeDtypeStruct((
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_blocks_give_what_the_whole_gives(program: str):
+def test_blocks_in_islands(program: str):
+    """Their results are those of the whole."""
     mesh, function = mesh_of((2, 4)), PROGRAMS[program]
     plan = shardplan.plan(function, mesh, *SHAPES, pins={"0": PartitionSpec("x")})
     operations = [o for o in plan.schedule.program.operations if o.primitive.name == program]
@@ -48,7 +49,8 @@ def test_blocks_give_what_the_whole_gives(program: str):
 
 @pytest.mark.long
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_any_layouts_give_what_the_whole_gives(program: str):
+def test_results_in_arbitrary_layouts(program: str):
+    """They are those of the whole."""
     mesh, function = mesh_of((2, 4)), PROGRAMS[program]
     plan = shardplan.plan(function, mesh, *SHAPES)
     x = jax.random.normal(jax.random.key(0), SHAPES[0].shape)
@@ -59,7 +61,8 @@ def test_any_layouts_give_what_the_whole_gives(program: str):
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("program", sorted(PROGRAMS.keys() - {"select_and_scatter_add"}))
-def test_any_layouts_send_what_was_planned(program: str):
+def test_compiled_bytes_in_arbitrary_layouts(program: str):
+    """They are the planned ones."""
     mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
     plan = shardplan.plan(PROGRAMS[program], mesh, *SHAPES)
     for seed in range(6):

@@ -29,7 +29,8 @@ def _params(width, words, layers=3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pins", [None, {"1": jax.P(None, "x", None)}])
-def test_sums_that_loops_begin_with_zeros_are_those_without_a_plan(pins):
+def test_sums_of_loops_from_zeros(pins):
+    """They are those of the unplanned step."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     params, x, step = _params(32, 64), jnp.linspace(-1.0, 1.0, 5 * 16 * 32).reshape(5, 16, 32), jax.grad(_recurrent)
     planned = shardplan.auto(step, mesh, pins=pins)
@@ -39,7 +40,8 @@ def test_sums_that_loops_begin_with_zeros_are_those_without_a_plan(pins):
 
 
 @pytest.mark.parametrize("number", [0.0, 2.0, jnp.inf, jnp.nan])
-def test_carries_begin_with_their_number_whatever_the_number_is_that_they_wait_for(number):
+def test_initial_carries_and_the_value_they_depend_on(number):
+    """The carries start with their own number for any value of the dependency."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def subtract(carry, one):
@@ -60,7 +62,9 @@ def test_carries_begin_with_their_number_whatever_the_number_is_that_they_wait_f
         np.testing.assert_array_equal(one, other)
 
 
-def test_carries_of_loops_that_read_arguments_alone_are_filled_as_they_are():
+def test_carries_of_loops_that_only_read_arguments():
+    """They are filled without a dependency."""
+
     def step(x):
         return jax.lax.scan(lambda c, one: (c + one, None), jnp.zeros(x.shape[1:]), x)[0]
 
@@ -68,7 +72,8 @@ def test_carries_of_loops_that_read_arguments_alone_are_filled_as_they_are():
 
 
 @pytest.mark.long
-def test_sums_of_weights_gradients_are_not_in_memory_before_their_loops(monkeypatch):
+def test_sums_of_weight_gradients_before_their_loops(monkeypatch):
+    """They are not live yet."""
     params = jax.eval_shape(lambda: _params(1024, 4096))
     x = jax.ShapeDtypeStruct((16, 512, 1024), "float32")
     plan = shardplan.plan(jax.grad(_recurrent), jax.sharding.AbstractMesh((8,), ("x",)), params, x)

@@ -72,7 +72,8 @@ def test_every_form_in_drawn_layouts(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("target", [((0, 1), (), ()), ((1,), (0,), ()), ((0,), (), (1,))], ids=str)
-def test_what_a_sum_begins_with_is_the_sum_of_its_parts(target: Layout) -> None:
+def test_initial_values_of_partial_sums(target: Layout) -> None:
+    """The sum over all devices is the initial value."""
     mesh, axes = mesh_of((2, 4)), MeshAxes(("x", "y"), (2, 4))
     found = initial_layouts(LayoutSpace(axes).domain(X.shape), target)
     assert (target[1], target[2]) in found and len(found) > 2
@@ -210,7 +211,8 @@ def accumulated(checkpoint: bool):
 
 
 @pytest.mark.slow
-def test_gradients_of_rematerialised_layers_wait_for_the_end_of_a_loop():
+def test_gradients_of_rematerialised_layers_in_a_loop():
+    """They are reduced after the loop."""
     draw = np.random.default_rng(0)
     ws = [tuple(jnp.asarray(draw.normal(size=s), jnp.float32) / 4 for s in ((16, 32), (32, 16))) for _ in range(3)]
     x = jnp.asarray(draw.normal(size=(256, 16)), jnp.float32)

@@ -14,7 +14,8 @@ SCALE, X = jnp.linspace(0.0, 1.0, 16 * 64).reshape(16, 64), jnp.linspace(-1.0, 1
 
 
 @pytest.mark.parametrize(("spec", "held"), [(P(None, "x"), True), (P("x"), False)])
-def test_what_is_gathered_behind_and_then_repeated_is_held_to_its_order(spec, held):
+def test_a_broadcast_after_an_all_gather(spec, held):
+    """The all-gathered value is held to its dimension order."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def scaled(scale, x):
@@ -28,7 +29,8 @@ def test_what_is_gathered_behind_and_then_repeated_is_held_to_its_order(spec, he
 @pytest.mark.parametrize(
     ("spec", "axis", "held"), [(P(None, "x"), 2, True), (P("x"), 2, False), (P(None, "x"), 0, False)]
 )
-def test_a_sum_over_the_last_dimension_that_is_scattered_behind_its_first_is_held_to_its_order(spec, axis, held):
+def test_a_scattered_sum_over_the_last_dimension(spec, axis, held):
+    """The sum is held to its dimension order."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def shares(x):
@@ -42,7 +44,8 @@ def test_a_sum_over_the_last_dimension_that_is_scattered_behind_its_first_is_hel
 
 
 @pytest.mark.parametrize(("numbers", "held"), [(("NHWC", "HWIO", "NHWC"), True), (("NCHW", "HWIO", "NCHW"), False)])
-def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_order(numbers, held):
+def test_an_image_with_all_gathered_channels(numbers, held):
+    """The image, with channels innermost, is held to its dimension order."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     image, kernel = jnp.linspace(-1.0, 1.0, 2 * 6 * 6 * 8), jnp.linspace(0.0, 1.0, 3 * 3 * 8 * 512)
     image, kernel = image.reshape((2, 6, 6, 8) if held else (2, 8, 6, 6)), kernel.reshape(3, 3, 8, 512)
@@ -57,7 +60,8 @@ def test_an_image_whose_channels_are_gathered_and_lie_innermost_is_held_to_its_o
 
 
 @pytest.mark.long
-def test_the_gradients_of_logits_lie_as_these_where_their_maxima_are_gathered():
+def test_gradients_of_logits_and_all_gathered_maxima():
+    """No transpose copies of the gradients raise the compiled peak."""
     model = load("gpt")
     training = model.training(model.BENCHMARK)
     mesh = jax.sharding.AbstractMesh((8,), ("x",))
@@ -89,7 +93,8 @@ def _layers(number, reverse):
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("spec", [P(), P(None, "x"), P(None, None, "x")])
-def test_stacks_begin_with_numbers_of_what_their_loop_reads_and_hold_what_it_stacks(reverse, spec):
+def test_initial_stacks_of_loops(reverse, spec):
+    """They depend on the operands of their loop, and end with its stacked results."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x = (
         jnp.linspace(-0.2, 0.2, 2 * 16 * 16).reshape(2, 16, 16),
@@ -102,7 +107,9 @@ def test_stacks_begin_with_numbers_of_what_their_loop_reads_and_hold_what_it_sta
     assert len(begun_apart(planned.plan(w, x).schedule)) >= 3
 
 
-def test_stacks_of_keys_and_of_loops_that_read_arguments_alone_begin_with_zeros():
+def test_initial_stacks_of_keys():
+    """Stacks of keys, and of loops that only read arguments, start with zeros."""
+
     def step(x, keys):
         def split(keys):
             return jax.lax.scan(lambda c, one: (c, jax.random.fold_in(one, 1)), 0, keys)[1]
@@ -115,7 +122,8 @@ def test_stacks_of_keys_and_of_loops_that_read_arguments_alone_begin_with_zeros(
 
 
 @pytest.mark.long
-def test_stacks_of_later_loops_are_not_in_memory_while_the_first_one_runs():
+def test_stacks_of_later_loops():
+    """They are not live while the first loop runs: the compiled peak is near the predicted one."""
     w, x = jax.ShapeDtypeStruct((4, 256, 256), "float32"), jax.ShapeDtypeStruct((64, 256, 256), "float32")
     plan = shardplan.plan(_layers(4, False), jax.sharding.AbstractMesh((1,), ("x",)), w, x)
     assert shardplan.audit(plan, "h100").compiled.memory.peak == pytest.approx(plan.peak_bytes, rel=0.2)
@@ -137,8 +145,8 @@ def _lstm(params, x):
 
 
 @pytest.mark.slow
-def test_stacks_begin_with_numbers_of_what_their_loop_reads_as_parts_of_a_sum():
-    """The gradient of the last layer's results is read as it comes from the words that each device has."""
+def test_initial_stacks_and_partial_sums():
+    """The stacks depend on the partial sums that their loop reads."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     keys, width = jax.random.split(jax.random.key(0), 4), 256
     layer = {"x": jax.random.normal(keys[0], (width, 4 * width)) / 16, "h": jnp.eye(width, 4 * width) / 4}

@@ -1,4 +1,4 @@
-"""Audits: a plan's prediction beside the compiled program."""
+"""Audits: a plan's prediction and the compiled program."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -63,7 +63,8 @@ def plan(*found: Planned) -> HandMadePlan:
 
 
 @compiles_for_gpus
-def test_a_plan_that_is_compiled_as_planned():
+def test_a_plan_that_compiles_as_planned():
+    """The audit is ok, without differences."""
     checked = audit(plan(Planned("all-reduce", ("model",), SENT, 1, "op7 dot_general")), target="h100")
     assert checked.ratio == 1.0
     assert checked.ok(0.0)
@@ -79,7 +80,8 @@ def test_a_plan_that_is_compiled_as_planned():
 
 
 @compiles_for_gpus
-def test_a_plan_that_is_compiled_otherwise():
+def test_a_plan_that_compiles_differently():
+    """The audit has the differences."""
     planned = (
         Planned("all-gather", ("data",), 500, 2, "op3 dot_general"),
         Planned("all-reduce", ("model",), SENT / 2, 1, "op7 dot_general"),
@@ -94,8 +96,8 @@ def test_a_plan_that_is_compiled_otherwise():
 
 
 @compiles_for_gpus
-def test_a_sum_that_is_planned_for_its_reader_is_explained_by_it():
-    """The compiled all-reduce is made by operation 7 and read by operation 8."""
+def test_a_sum_that_is_planned_for_its_reader():
+    """The compiled all-reduce has producer 7 and consumer 8, and belongs to 8."""
     checked = audit(plan(Planned("all-reduce", ("model",), SENT, 1, "op8 tanh")))
     assert checked.unexplained_bytes == 0
     (operation,) = checked.operations
@@ -108,7 +110,8 @@ def test_a_sum_that_is_planned_for_its_reader_is_explained_by_it():
 
 
 @compiles_for_gpus
-def test_axes_are_compared_in_the_order_of_the_mesh_and_without_those_of_size_one():
+def test_axes_of_planned_and_compiled_collectives():
+    """They are in the order of the mesh, without those of size one."""
     one = HandMadePlan(
         (Planned("all-reduce", ("model", "one"), SENT, 1, "op7 dot"),), {"data": 2, "one": 1, "model": 4}
     )
@@ -147,7 +150,8 @@ class CallingBack(HandMadePlan):
 
 @compiles_for_gpus
 @pytest.mark.skipif(any(d.platform == "gpu" for d in jax.devices()), reason="there is a GPU that can call back")
-def test_a_program_that_calls_back_is_named_as_such():
+def test_a_program_that_calls_back():
+    """The error says so."""
     with pytest.raises(ShardplanError, match=r"`jax.debug.print`.* needs a real GPU"):
         audit(CallingBack((), MESH))
 
@@ -203,7 +207,8 @@ def sent(columns: int) -> float:
         ("c", 24, {3: 16, 4: 8}),  # products of one source line that became one
     ],
 )
-def test_collectives_are_those_that_the_plan_has(operand: str, columns: int, planned: dict[int, int]):
+def test_planned_collectives_by_source_and_size(operand: str, columns: int, planned: dict[int, int]):
+    """All compiled bytes are attributed to planned operations, the first one in full."""
     compiled = collectives(COLLECTIVES.format(operand=operand, columns=columns))
     expected = [Planned("all-reduce", ("x",), sent(size), 1, f"op{number} dot") for number, size in planned.items()]
     found = {traffic.operation: traffic for traffic in attribute(expected, compiled, {"x": 8})}
@@ -212,7 +217,8 @@ def test_collectives_are_those_that_the_plan_has(operand: str, columns: int, pla
     assert found[min(planned)].difference == 0
 
 
-def test_tensors_laid_end_to_end_are_explained_together_and_others_are_not():
+def test_concatenated_tensors():
+    """They are attributed together if their sizes add up."""
     compiled = collectives(COLLECTIVES.format(operand="c", columns=24))
     apart = [
         Planned("all-reduce", ("x",), sent(size), 1, f"op{number} dot", f"train.py:{number}")
@@ -223,7 +229,8 @@ def test_tensors_laid_end_to_end_are_explained_together_and_others_are_not():
     assert (unplanned.operation, unplanned.difference, len(missing)) == (3, sent(24), 1)
 
 
-def test_tensors_laid_end_to_end_are_those_that_metadata_leads_to_whatever_else_is_missing():
+def test_concatenated_tensors_and_a_missing_one():
+    """Metadata attributes the concatenated tensors."""
     compiled = collectives(COLLECTIVES.format(operand="c", columns=24))
     planned = [
         Planned("all-reduce", ("x",), sent(size), 1, f"op{number} dot", f"train.py:{number}")

@@ -33,13 +33,14 @@ def test_a_curve_stops_where_splitting_saves_nothing():
     assert len(curve.held_out) == 3
 
 
-def test_what_takes_long_is_measured_up_to_a_tenth_of_a_second():
+def test_curves_of_slow_programs():
+    """They end at about a tenth of a second."""
     curve = measure_curve(lambda size: lambda: None, 2**20, 1, clock=lambda run, size: 1e-4 * size)
     assert 500 < curve.sizes[-1] <= 1000
 
 
-def test_what_is_measured_is_not_what_a_program_needs_to_start():
-    """To start takes a tenth of a millisecond on a GPU: a small size says nothing of what a large one takes."""
+def test_the_time_to_start_a_program():
+    """The curve excludes it: on a GPU it is a tenth of a millisecond, more than a small size takes."""
     curve = measure_curve(lambda size: size, 2**28, 32, clock=lambda size, _: 1e-4 + size / 3e12)
     assert curve.sizes[-1] == 2**28
 
@@ -121,7 +122,8 @@ def test_axes_of_any_name_are_read_back(tmp_path):
         ({"largest_bytes": 1e6}, "`largest_bytes` is a whole number above 0, got `1000000.0`"),
     ],
 )
-def test_what_cannot_be_measured_or_kept_is_said_before_anything_is_measured(options, message, capsys):
+def test_arguments_that_cannot_be_measured_or_saved(options, message, capsys):
+    """The error comes before any measurement."""
     with pytest.raises(shardplan.ArgumentError, match=re.escape(message)):
         calibrate(_mesh(), **options)
     assert "measuring" not in capsys.readouterr().err
@@ -134,13 +136,15 @@ def test_a_profile_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
-def test_compile_only_devices_are_not_measured_and_nothing_runs_on_them():
+def test_compile_only_devices():
+    """They are refused, and nothing runs on them."""
     with pytest.raises(shardplan.ArgumentError, match="devices that are there"):
         calibrate(gpu_mesh("h100", (2,), ("x",)))
     with pytest.raises(shardplan.ArgumentError, match="nothing runs on them"):
         shardplan.auto(jnp.sin, gpu_mesh("h100", (2,), ("x",)))(jnp.ones(4))
 
 
-def test_what_cannot_run_is_not_measured():
+def test_a_mesh_without_devices():
+    """It is refused."""
     with pytest.raises(shardplan.ArgumentError, match="devices that are there"):
         calibrate(jax.sharding.AbstractMesh((2,), ("x",)))

@@ -199,13 +199,14 @@ def test_a_known_length_goes_before_a_stated_one():
     assert [(c.times, c.assumed) for c in collectives(module(line, LOOP))] == [(3, False)]
 
 
-def test_what_a_condition_sends_counts_as_often_as_the_body():
-    """A condition with a collective is read like a body."""
+def test_a_condition_with_a_collective():
+    """It counts as often as the body."""
     line = '  %w = (f32[16]{0}) while(%t), condition=%inner, body=%b, backend_config={"known_trip_count":{"n":"4"}}'
     assert [(c.name, c.times) for c in collectives(module(line, LOOP))] == [("sum", 4)]
 
 
-def test_a_computation_that_is_called_twice_counts_twice_and_one_never_called_not_at_all():
+def test_computations_called_twice_and_never():
+    """The first counts twice, the other one does not count."""
     called = LOOP.split("\n\n")[0]
     body = "  %c = (f32[16]{0}) call(%t), to_apply=%inner\n  %f = (f32[16]{0}) fusion(%c), kind=kCustom, calls=%inner"
     assert len(collectives(module(body, called))) == 2
@@ -216,12 +217,14 @@ def test_a_computation_that_is_called_twice_counts_twice_and_one_never_called_no
     "branches",
     ["branch_computations={%inner, %outer}", "true_computation=%outer, false_computation=%inner"],
 )
-def test_of_a_conditional_the_branch_that_sends_most_counts(branches):
+def test_a_conditional(branches):
+    """The branch that sends most counts."""
     found = collectives(module(f"  %c = (f32[16]{{0}}) conditional(%i, %t, %t), {branches}", LOOP))
     assert [(c.name, c.times) for c in found] == [("sum", 5), ("sum.1", 1)]
 
 
-def test_a_generic_async_pair_takes_its_collective_from_the_wrapped_computation():
+def test_a_generic_async_pair():
+    """Its collective is that of the wrapped computation."""
     wrapped = """%wrapped (p: f32[64,8]) -> f32[8,8] {
   %p = f32[64,8]{1,0} parameter(0)
   ROOT %rs = f32[8,8]{1,0} reduce-scatter(%p), replica_groups=[1,8]<=[8], dimensions={0}, to_apply=%add
@@ -250,7 +253,8 @@ def test_metadata_leads_to_scopes_and_source_lines():
     assert (third.op_name, third.source) == ("f", "old.py:3")
 
 
-def test_each_tensor_of_a_merged_collective_keeps_what_makes_and_reads_it():
+def test_tensors_of_a_merged_collective():
+    """Each has its own producers and consumers."""
     body = (
         '  %n = f32[64,8] negate(%a), metadata={op_name="s/op1/neg"}\n'
         "  %c = f32[64,8] copy(%n)\n"

@@ -82,7 +82,9 @@ def compiled_over_predicted(step: Any, args: Any, sizes: tuple[int, ...], **opti
     return report.communication_bytes / plan.communication_bytes
 
 
-def test_a_mean_that_the_variance_computes_again_is_sent_once() -> None:
+def test_a_mean_and_its_variance() -> None:
+    """The mean is sent once."""
+
     def normalized(x):
         return (x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 1e-5)
 

@@ -33,7 +33,9 @@ def test_bytes(name: str, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("spec", [jax.P(None, None, "x"), jax.P(None, "x")], ids=str)
-def test_slices_that_are_gathered_are_no_copy_of_their_stack(spec: jax.P) -> None:
+def test_all_gathered_slices(spec: jax.P) -> None:
+    """They are no copy of their stack."""
+
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         body = jax.checkpoint(lambda x, one: (jnp.tanh(x @ one.astype(x.dtype)), None))
         return jnp.sum(jax.lax.scan(body, x, w)[0])

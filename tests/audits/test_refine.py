@@ -38,7 +38,8 @@ def test_a_missing_compiler_is_named_before_anything_is_planned(monkeypatch):
 
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
 @pytest.mark.parametrize("objective", ["bytes", "time"])
-def test_the_best_compiled_plan_is_kept_and_every_way_is_told(objective):
+def test_the_best_compiled_plan(objective):
+    """It is kept, and the statistics have a row for each plan."""
     plan = shardplan.plan(_step, MESH, W, X, refine=3, objective=objective, donate_argnums=0)
     rows = plan.statistics["refined"]
     assert rows[0]["way"] == "as asked" and len(rows) == 3
@@ -49,7 +50,8 @@ def test_the_best_compiled_plan_is_kept_and_every_way_is_told(objective):
     assert all("compiled" in row["result"] or row["result"] == "the same plan as before" for row in rows)
 
 
-def test_of_plans_that_compile_to_the_same_the_first_with_a_true_prediction_is_kept(monkeypatch):
+def test_plans_of_equal_compiled_bytes(monkeypatch):
+    """The first one with a true prediction is kept."""
     plan = shardplan.plan(_step, MESH, W, X)
     predicted = {None: 110.0, "time": 100.0, "no islands": 100.0}
     compared = refine._Compared(make=lambda _: plan, target="h100", limit=1e9)
@@ -80,7 +82,8 @@ def _compiled_a_tenth_above(monkeypatch, least):
     return make, plan.peak_bytes
 
 
-def test_a_limit_that_the_compiled_peak_exceeds_is_lowered_by_as_much(monkeypatch):
+def test_a_compiled_peak_above_the_limit(monkeypatch):
+    """The next limit is lowered by the excess."""
     make, peak = _compiled_a_tenth_above(monkeypatch, least=0.0)
     plan = refine.refined(make, Options(refine=2, memory_limit=peak))
     asked, lowered = plan.statistics["refined"]
@@ -88,7 +91,8 @@ def test_a_limit_that_the_compiled_peak_exceeds_is_lowered_by_as_much(monkeypatc
     assert 0.98 * peak < lowered["compiled_peak_bytes"] <= peak
 
 
-def test_where_no_compiled_plan_fits_the_smallest_is_kept_with_a_warning(monkeypatch):
+def test_no_compiled_plan_that_fits(monkeypatch):
+    """The one with the lowest peak is kept, with a warning."""
     make, peak = _compiled_a_tenth_above(monkeypatch, least=0.95)
     with pytest.warns(shardplan.ShardplanWarning, match="no plan's compiled peak keeps within"):
         plan = refine.refined(make, Options(refine=3, memory_limit=peak))

@@ -73,7 +73,8 @@ def test_groups_along_axes_lead_back_to_them_in_every_spelling(drawn):
         assert mesh_axes(groups, mesh_shape) == tuple(n for n in names if n in chosen and mesh_shape[n] > 1)
 
 
-def test_the_order_of_groups_and_of_devices_in_a_group_does_not_matter():
+def test_shuffled_groups():
+    """The order of groups, and of devices in a group, does not matter."""
     assert mesh_axes(((3, 1), (0, 2)), {"data": 2, "model": 2}) == ("data",)
 
 
@@ -86,7 +87,8 @@ def test_the_order_of_groups_and_of_devices_in_a_group_does_not_matter():
         ((), "no groups"),
     ],
 )
-def test_groups_that_are_no_whole_axes(groups, why):
+def test_groups_along_parts_of_axes(groups, why):
+    """They have no mesh axes."""
     assert mesh_axes(groups, {"model": 8}) is None, why
 
 

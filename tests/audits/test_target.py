@@ -20,7 +20,8 @@ from shardplan.errors import ArgumentError
 pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the extra `audit`")
 
 
-def test_kept_kernels_leave_the_program_as_it_is(tmp_path):
+def test_saved_kernels(tmp_path):
+    """They do not change the program."""
     mesh = gpu_mesh("h100", (2,), ("a",))
     rows = NamedSharding(mesh, P("a"))
 
@@ -150,7 +151,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_known_ways_to_split_an_mlp_send_what_is_known_of_them(way):
+def test_known_splits_of_an_mlp(way):
+    """Their bytes are those of the formulas."""
     weights, batch, activations, expected = WAYS[way]
     report = measure(lower_mlp(gpu_mesh("h100", (8,), ("x",)), weights, batch, activations))
     sent = Counter()

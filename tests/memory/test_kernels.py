@@ -47,8 +47,8 @@ def test_a_softmax_stores_no_exponentials():
     assert row_fusion_values(plan.schedule.problem).issuperset(exponentials)
 
 
-def test_a_scatter_into_zeros_adds_to_what_it_is_added_to():
-    """The gradient of a picked logit is scattered into the other gradient."""
+def test_a_scatter_into_zeros_and_an_addition():
+    """The scatter of a picked logit's gradient writes into the other addend."""
 
     def loss(x, w, labels):
         logits = x @ w
@@ -77,8 +77,8 @@ def test_batched_products_read_transposed_copies():
     assert [read.copied for read in product_operands(plain).values()] == [False, False]
 
 
-def test_kernels_write_what_products_read_in_their_order():
-    """A transposition of what a kernel computes is read as the kernel writes it."""
+def test_transposed_results_of_kernels():
+    """A kernel writes its result in the dimension order of the product that reads it."""
     plan = planned(lambda x, w: jnp.einsum("bhk,bkd->bhd", jnp.exp(x).swapaxes(1, 2), w), *[shape(8, 64, 64)] * 2)
     assert not any(read.copied for read in product_operands(plan.program).values())
 

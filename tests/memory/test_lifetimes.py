@@ -21,7 +21,7 @@ def test_the_peak_of_a_chain_of_products_by_hand():
     assert profile(plan).max() == pytest.approx(4 * (3 * 4096 * 1024 + 1024**2), rel=1e-3)
 
 
-def test_a_kernel_writes_over_what_it_reads_last():
+def test_a_kernel_is_in_place_of_its_last_operand():
     """The second result of a kernel takes the memory of the first, not that of a product."""
     square = shape(512, 512)
     kernels = planned(lambda x: jnp.sort(jnp.tanh(jnp.sort(x, 0)), 1), square)
@@ -30,7 +30,7 @@ def test_a_kernel_writes_over_what_it_reads_last():
     assert profile(products).max() == 4 * BLOCK
 
 
-def test_donated_arguments_are_the_memory_of_results():
+def test_results_in_donated_memory():
     """Without donation old and new state are both live."""
     step, state, batch = training()
     plan = planned(step, state, batch)
@@ -53,8 +53,8 @@ ROW = np.ones((1, 512), np.float32)
         (lambda x: x @ x, 2),
     ],
 )
-def test_a_donated_array_is_the_memory_of_what_is_computed_in_its_place(step, blocks):
-    """Also where it is no state, which has the same name before and after the step."""
+def test_a_donated_argument_that_is_no_state(step, blocks):
+    """A result computed in place of it takes its memory."""
     plan = planned(step, shape(512, 512), mesh=jax.sharding.AbstractMesh((1,), ("x",)))
     assert profile(plan, donated=1).max() == pytest.approx(blocks * BLOCK, rel=0.01)
 
@@ -84,8 +84,8 @@ def test_gathered_weights_are_live_from_the_gather_on():
 
 
 @pytest.mark.parametrize("mesh", [(8,), (2, 4)])
-def test_networks_count_what_profiles_say(mesh):
-    """For the plan's choices and for others: both read one description."""
+def test_usages_of_networks_and_profiles(mesh):
+    """Both count the same bytes, for the plan's choices and for others."""
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh(mesh, ("x", "y")[: len(mesh)])
     schedule = planned(step, state, batch, mesh=mesh).schedule

@@ -18,7 +18,9 @@ def _square(size):
     return jax.ShapeDtypeStruct((size, size), jnp.float32)
 
 
-def test_an_operation_runs_after_what_it_reads_and_every_operation_runs_once():
+def test_execution_order_of_a_step():
+    """Every operation runs once, after its operands."""
+
     def step(x, w):
         def body(carry, row):
             return jnp.tanh(carry @ w), carry.sum() + row
@@ -36,7 +38,9 @@ def test_an_operation_runs_after_what_it_reads_and_every_operation_runs_once():
         made |= set(operation.results)
 
 
-def test_a_gradient_that_only_its_update_reads_is_computed_late():
+def test_execution_order_of_a_gradient_with_one_reader():
+    """The gradient is computed shortly before its update."""
+
     def step(x, w):
         early = x.T @ x  # read by nothing but the result
         return jnp.sum((x @ w) @ w), early
@@ -46,7 +50,9 @@ def test_a_gradient_that_only_its_update_reads_is_computed_late():
     assert program.operations[execution_order(program)[-2]].primitive.name == "transpose"
 
 
-def test_what_one_kernel_updates_is_updated_before_the_next_gradient_is_made():
+def test_execution_order_of_updates():
+    """The outputs of one kernel are computed before the next gradient."""
+
     def step(x, first, second):
         left, right = (x @ first).T @ x, (x @ second).T @ x
         return [first + left, second + right], [left * 2, right * 2]
@@ -76,7 +82,8 @@ def _training(width=512, layers=4, batch=2048):
 
 
 @pytest.mark.parametrize("share", [0.93, 0.79])
-def test_a_limit_is_kept_in_the_order_of_the_plan_itself_and_costs_communication(share):
+def test_a_limit_below_the_free_peak(share):
+    """The plan keeps the limit in its own order, and sends more."""
     step, state, batch = _training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     limit = share * free.peak_bytes
@@ -92,7 +99,8 @@ def _peak_in_its_own_order(plan):
     return float(lifetimes.profile(schedule.problem.encode(schedule.assignment)).max())
 
 
-def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
+def test_a_limit_below_every_peak():
+    """The error has the lowest peak, and the largest tensors there."""
     step, state, batch = _training()
     with pytest.raises(InfeasibleError) as caught:
         shardplan.plan(step, MESH, state, batch, memory_limit=2.2e6)
@@ -104,7 +112,8 @@ def test_what_cannot_fit_says_how_little_it_needs_and_what_is_largest():
 
 
 @pytest.mark.long
-def test_the_least_peak_is_near_its_bound_and_no_higher_on_a_finer_mesh():
+def test_the_lowest_peak_on_a_finer_mesh():
+    """It is near its bound, and not higher than on the coarser mesh."""
     step, state, batch = _training()
     least = []
     for mesh in (MESH, jax.sharding.AbstractMesh((2, 4), ("x", "y"))):

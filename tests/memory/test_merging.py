@@ -37,8 +37,8 @@ def test_reductions_are_merged_up_to_a_size():
     assert _groups(_gradients(8192)) == [1] * 4
 
 
-def test_a_reduction_is_not_merged_with_one_it_needs():
-    """Else it would wait for itself."""
+def test_dependent_reductions_are_not_merged():
+    """A merged reduction would depend on itself."""
 
     def step(x):
         factors = jnp.mean(jnp.square(x), axis=0)
@@ -48,7 +48,7 @@ def test_a_reduction_is_not_merged_with_one_it_needs():
     assert _groups(planned(step, shape(4096, 64), mesh=MESH, pins={"0": jax.P("x", None)})) == [1, 1]
 
 
-def test_reductions_of_different_kinds_are_apart():
+def test_reductions_of_different_kinds():
     """A maximum and a sum of one array are two collectives."""
     plan = planned(lambda x: (x.max(0), x.sum(0)), shape(4096, 64), mesh=MESH, pins={"0": jax.P("x", None)})
     assert _groups(plan) == [1, 1]
@@ -64,7 +64,7 @@ def merged_anywhere(schedule):
 
 
 def test_products_of_one_operand_are_merged():
-    """Queries, keys and values; not what needs another one of them, nor two large ones."""
+    """Queries, keys and values merge. Dependent products and two large ones do not."""
     square, rows = shape(256, 256), shape(512, 256)
     three = planned(lambda x, q, k, v: (x @ q, x @ k, x @ v), rows, *[square] * 3)
     assert [len(group) for group in merged_anywhere(three.schedule)] == [3]
@@ -102,8 +102,8 @@ def test_updates_of_a_parameter_and_its_moment_are_one_kernel():
     assert {graph.nodes[number].place for number in group} == {3, 5} or len(group) == 2
 
 
-def test_a_sum_runs_with_the_kernel_that_makes_what_it_adds_up():
-    """A gradient that a product reads, and its sum for a bias."""
+def test_a_gradient_and_its_sum_are_one_kernel():
+    """A gradient for a product, and its sum for a bias, are one multi-output fusion."""
 
     def loss(w, b, x):
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w + b) @ w))
@@ -113,8 +113,8 @@ def test_a_sum_runs_with_the_kernel_that_makes_what_it_adds_up():
     assert any("reduce_sum" in group and len(group) > 1 for group in names)
 
 
-def test_groups_that_would_wait_for_themselves_are_left_out():
-    """A group that would need itself is not joined, the others are."""
+def test_groups_that_would_make_a_cycle():
+    """They stay unmerged, and other groups are merged."""
     graph = graph_of(planned(lambda x: jnp.sort(jnp.sort(x, 0), 1) @ x, shape(64, 64)))
     owner = list(range(len(graph.nodes)))
     cyclic, fine = [0, 2], []
@@ -123,7 +123,7 @@ def test_groups_that_would_wait_for_themselves_are_left_out():
     assert not merged_products(graph)
 
 
-def test_a_collective_is_hidden_behind_what_needs_it_not():
+def test_a_collective_and_independent_work():
     """The start of a collective (1) comes before work (3) that does not need its end (2)."""
     needs = {0: set(), 1: {0}, 2: {1}, 3: {0}, 4: {2, 3}}
     takes = {0: 5.0, 1: 50.0, 2: 50.0, 3: 20.0, 4: 5.0}
@@ -132,8 +132,8 @@ def test_a_collective_is_hidden_behind_what_needs_it_not():
 
 
 @pytest.mark.parametrize("width", [64, 256])
-def test_everything_runs_once_and_behind_what_it_needs(width):
-    """The timeline of a plan with collectives."""
+def test_the_timeline_of_a_plan_with_collectives(width):
+    """Every node runs once, after its dependencies."""
     timeline = Timeline(_gradients(width).schedule)
     made = {}
     for position, _, node in timeline.nodes():

@@ -14,7 +14,7 @@ from tests.helpers.limited_step import MESH, least_peak, plan_within, training
 
 @pytest.mark.long
 def test_a_higher_limit_never_sends_more():
-    """What the orders of the schedules found first leave of a limit would decide otherwise."""
+    """The orders of earlier schedules do not decide the cost."""
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
     free = shardplan.plan(step, mesh, state, batch, donate_argnums=0)
@@ -28,7 +28,8 @@ def test_a_higher_limit_never_sends_more():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "times"), [((4,), 1.0), pytest.param((2, 4), 1.003, marks=pytest.mark.long)])
-def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
+def test_the_reported_lowest_peak_as_a_limit(sizes, times):
+    """The peak that an error reports is a limit that a plan keeps."""
     step, state, batch = training()
     mesh = jax.sharding.AbstractMesh(sizes, ("x", "y")[: len(sizes)])
     limit = times * least_peak(step, mesh, state, batch, donate_argnums=0)
@@ -36,8 +37,8 @@ def test_the_least_peak_that_an_error_reports_is_kept_as_a_limit(sizes, times):
 
 
 @pytest.mark.parametrize(("share", "stopped"), [(0.4, False), (0.6, True)])
-def test_an_error_says_that_the_time_was_over_where_more_of_it_may_help(share, stopped, monkeypatch):
-    """Not where no layout at all keeps within the limit, which is soon proven."""
+def test_the_error_after_the_time_limit(share, stopped, monkeypatch):
+    """It mentions the time limit, but not for a program that is soon proven infeasible."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # other processes do not make it late
     monkeypatch.setattr(time, "monotonic", time.process_time)
     step, state, batch = training()
@@ -49,8 +50,8 @@ def test_an_error_says_that_the_time_was_over_where_more_of_it_may_help(share, s
     assert str(caught.value).endswith(", more time.") == stopped
 
 
-def test_prices_are_evaluated_for_the_work_that_is_left(monkeypatch):
-    """Or for twice the longest so far: what is found then is worth having."""
+def test_price_evaluations_within_the_remaining_work(monkeypatch):
+    """They take the remaining work, or twice the longest evaluation so far."""
     allowed, inner = [], Pricing._inner
 
     def watched(pricing, prices):

@@ -27,7 +27,8 @@ def square(size: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size, size), jnp.float32)
 
 
-def test_repeated_work_costs_what_could_be_sent_in_the_longer_of_its_two_times() -> None:
+def test_the_price_of_repeated_work() -> None:
+    """It is the bytes that a device could send in the longer time of FLOPs and memory traffic."""
     profile = load("h100")
     prices = BytesSent(profile, MeshAxes(("x",), (8,)))
     rates = profile.flops_per_second("float32"), profile.memory_bytes_per_second
@@ -38,7 +39,8 @@ def test_repeated_work_costs_what_could_be_sent_in_the_longer_of_its_two_times()
         assert prices.work(flops, memory_bytes, jnp.float32, 8) == 0
 
 
-def test_memory_traffic_counts_where_a_step_would_be_repeated_work(tmp_path: Path) -> None:
+def test_a_step_bound_by_memory(tmp_path: Path) -> None:
+    """Memory traffic counts, and the plan splits the work."""
     plan = shardplan.plan(ordered, MESH, square(8192))
     assert plan.statistics["traffic"]
     assert plan.gap <= 1e-6
@@ -49,13 +51,15 @@ def test_memory_traffic_counts_where_a_step_would_be_repeated_work(tmp_path: Pat
     assert again.explain("0") == plan.explain("0")
 
 
-def test_a_plan_whose_time_is_over_is_the_one_that_counts_no_traffic() -> None:
+def test_the_time_limit_before_the_second_plan() -> None:
+    """The first plan is kept, without memory traffic."""
     plan = shardplan.plan(ordered, MESH, square(8192), time_limit=1e-6)
     assert not plan.statistics["traffic"]
     assert plan.communication_bytes == 0
 
 
-def test_where_nothing_fits_with_memory_traffic_the_first_plan_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infeasible_second_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is kept."""
     search, searched = repeating.search_within, []
 
     def refusing(*given: Any) -> Any:
@@ -70,13 +74,15 @@ def test_where_nothing_fits_with_memory_traffic_the_first_plan_is_taken(monkeypa
 
 
 @pytest.mark.parametrize(("size", "objective"), [(512, "bytes"), (8192, "time")])
-def test_it_does_not_count_where_sending_takes_longer_and_always_does_in_seconds(size: int, objective: str) -> None:
+def test_a_step_with_slow_collectives(size: int, objective: str) -> None:
+    """Memory traffic does not count in bytes, and always counts in seconds."""
     plan = shardplan.plan(ordered, MESH, square(size), objective=objective)
     assert plan.statistics["traffic"] == (objective == "time")
     assert bool(plan.communication_bytes) == (objective == "time")
 
 
-def test_products_beside_which_little_is_repeated_are_planned_once() -> None:
+def test_a_step_bound_by_products() -> None:
+    """It is planned once."""
     x = w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
     plan = shardplan.plan(lambda x, w: jax.nn.relu(x @ w) @ w, MESH, x, w)
     assert not plan.statistics["traffic"]

@@ -45,8 +45,8 @@ def test_stages_are_traced() -> None:
     assert free.statistics["stages"] == []
 
 
-def test_stages_give_the_same_again() -> None:
-    """Work decides what is done, not the clock."""
+def test_stages_are_deterministic() -> None:
+    """Work decides the result, not the clock."""
     (task, state), (again, same) = begun(), begun()
     (found, rows), (other, repeated) = run_stages(task, state), run_stages(again, same)
     assert rows == repeated
@@ -56,7 +56,7 @@ def test_stages_give_the_same_again() -> None:
 
 
 def test_schedules_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own order, which takes longest."""
+    """A count in the schedule's own order takes longest."""
     task, state = begun(share=0.6)
     seen, count = list[bytes](), states.lifetimes_of
 
@@ -121,8 +121,8 @@ def _propose(task: Task, asked: list[float]) -> Callable[[State, float], tuple[S
 
 
 @pytest.mark.parametrize(("above", "less"), [(1.01, 1.01), (2.0, 1.05)])
-def test_overshoot_is_asked_for_less(above: float, less: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what exceeded the limit in its own order, or a twentieth."""
+def test_a_peak_above_the_limit(above: float, less: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next limit is lowered by the excess, by at most a twentieth."""
     task, state = begun()
     monkeypatch.setattr(type(task.problem.network), "cost", lambda network, choices: 1.0)
     monkeypatch.setattr(
@@ -134,8 +134,8 @@ def test_overshoot_is_asked_for_less(above: float, less: float, monkeypatch: pyt
     assert seen == pytest.approx([less**-number for number in range(states.MAX_TRIES)])
 
 
-def test_what_fits_ends_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A better one is looked for in its own order."""
+def test_a_proposal_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the tries."""
     task, state = begun()
     monkeypatch.setattr(type(task.problem.network), "cost", lambda network, choices: 1.0)
     monkeypatch.setattr(State, "count", lambda state, task, c: (state, replace(state.free, peak_bytes=task.limit)))
@@ -145,8 +145,8 @@ def test_what_fits_ends_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [1.0]
 
 
-def test_mixtures_keep_within_the_limit_in_their_order() -> None:
-    """A leaner schedule takes all of the free one where that fits there, and parts of it where it does not."""
+def test_mixtures_are_within_the_limit_in_their_order() -> None:
+    """A leaner schedule takes all choices of the free one if they fit, and else some of them."""
     task, state = begun()
     free = state.free
     held = solve_in_order(task, state, free.lifetimes, 0.9 * task.limit, free.solution.choices, 1.0)
@@ -160,8 +160,8 @@ def test_mixtures_keep_within_the_limit_in_their_order() -> None:
         assert task.profile(own.lifetimes, choices).max() <= 0.5 * (room + own.peak_bytes)
 
 
-def test_descents_keep_within_the_limit_in_their_order() -> None:
-    """A single choice that costs more is taken back, but where there is no room for that."""
+def test_descents_are_within_the_limit_in_their_order() -> None:
+    """A dearer single choice is reverted if the cheaper one fits."""
     task, state = begun()
     network, choices = task.problem.network, state.free.solution.choices
     trials = (np.where(np.arange(len(choices)) == v, k, choices) for v in range(len(choices)) for k in range(2))
@@ -174,8 +174,8 @@ def test_descents_keep_within_the_limit_in_their_order() -> None:
     assert nothing is None
 
 
-def test_highest_positions_are_apart() -> None:
-    """Of neighbours the highest counts; what is within the limit does not."""
+def test_highest_positions_of_a_profile() -> None:
+    """The highest one of neighbours counts. Positions within the limit do not."""
     profile = np.ones(640)
     profile[[100, 101, 300, 301]] = 5.0, 6.0, 4.0, 3.0
     assert [*highest_positions(profile, 2.0)] == [101, 300]
@@ -183,14 +183,14 @@ def test_highest_positions_are_apart() -> None:
 
 
 def test_bound_is_one_of_all_schedules() -> None:
-    """What is proven in one order need not hold in another: the bound is that of the search without a limit."""
+    """It is that of the search without a limit. A bound in one order need not hold in another."""
     step, state, batch = training()
     free = shardplan.plan(step, MESH, state, batch, donate_argnums=0)
     assert plan_within().lower_bound <= free.lower_bound * (1 + 1e-9)
 
 
-def test_what_exclusions_leave_out_is_not_lean() -> None:
-    """Messages may decode to choices that tables exclude: these have no peak."""
+def test_excluded_choices_have_no_peak() -> None:
+    """Messages may decode to choices that tables exclude."""
     network = Network(usage_limit=1.0)
     u, v = network.add_variable([0.0, 0.0]), network.add_variable([0.0, 0.0])
     network.add_edge(u, v, np.array([[math.inf, 0.0], [0.0, 0.0]]))

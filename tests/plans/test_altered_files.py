@@ -145,8 +145,8 @@ def test_altered_choices_are_refused(document: dict[str, Any], tmp_path: Path, c
         Plan.load(path).bind(step, *ARGS)
 
 
-def test_choices_that_exclude_each_other_are_refused(document: dict[str, Any], tmp_path: Path) -> None:
-    """Each is one of its variable's; a pin excludes one."""
+def test_incompatible_choices_are_refused(document: dict[str, Any], tmp_path: Path) -> None:
+    """Each is a choice of its variable, and a pin excludes one."""
     loaded = Plan.load(written(tmp_path / "plan.json", document))
     problem = loaded.bind(step, *ARGS).schedule.problem
     choices = list(loaded.recipe.choices)
@@ -188,8 +188,8 @@ def test_altered_entries_are_named(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the cache of plans")
-def test_altered_cache_entries_are_planned_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kept plan is one of this program on one of these meshes, or it is not taken."""
+def test_altered_cache_entries_are_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache entry is for this program on one of these meshes, or it is ignored."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     first = shardplan.plan(step, 8, *ARGS)
     (path,) = tmp_path.iterdir()
@@ -210,7 +210,7 @@ def test_altered_cache_entries_are_planned_anew(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.filterwarnings("ignore:the cache of plans")
 @pytest.mark.parametrize("text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, '{"a":' * 50_000 + "1" + "}" * 50_000])
 def test_deep_nesting(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists in lists in lists: refused in plans and profiles, planned anew where they stand in the cache."""
+    """Lists in lists in lists: refused in plans and profiles, and planned again in the cache."""
     for name, error, function in (
         ("p.json", PlanMismatchError, Plan.load),
         ("h.json", ArgumentError, load),

@@ -106,13 +106,15 @@ def test_source_lines_are_those_of_now(folder: Path) -> None:
     ],
     ids=lambda other: next(iter(other)),
 )
-def test_other_problems_are_planned_anew(folder: Path, other: dict[str, Any]) -> None:
+def test_other_problems(folder: Path, other: dict[str, Any]) -> None:
+    """The cache has no entry for another program, mesh or option."""
     make()
     assert not make(**other).statistics["cached"]
     assert len(list(folder.iterdir())) == 2
 
 
-def test_other_versions_are_planned_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache has no entry for another version of the library."""
     make()
     monkeypatch.setattr(cache, "library_version", lambda: "0.0.1")
     assert not make().statistics["cached"]
@@ -120,14 +122,16 @@ def test_other_versions_are_planned_anew(folder: Path, monkeypatch: pytest.Monke
     assert not make().statistics["cached"]
 
 
-def test_versions_are_those_of_all_files_that_plan() -> None:
+def test_the_files_of_a_version() -> None:
+    """The digest covers all files that a plan depends on."""
     make()
     loaded = {Path(m.__file__) for name, m in sys.modules.items() if name.startswith("shardplan.") and m.__file__}
     assert {path for path in loaded if "models" not in path.parts} <= set(cache.code_files())
 
 
 @pytest.mark.slow
-def test_other_descriptions_are_planned_anew(folder: Path) -> None:
+def test_other_descriptions(folder: Path) -> None:
+    """The cache has no entry for other descriptions of operations."""
     make()
     shardplan.rules.describe("a foreign function", "i j -> i j")
     try:
@@ -158,7 +162,9 @@ def test_a_kept_plan_is_read_without_rules(folder: Path, monkeypatch: pytest.Mon
     assert second.statistics["cached"] and str(second.in_shardings) == str(first.in_shardings)
 
 
-def test_what_is_to_be_said_is_said_each_time(folder: Path) -> None:
+def test_warnings_of_a_cached_plan(folder: Path) -> None:
+    """They recur at each planning."""
+
     def endless(x: Any) -> Any:
         return jax.lax.while_loop(lambda y: y.sum() < 1e9, lambda y: y * 2, x)
 
@@ -167,7 +173,8 @@ def test_what_is_to_be_said_is_said_each_time(folder: Path) -> None:
             assert make(endless, args=ARGS[1:], pins=None).statistics["cached"] is cached
 
 
-def test_what_is_to_be_said_of_layouts_is_said_without_rules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_of_layouts_of_a_cached_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They recur at each planning, without rules."""
     for _ in range(2):
         with pytest.warns(ShardplanWarning, match="divides dimension 0"):
             plan = make(jnp.sum, args=(S((7, 9), jnp.float32),), pins=None)
@@ -176,7 +183,8 @@ def test_what_is_to_be_said_of_layouts_is_said_without_rules(folder: Path, monke
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"key": 1}', "\x00" * 100, "half", "changed", "bytes"])
-def test_garbage_is_said_once_and_planned_anew(folder: Path, damage: str) -> None:
+def test_a_torn_entry(folder: Path, damage: str) -> None:
+    """It gets one warning, and the program is planned again."""
     first = make()
     (path,) = folder.iterdir()
     text = path.read_text()
@@ -189,7 +197,8 @@ def test_garbage_is_said_once_and_planned_anew(folder: Path, damage: str) -> Non
     assert make().statistics["cached"]  # the damaged one was replaced
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets one warning."""
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "plans"))
     cache._complained.clear()
@@ -199,7 +208,9 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatc
     assert len(said) == 1
 
 
-def test_no_parts_stay_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary file stays in the folder."""
+
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -222,7 +233,8 @@ def test_the_variable_is_read_at_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert default_cache() == Cache(tmp_path / "home" / ".cache" / "shardplan" / "plans")
 
 
-def test_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It turns the cache off."""
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make()

@@ -61,7 +61,8 @@ def test_bad_texts(mesh: str) -> None:
         shardplan.plan(step, mesh, PARAMS, X)
 
 
-def test_the_best_is_returned_with_a_table_of_all() -> None:
+def test_the_best_of_several_meshes() -> None:
+    """The plan has a row for each mesh."""
     plan = shardplan.plan(step, 16, PARAMS, X)
     rows = plan.statistics["meshes"]
     assert {tuple(row["mesh"].values()) for row in rows} == {(16,), (2, 8), (4, 4)}
@@ -76,7 +77,8 @@ def test_the_best_is_returned_with_a_table_of_all() -> None:
         assert alone.objective >= row["lower_bound"] * (1 - 1e-6)
 
 
-def test_meshes_that_cannot_be_the_best_are_not_planned_in_full() -> None:
+def test_meshes_that_cannot_be_the_best() -> None:
+    """They are not planned in full."""
     rows = shardplan.plan(step, 16, PARAMS, X).statistics["meshes"]
     assert any(row["objective"] is None for row in rows)
 
@@ -117,7 +119,8 @@ def test_the_axis_across_hosts_costs_what_its_network_costs() -> None:
 
 
 @pytest.mark.parametrize("mesh", [8, "2x4"])
-def test_it_runs_on_the_first_devices(mesh: int | str) -> None:
+def test_a_run_on_the_first_devices(mesh: int | str) -> None:
+    """A plan over a number of devices computes the results of the unplanned step."""
     draw = np.random.default_rng(0)
     params = [tuple(jnp.asarray(draw.normal(size=s) * 0.1, jnp.float32) for s in ((32, 64), (64, 32)))]
     x = jnp.asarray(draw.normal(size=(64, 32)), jnp.float32)

@@ -64,22 +64,22 @@ def test_one_explicit_argument_among_others() -> None:
     as_jit(step, mesh, {"w": X}, jax.device_put(X, NamedSharding(mesh, P("x"))))
 
 
-def test_axes_of_which_some_are_explicit() -> None:
-    """Axes of type Auto may split results in any way, those of type Explicit as the type says."""
+def test_axes_of_mixed_types() -> None:
+    """Axes of type Auto may split results in any way, those of type Explicit as the type has it."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
     w, x = (jax.device_put(X, NamedSharding(mesh, P("x"))) for _ in range(2))
     as_jit(step, mesh, {"w": w}, x)
 
 
-def test_a_state_that_comes_out_in_another_type() -> None:
-    """It is not held to the layout that it came in with."""
+def test_a_state_of_another_result_type() -> None:
+    """It need not keep the layout of its argument."""
     mesh = mesh_of((2, 4), explicit=True)
     as_jit(lambda s, x: ({"w": s["w"].T + 1}, x), mesh, {"w": jax.device_put(X, NamedSharding(mesh, P("x", "y")))}, X)
 
 
 @pytest.mark.parametrize("explicit", [True, False])
-def test_a_mesh_that_is_set(explicit: bool) -> None:
-    """`jax.set_mesh` decides for arguments that lie nowhere."""
+def test_a_mesh_of_set_mesh(explicit: bool) -> None:
+    """`jax.set_mesh` decides for arguments without a mesh."""
     mesh = mesh_of((2, 4), explicit)
     with jax.set_mesh(mesh):
         found = as_jit(step, mesh, {"w": X}, X)
@@ -88,7 +88,7 @@ def test_a_mesh_that_is_set(explicit: bool) -> None:
 
 
 def test_other_types_are_another_plan() -> None:
-    """As jax.jit traces anew for other types."""
+    """As jax.jit traces again for other types."""
     mesh = mesh_of((2, 4), explicit=True)
     planned = shardplan.auto(lambda x: x * 2, mesh)
     for spec in (P("x"), P(None, "y")):
@@ -151,8 +151,8 @@ SAID: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_layouts_that_a_program_says_inside(name: str) -> None:
-    """They are constraints that are planned around; types and values are those of jit, by a kept plan too."""
+def test_typed_layouts_inside_a_program(name: str) -> None:
+    """They are constraints of the plan. Types and values are those of jit, also from a cached plan."""
     mesh, fn = mesh_of((2, 4), explicit=True), SAID[name]
     with jax.set_mesh(mesh):
         p = {"a": jax.device_put(X / 64, P(None, "y")), "b": jax.device_put(X / 64, P("y", None))}
@@ -163,8 +163,8 @@ def test_layouts_that_a_program_says_inside(name: str) -> None:
         assert types_of(planned(p, x)) == types_of(expected)
 
 
-def test_what_a_program_says_is_kept() -> None:
-    """The product has the layout that it was asked for, so that it is in the compiled program."""
+def test_a_typed_layout_of_a_product() -> None:
+    """The product has its requested layout in the compiled program."""
     mesh = mesh_of((2, 4), explicit=True)
     with jax.set_mesh(mesh):
         p = {"a": jax.device_put(X, P(None, "y")), "b": jax.device_put(X, P("y", None))}

@@ -27,7 +27,8 @@ def test_reductions_are_counted_in_both_precisions(dtype, own):
     assert found["float32"] == pytest.approx(2 * found["bfloat16"])
 
 
-def test_the_reported_bytes_are_those_of_a_plan_with_that_type():
+def test_reported_bytes_in_another_precision():
+    """They are those of a plan with that type."""
     step, w, x = _gradient(jnp.float32)
     narrow = shardplan.plan(step, MESH, w, x, pins=ROWS, reduce_dtype="bfloat16")
     reported = shardplan.plan(step, MESH, w, x, pins=ROWS).statistics["reductions"]

@@ -59,7 +59,7 @@ def test_a_compiled_peak_within_the_limit_is_the_plan_s(monkeypatch, free_peak):
     assert plan.recipe.options.memory_limit == 1.05 * free_peak
 
 
-def test_what_compiles_above_the_limit_is_cut_off(monkeypatch, free_peak):
+def test_a_compiled_peak_above_the_limit(monkeypatch, free_peak):
     """The excess of the first plan counts in the second search, which finds a leaner plan."""
     asked = _judged(monkeypatch, [1.1, 1.0])
     limit = 1.02 * free_peak
@@ -70,7 +70,8 @@ def test_what_compiles_above_the_limit_is_cut_off(monkeypatch, free_peak):
     assert plan.recipe.options == replace(asked[0].recipe.options, verify=True)
 
 
-def test_where_nothing_compiles_within_the_limit_the_plan_is_refused(monkeypatch, free_peak):
+def test_no_compiled_peak_within_the_limit(monkeypatch, free_peak):
+    """The plan is refused."""
     asked = _judged(monkeypatch, [2.0] * 9)
     with pytest.raises(shardplan.InfeasibleError, match="whose compiled peak keeps within") as caught:
         _planned(1.02 * free_peak, verify=True)
@@ -126,8 +127,8 @@ def test_live_ranges_add_up_to_the_compiled_peak():
 
 @compiles_for_gpus
 @pytest.mark.slow
-def test_a_peak_that_is_predicted_too_low_is_not_handed_out():
-    """What XLA works in for a `top_k` is not predicted."""
+def test_a_peak_that_is_predicted_too_low():
+    """The plan is verified: the workspace of a `top_k` is not predicted."""
     step = lambda x: jax.lax.top_k(x, 8)  # noqa: E731
     mesh, shape = gpu_mesh("h100", (8,), ("x",)), jax.ShapeDtypeStruct((64, 2**16), jnp.float32)
     options = {"pins": {"0": jax.P(None, "x")}}

@@ -76,7 +76,8 @@ def changed(file: Path, repair: bool = True, **entries) -> Path:
     return file
 
 
-def test_a_plan_comes_back_as_it_was(plan: Plan, file: Path):
+def test_a_saved_and_loaded_plan(plan: Plan, file: Path):
+    """It equals the first one."""
     loaded = Plan.load(file)
     assert str(loaded) == str(plan)
     assert not plan.diff(loaded)
@@ -128,7 +129,8 @@ def test_a_plan_holds_for_other_literals(file: Path):
 
 
 @pytest.mark.parametrize("attribute", ["in_shardings", "out_shardings", "program", "schedule"])
-def test_without_its_function_a_loaded_plan_says_what_it_needs(file: Path, attribute: str):
+def test_a_loaded_plan_without_its_function(file: Path, attribute: str):
+    """The error says that the plan needs its function."""
     with pytest.raises(PlanMismatchError, match=r"plan\.bind\(fn, \*args\)"):
         getattr(Plan.load(file), attribute)
 
@@ -189,7 +191,8 @@ def test_a_missing_file_is_an_error_of_this_library(tmp_path: Path):
         Plan.load(tmp_path / "nothing.json")
 
 
-def test_what_is_not_written_whole_is_not_written(plan: Plan, file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_write(plan: Plan, file: Path, monkeypatch: pytest.MonkeyPatch):
+    """The previous file stays."""
     before = file.read_text()
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(ArgumentError, match="disk full"):
@@ -271,7 +274,8 @@ def fingerprints() -> list[str]:
         lambda x, w: jax.lax.fori_loop(0, 4, lambda i, h: h @ w, x),
     ],
 )
-def test_fingerprints_tell_parameters_apart(other):
+def test_fingerprints_of_other_parameters(other):
+    """They differ."""
     shapes = jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")
     functions = [
         lambda x, w: x @ w,

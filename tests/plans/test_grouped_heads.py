@@ -106,8 +106,8 @@ def test_heads_of_queries_are_split_and_keys_whole(kv_heads: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_plans_send_about_what_layouts_by_hand_do_or_less(sizes: tuple[int, ...], repeated: bool) -> None:
-    """Megatron's: heads, columns and rows over all axes but the batch's, keys and values over what divides them."""
+def test_plans_send_hardly_more_than_layouts_by_hand(sizes: tuple[int, ...], repeated: bool) -> None:
+    """Megatron's: heads, columns and rows over all axes but the batch's, keys and values over dividing ones."""
     kv_heads, args = 2, shapes(2048, 16, 2, 2, 1024)
     names = ("x", "y", "z")[: len(sizes)]
     plan = shardplan.plan(layer_step(16, kv_heads, repeated), AbstractMesh(sizes, names), *args)

@@ -118,8 +118,8 @@ def test_layouts_of_results(spec: P, pinned: Any) -> None:
     assert came_in.is_equivalent_to(NamedSharding(MESH, spec if pinned is None else pinned), 2)
 
 
-def test_layouts_of_results_that_come_from_no_argument() -> None:
-    """They are made where they shall lie."""
+def test_layouts_of_results_without_operands() -> None:
+    """The results are generated in their requested layouts."""
     made = shardplan.auto(lambda: {"m": jnp.zeros((64, 64)), "n": 0}, MESH, out_shardings={"m": P("x", "y"), "n": None})
     assert made()["m"].sharding.spec == P("x", "y")
 
@@ -254,8 +254,8 @@ def test_a_pickled_plan() -> None:
     assert copy.deepcopy(plan) is copy.copy(plan) is plan
 
 
-def test_what_donating_would_save() -> None:
-    """Nothing is donated where nothing is said, and the plan says what that costs."""
+def test_the_report_of_undonated_arguments() -> None:
+    """Nothing is donated by default, and the plan reports the possible saving."""
     plan = shardplan.auto(step, 1, static_argnums=2).plan(state(), X, "train")
     assert plan.donated == () and plan.donatable_bytes == {0: 256.0}
     assert "donate_argnums=0 would save up to" in str(plan)

@@ -77,8 +77,8 @@ def test_pins_go_before_it(step: Any) -> None:
     assert planned.plan(make_state()["params"], SMALL).layouts["0/a"] == P("x")
 
 
-def test_what_is_meant_by_a_path() -> None:
-    """The leaf that agrees in most components; of moments and parameters, the shorter path; types always."""
+def test_matches_of_paths() -> None:
+    """The match has the most common components, then the shorter path, and always the same type."""
     state = {"0/params/l_0/w": "f8", "0/params/l_1/w": "f8", "0/opt/0/mu/l_1/w": "f8", "0/params/l_2/w": "f4"}
     assert matched(state, {"0/l_1/w": "f8"}) == {"0/l_1/w": "0/params/l_1/w"}
     assert matched(state, {"1/model/params/l_0/w": "f8"}) == {"1/model/params/l_0/w": "0/params/l_0/w"}
@@ -111,7 +111,8 @@ def test_a_state_of_another_kind(step: Any) -> None:
 # ---- the same function again
 
 
-def test_another_batch_size_leaves_the_state_where_it_lies() -> None:
+def test_another_batch_size() -> None:
+    """The state keeps its layouts."""
     planned = shardplan.auto(train, MESH)
     state, _ = planned(make_state(), LARGE)
     before = places(state)
@@ -129,8 +130,8 @@ def test_another_batch_size_of_an_evaluation() -> None:
     assert planned.plan(params, SMALL[:40]).in_shardings[0] == places(params)
 
 
-def test_a_state_that_does_not_fit_where_it_lies(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    """It is moved, and that is said."""
+def test_a_state_that_does_not_fit_in_its_layouts(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """It is resharded, with a log message."""
     monkeypatch.setattr(sys.modules["shardplan.auto"], "layouts_kept", lambda first, call: {"0/w": P()})
     w, few, more = (jax.ShapeDtypeStruct((n, 512), "float32") for n in (1024, 8, 16))
     planned = shardplan.auto(lambda state, x: {"w": state["w"] + x.sum()}, MESH, memory_limit=1.5e6)
@@ -139,7 +140,8 @@ def test_a_state_that_does_not_fit_where_it_lies(caplog: pytest.LogCaptureFixtur
     assert "the state does not fit where it lies with these arguments, and is moved" in caplog.text
 
 
-def test_what_moves_at_every_call_is_said_once(step: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_arguments_that_move_at_every_call(step: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """They are logged once."""
     state, _ = step(make_state(), LARGE)
     planned = shardplan.auto(loss, MESH)
     with caplog.at_level(logging.WARNING, logger="shardplan"):

@@ -93,7 +93,7 @@ def test_a_profile_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("objective", "cost"), [("bytes", "as much as sending 0.9 MB"), ("time", " ms, and no")])
 def test_a_plan_that_splits_nothing(objective: str, cost: str) -> None:
-    """Its first line says so, and by which rates that costs least."""
+    """Its first line has this, and the rates that make it cheapest."""
     plan = shardplan.plan(step, mesh_of((8,)), PARAMS, BATCH, objective=objective)
     first = str(plan).splitlines()[0]
     assert "8 devices: nothing is split: by h100's rates repeating 943.8 MFLOP costs" in first and cost in first
@@ -101,7 +101,7 @@ def test_a_plan_that_splits_nothing(objective: str, cost: str) -> None:
 
 
 def test_a_plan_that_repeats_most_of_its_work() -> None:
-    """A large step that is split says nothing; one whose result is whole says how much is repeated."""
+    """A large split step has no such line. One with a whole result has the repeated share."""
     rows, weights = SHAPE((512, 512), jnp.float32), {"a": SHAPE((512, 512), jnp.float32)}
 
     def square(x: Any, p: Any) -> Any:

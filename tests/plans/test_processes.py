@@ -87,21 +87,21 @@ def test_processes_with_the_same(together: Any) -> None:
 
 
 def test_processes_that_differ(together: Any) -> None:
-    """The error is the same in all, and shows both sides of what differs, and nothing else."""
+    """All have the same error, with only the differences."""
     found = together(lambda group: group.same(lambda: group.own, lambda own: {"mesh": "8", "pins": f"of {own}"}))
     assert all(isinstance(error, ProcessesError) for error in found) and str(found[0]) == str(found[1])
     assert "pins: process 0 has `of 0`; process 3 has `of 3`" in str(found[0]) and "mesh:" not in str(found[0])
 
 
-def test_a_process_that_fails_before(together: Any) -> None:
-    """Its own error is raised in it, and told in the others."""
+def test_a_process_that_fails_before_planning(together: Any) -> None:
+    """It raises its own error, which the others name."""
     found = together(lambda group: group.same(lambda: 1 // group.own, lambda _: {}))
     assert isinstance(found[0], ZeroDivisionError)
     assert isinstance(found[1], ProcessesError) and "process 0 failed" in str(found[1])
 
 
-def test_what_the_first_process_makes(together: Any) -> None:
-    """The others have it as plain data, and make nothing themselves."""
+def test_plain_data_of_the_first_process(together: Any) -> None:
+    """The others receive it, and make nothing themselves."""
     found = together(lambda group: group.from_first(lambda: {"by": group.own}, lambda made: made, 1.0))
     assert found == [({"by": 0}, {"by": 0}), (None, {"by": 0})]
 
@@ -125,15 +125,15 @@ def test_an_error_of_the_first_process(together: Any, error: Exception, kind: ty
     assert getattr(other, "least_peak_bytes", None) == getattr(error, "least_peak_bytes", None)
 
 
-def test_a_process_that_does_not_come(together: Any) -> None:
-    """The other one waits for as long as it may, and says whom it has waited for."""
+def test_a_missing_process(together: Any) -> None:
+    """The other one waits until the limit, and names it."""
     found = together(lambda group: group.own == 0 or group.same(lambda: 0, lambda _: {}))
     assert found[0] is True and "has waited 0 s for process 0" in str(found[1])
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "inf", "nan"])
-def test_no_time_to_wait(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """What is no number of seconds is an error that names the variable."""
+def test_a_malformed_timeout(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """The error names the variable."""
     monkeypatch.setenv(processes.VARIABLE, given)
     with pytest.raises(ArgumentError, match="SHARDPLAN_PROCESS_TIMEOUT is a number of seconds"):
         Group((0, 1), 0, Store()).same(lambda: 0, lambda _: {})

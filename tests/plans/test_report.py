@@ -53,7 +53,8 @@ def test_traffic_and_groups_add_up(plan: Plan):
     assert whole / 8 <= sum(group.bytes_per_device for group in groups) <= whole
 
 
-def test_groups_are_of_equal_tensors_and_hold_every_argument_once(plan: Plan):
+def test_groups_of_equal_tensors(plan: Plan):
+    """Every argument is in one group."""
     arguments = {argument.path: argument for argument in plan.arguments}
     for group in layout_groups(plan):
         for path in group.paths:
@@ -63,7 +64,8 @@ def test_groups_are_of_equal_tensors_and_hold_every_argument_once(plan: Plan):
     assert sorted(path for group in layout_groups(plan) for path in group.paths) == sorted(arguments)
 
 
-def test_moments_stand_with_their_parameter(plan: Plan):
+def test_moments_are_in_the_row_of_their_parameter(plan: Plan):
+    """The column `also in` has their globs."""
     groups = {group.pattern: group for group in layout_groups(plan)}
     same = [
         path
@@ -108,7 +110,8 @@ def test_many_devices_are_drawn_small():
     assert drawn.count("<td") < 200
 
 
-def test_difference_names_what_differs(plan: Plan, pinned: Plan):
+def test_difference_of_two_plans(plan: Plan, pinned: Plan):
+    """It has the layouts, the traffic and the objective."""
     difference = plan.diff(pinned)
     assert difference
     for path, (one, other) in difference.layouts.items():
@@ -145,11 +148,11 @@ def test_explained_argument(plan: Plan):
     assert text.count("dot_general as") == 2  # forward, and the gradient of the activations
     assert "replaced by" in text
     assert "linear.py:" in text
-    assert "(searched anew)" in text
+    assert "(exact)" in text
 
 
-def test_explained_extra_cost_is_that_of_a_plan_with_a_pin(plan: Plan):
-    """Each other layout that was searched anew costs what planning with that layout pinned costs."""
+def test_explained_exact_costs(plan: Plan):
+    """The exact cost of another layout is that of a plan with this layout pinned."""
     path = "0/params/layer_1/kernel"
     told = [entry for entry in _extras(plan.explain(path)) if "sum" not in entry[0]]
     assert len(told) >= 5
@@ -188,7 +191,8 @@ def test_explained_by_source_and_glob(plan: Plan):
     assert plan.explain("*transpose(jvp(MLP))/layer_1", 0).count("in transpose(jvp(MLP))/layer_1\n") >= 3
 
 
-def test_explained_parameter_has_its_gather_and_the_sum_of_its_gradient():
+def test_explained_parameter():
+    """The text has its all-gather, and the reduction of its gradient."""
     step = TRAINING.train_step, MESH, TRAINING.state, TRAINING.batch
     plan = shardplan.compare(*step, methods=("fsdp",))["fsdp"].plan
     assert plan is not None
@@ -212,7 +216,8 @@ def test_explained_loop():
     assert "read by" in plan.explain("0", 0.1)
 
 
-def test_explaining_what_is_not_there(plan: Plan):
+def test_explaining_an_unknown_name(plan: Plan):
+    """The error has an example of a path."""
     with pytest.raises(ArgumentError, match=r"`nothing` matches no argument and no operation: give a path \(`0/"):
         plan.explain("nothing")
 

@@ -48,7 +48,8 @@ def plan() -> Any:
     return plan_over(mesh_of((2, 4)))
 
 
-def test_a_state_is_made_where_it_lies(plan: Any) -> None:
+def test_a_state_is_initialised_in_its_layouts(plan: Any) -> None:
+    """Its leaves have the planned shardings."""
     state = plan.init(make_state, KEY)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == plan.shardings[0]
     assert_equal_trees(state, make_state(KEY), 1e-6)
@@ -71,7 +72,8 @@ def test_a_batch_is_placed(plan: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [X[:5], X.astype(np.int32), {"x": X}], ids=["rows", "type", "structure"])
-def test_what_is_no_argument(plan: Any, given: Any) -> None:
+def test_a_tree_that_is_no_argument(plan: Any, given: Any) -> None:
+    """The error has its structure, and the arguments of the step."""
     with pytest.raises(
         shardplan.ArgumentError, match=r"this is no argument of the planned step: it has .*\n.*`1`: float32"
     ):
@@ -127,7 +129,7 @@ def test_a_checkpoint_is_restored_elsewhere(plan: Any, sizes: Any, tmp_path: Pat
 
 
 def test_bytes_that_move_between_plans() -> None:
-    """Of each device's part, what it does not hold already."""
+    """They are the elements of each device's block that it does not hold already."""
     plan, other = (
         shardplan.plan(lambda x: x * 2, mesh_of((2, 4)), X, pins={"0": spec}) for spec in (P("x"), P(None, "y"))
     )

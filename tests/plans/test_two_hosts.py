@@ -21,7 +21,8 @@ def _collective(*axes):
     return SimpleNamespace(axes=axes, bytes=10.0, times=3)
 
 
-def test_what_crosses_hosts_is_counted_per_device_and_per_host():
+def test_bytes_across_hosts():
+    """They are counted per device and per host."""
     mesh = {"host": 2, "device": 8}
     sizes = tuple(mesh.values())
 
@@ -33,7 +34,8 @@ def test_what_crosses_hosts_is_counted_per_device_and_per_host():
     assert across("host", "device") == (30.0, 30.0)
 
 
-def test_a_slow_network_is_used_less_than_by_a_plan_for_devices_that_are_all_alike():
+def test_a_slow_network():
+    """It carries less than under a plan for equally fast links."""
     training = mlp.training(mlp.BENCHMARK)
 
     def sent(sizes, names, **options):
@@ -87,7 +89,8 @@ def _hierarchical():
     return shardplan.plan(step, AbstractMesh((2, 8), ("host", "device")), w, x, **options)
 
 
-def test_a_sum_over_all_devices_is_reduced_inside_each_host_before_it_crosses():
+def test_a_sum_over_all_devices():
+    """It is reduced inside each host before it crosses the network."""
     plan, weight = _hierarchical(), 4 * 2048 * 2048
     sent = {c.axes: c.bytes * c.times for c in plan.collectives if c.kind != "all-gather" and c.bytes > 1e4}
     assert sent == {("device",): weight * 7 / 8, ("host",): weight / 8}
@@ -95,7 +98,8 @@ def test_a_sum_over_all_devices_is_reduced_inside_each_host_before_it_crosses():
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
-def test_what_crosses_hosts_is_compiled_as_planned():
+def test_compiled_bytes_across_hosts():
+    """They are the planned ones."""
     audit = shardplan.audit(_hierarchical())
     assert audit.ok()
     across = [abs(difference) for (_, axes), difference in audit.differences().items() if "host" in axes]

@@ -26,6 +26,7 @@ MESH = AbstractMesh((8,), ("data",))
 
 
 def test_a_chain_over_two_workers():
+    """Each task waits for the transfer of its tensor."""
     tasks = [Task("a", 0, 1.0, (), (0,)), Task("b", 1, 2.0, (0,), (1,)), Task("c", 0, 1.0, (1,))]
     result = simulate_tasks(tasks, {0: 3.0, 1: 1.0}, LINK)
     assert result.seconds == 1 + 3.5 + 2 + 1.5 + 1
@@ -35,16 +36,16 @@ def test_a_chain_over_two_workers():
 
 
 @pytest.mark.parametrize(("overlap", "seconds"), [(True, 5.5), (False, 8.5)])
-def test_sending_goes_beside_computing(overlap: bool, seconds: float):
-    """Worker 0 sends for 3.5 seconds while it computes for 4, or before that where it cannot do both."""
+def test_sending_overlaps_with_computing(overlap: bool, seconds: float):
+    """Worker 0 sends for 3.5 seconds during 4 of work, or before these without overlap."""
     tasks = [Task("a", 0, 1.0, (), (0,)), Task("read", 1, 1.0, (0,)), Task("long", 0, 4.0, (0,))]
     result = simulate_tasks(tasks, {0: 3.0}, LINK, overlap=overlap)
     assert result.seconds == seconds
     assert result.busy_seconds == (5.0, 1.0)
 
 
-def test_two_transfers_share_one_way_out():
-    """Each takes 2.5 seconds; the way out of worker 0 is one, that into the others is not what they wait for."""
+def test_two_transfers_over_one_outgoing_link():
+    """Each takes 2.5 seconds, one after another on the outgoing link of worker 0."""
     tasks = [Task("a", 0, 0.0, (), (0, 1)), Task("b", 1, 1.0, (0,)), Task("c", 2, 1.0, (1,))]
     assert simulate_tasks(tasks, {0: 2.0, 1: 2.0}, LINK).seconds == 2 * 2.5 + 1
     # Both from others into one: its way in is taken.
@@ -52,13 +53,14 @@ def test_two_transfers_share_one_way_out():
     assert simulate_tasks(tasks, {0: 2.0, 1: 2.0}, LINK).seconds == 2 * 2.5 + 1
 
 
-def test_a_tensor_is_sent_once_to_each_reader():
+def test_a_tensor_with_readers_on_two_workers():
+    """It is sent once to each worker."""
     tasks = [Task("a", 0, 1.0, (), (0,)), Task("b", 1, 1.0, (0,)), Task("c", 1, 1.0, (0,)), Task("d", 2, 1.0, (0,))]
     assert simulate_tasks(tasks, {0: 4.0}, LINK).sent_bytes == (8.0, 0.0, 0.0)
 
 
-def test_memory_is_freed_behind_the_last_reader():
-    """Of a chain, two tensors are there at a time; what is kept stays; copies count where they are."""
+def test_memory_is_freed_after_the_last_reader():
+    """Two tensors of a chain are live at a time. Kept ones stay, and copies count on their worker."""
     tasks = [Task(str(n), 0, 1.0, (n - 1,) if n else (), (n,)) for n in range(5)]
     sizes = dict.fromkeys(range(5), 10.0)
     assert simulate_tasks(tasks, sizes, LINK).peak_bytes == (20.0,)
@@ -67,7 +69,8 @@ def test_memory_is_freed_behind_the_last_reader():
     assert simulate_tasks(moved, {0: 10.0, 1: 5.0}, LINK).peak_bytes == (10.0, 15.0)
 
 
-def test_collectives_go_beside_work():
+def test_collectives_overlap_with_work():
+    """A collective leaves its worker free to compute."""
     tasks = [
         Task("a", 0, 1.0, (), (0,)),
         Task("all-gather", 0, 3.0, (0,), (1,), sent_bytes=7.0),
@@ -86,7 +89,8 @@ def test_collectives_go_beside_work():
         ([Task("a", 0, -1.0)], "task `a` has -1.0 seconds"),
     ],
 )
-def test_what_cannot_run_is_refused(tasks: list[Task], message: str):
+def test_tasks_that_cannot_run(tasks: list[Task], message: str):
+    """The error names the reason."""
     with pytest.raises(ArgumentError, match=message):
         simulate_tasks(tasks, {}, LINK)
 
@@ -97,7 +101,8 @@ def plan() -> shardplan.Plan:
     return shardplan.plan(training.train_step, MESH, training.state, training.batch)
 
 
-def test_a_plan_takes_its_work_and_its_collectives(plan: shardplan.Plan):
+def test_the_simulation_of_a_plan(plan: shardplan.Plan):
+    """Its figures are those of the plan's work and collectives."""
     result = shardplan.simulate(plan)
     problem = plan.schedule.problem
     strategies, prices = plan.schedule.assignment.strategies, time_prices(problem)
@@ -119,8 +124,8 @@ def test_slower_devices_take_longer(plan: shardplan.Plan):
     assert sorted(seconds) == seconds
 
 
-def test_what_reads_a_gathered_tensor_waits_for_it():
-    """A product whose operand is gathered first, and another that is not: only that one runs meanwhile."""
+def test_a_reader_of_an_all_gathered_tensor():
+    """It waits for the all-gather. Only an independent product runs meanwhile."""
 
     def step(x, w):
         return jnp.tanh(x @ w).sum() + jnp.tanh(x.T @ x).sum()
@@ -137,7 +142,9 @@ def test_what_reads_a_gathered_tensor_waits_for_it():
     assert first < events["all-gather 1"].end
 
 
-def test_rows_go_to_both_neighbours():
+def test_halos_to_both_neighbours():
+    """The convolution waits for the collectives of both directions."""
+
     def step(image, window):
         return jax.lax.conv_general_dilated(image, window, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -174,7 +181,8 @@ def test_loops_and_branches():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", PLACEMENT_METHODS)
-def test_placements_do_all_the_work_once(method: str):
+def test_placements_do_all_work_once(method: str):
+    """The busy times of all devices add up to the work of the step."""
     training = lstm.training(lstm.SMALL)
     program = trace_program(training.train_step, (training.state, training.batch))
     problem = build_problem(program, MESH, Options())
@@ -188,7 +196,7 @@ def test_placements_do_all_the_work_once(method: str):
 
 
 def test_layers_stay_on_their_devices():
-    """Round robin sends activations and their gradients between neighbouring layers, and nothing else."""
+    """Round robin only sends activations and their gradients between neighbouring layers."""
     width, batch, count = 256, 64, 8
     training = mlp.training(mlp.Config(widths=(width,) * (count + 1), batch=batch))
     program = trace_program(training.train_step, (training.state, training.batch))
@@ -198,7 +206,8 @@ def test_layers_stay_on_their_devices():
     assert min(result.busy_seconds) > 0.5 * max(result.busy_seconds)
 
 
-def test_compare_has_placements_beside_plans():
+def test_compare_has_placements_and_plans():
+    """The figures of placements are those of their simulations, and the plan is simulated too."""
     training = mlp.training(mlp.Config(widths=(512, 1024, 512), batch=256))
     methods = ("exact", *PLACEMENT_METHODS)
     found = shardplan.compare(training.train_step, MESH, training.state, training.batch, methods=methods)
@@ -222,7 +231,8 @@ def test_compare_has_placements_beside_plans():
     )
 
 
-def test_a_placement_that_does_not_fit_says_so():
+def test_a_placement_above_the_memory_limit():
+    """Its row has a note."""
     training = mlp.training(mlp.Config(widths=(512, 512), batch=64))
     found = shardplan.compare(
         training.train_step, MESH, training.state, training.batch, methods=PLACEMENT_METHODS[:1], memory_limit=1e6

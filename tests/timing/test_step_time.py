@@ -53,13 +53,15 @@ def names_that_hide(fn: Any, *args: Any, bytes_per_second: float = 4e11) -> set[
     return {program.values[value].name or value for value in timing_of(problem).hidden}
 
 
-def test_weights_hide_behind_the_layers_before_them_and_activations_do_not() -> None:
+def test_collectives_that_hide_in_a_forward_pass() -> None:
+    """All-gathers of weights hide behind earlier layers. Collectives of activations do not hide."""
     found = names_that_hide(layers, floats(65536, 1024), [floats(1024, 1024)] * 4)
     assert found == {"1/1", "1/2", "1/3"}
     assert names_that_hide(layers, floats(65536, 1024), [floats(1024, 1024)] * 4, bytes_per_second=1e9) == set()
 
 
-def test_gradients_hide_behind_what_is_differentiated_next_but_for_the_last() -> None:
+def test_reductions_that_hide_in_a_backward_pass() -> None:
+    """Those of gradients hide behind the layers differentiated next, except for the last one."""
     args = [floats(8192, 8192)] * 4, floats(65536, 8192)
     program = trace_program(training, args)
     hidden = timing_of(build_problem(program, MESH, Options(objective="time"))).hidden
@@ -69,7 +71,8 @@ def test_gradients_hide_behind_what_is_differentiated_next_but_for_the_last() ->
     assert sum(gradient in hidden for gradient in gradients) == 3
 
 
-def test_what_a_kernel_computes_on_the_way_moves_no_bytes() -> None:
+def test_memory_traffic_of_fused_operations() -> None:
+    """They move no bytes."""
     program = trace_program(layers, (floats(64, 64), [floats(64, 64)]))
     moved = timing_of(build_problem(program, MESH, Options(objective="time"))).memory_bytes
     by_name = {o.primitive.name: moved[o.index] for o in program.operations}
@@ -97,7 +100,7 @@ def test_the_bound_holds_for_every_assignment(bytes_per_second: float) -> None:
 
 
 def test_collectives_longer_than_the_work_are_balanced() -> None:
-    """Twelve gathers of weights on links so slow that together they take longer than the work that they run beside."""
+    """Twelve gathers of weights on links so slow that together they take longer than the work that hides them."""
     options = {"objective": "time", "hardware": linked(2e11), "pins": SPLIT}
     plan = shardplan.plan(layers, MESH, floats(8192, 1024), [floats(1024, 1024)] * 12, **options)
     step = plan.step_time
@@ -108,7 +111,8 @@ def test_collectives_longer_than_the_work_are_balanced() -> None:
     assert step.work <= simulated <= 1.1 * step.seconds
 
 
-def test_a_plan_says_where_its_time_goes() -> None:
+def test_the_step_time_of_a_plan() -> None:
+    """A plan for the objective "time" prints its parts."""
     plan = shardplan.plan(training, MESH, [floats(1024, 1024)] * 4, floats(65536, 1024), objective="time")
     assert "ms of work; of collectives, " in str(plan)
     assert "make the step longer" in plan._repr_html_()
@@ -118,7 +122,8 @@ def test_a_plan_says_where_its_time_goes() -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("jax_plugins") is None, reason="needs the extra `audit`")
-def test_an_audit_has_predicted_time_beside_compiled() -> None:
+def test_an_audit_has_predicted_and_compiled_time() -> None:
+    """Both have the same work, and a similar overlap."""
     pins = {"0/*": PartitionSpec("x")}
     args = [floats(4096, 4096)] * 4, floats(65536, 4096)
     plan = shardplan.plan(training, MESH, *args, objective="time", pins=pins, donate_argnums=0)

@@ -1,2 +1,2 @@
-"""Compiled programs as text: instructions (`module`), replica groups (`groups`), collectives (`collectives`) and what
-is around them (`origin`)."""
+"""HLO text: instructions (`module`), replica groups (`replica_groups`), collectives (`collectives`), their producers
+and consumers (`dataflow`), and live ranges (`live_ranges`)."""

@@ -1,8 +1,8 @@
 """The collectives of a compiled program, read from its optimised HLO text.
 
-Works on the text of XLA:GPU (start/done pairs) and of XLA:CPU (plain operations). Only what the entry computation
-reaches is counted: a loop's body and condition times its trip count, a conditional's branch that sends most, and
-everything called. Where the compiler does not know a trip count, that of `shardplan.trip_count` is taken.
+The reader takes the text of XLA:GPU (start/done pairs) and of XLA:CPU (plain operations). It counts the computations
+reachable from the entry. The body and the condition of a loop count times its trip count. Of a conditional, the branch
+that sends most counts. For a trip count unknown to the compiler, it takes that of `shardplan.trip_count`.
 
 >>> text = '''HloModule step, num_partitions=8
 ...
@@ -62,8 +62,8 @@ _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s?)*)\}")
 class CarriedTensor:
     """One of the tensors of a collective.
 
-    `bytes` are counted as those of the collective. `producers` and `consumers` are the scopes and operations
-    (`op_name`) of the instructions that lead to it and that read it, nearest first.
+    `bytes` have the definition of those of the collective. `producers` and `consumers` are the scopes and operations
+    (`op_name`) of the instructions before it and after it, nearest first.
     """
 
     dtype: str
@@ -81,16 +81,16 @@ class CompiledCollective:
         groups: device ids that exchange data with each other; empty for a collective-permute.
         pairs: (source, target) device ids of a collective-permute.
         group_size: devices in a group; 2 for a collective-permute.
-        bytes: of the operands on one device; for an all-gather, of its results on one device.
+        bytes: of the operands on one device. For an all-gather, of its results on one device.
         bytes_sent: by one device in one execution, by a ring algorithm.
-        times: how often it runs: the product of the trip counts of the loops around it.
-        assumed: nobody knows the trip count of a loop around it: that loop counts once.
-        tensors: that it carries; the compiler merges collectives of many tensors into one.
-        op_name: scopes and operation that it came from, where the compiler kept them; of one of several that it merged.
-        source: `file:line` that it came from, or empty.
-        synchronous: it is not left to run beside other work.
+        times: its executions per step, the product of the trip counts of the loops around it.
+        assumed: whether a loop around it has an unknown trip count, and counts once.
+        tensors: its tensors. The compiler merges collectives of many tensors into one.
+        op_name: its scopes and operation, if the compiler kept them. Of a merged collective, those of one.
+        source: `file:line` of its operation, or empty.
+        synchronous: whether it cannot overlap with other work.
         kernels_meanwhile: kernels that start between its start and its end, in the schedule of the compiler.
-        name, computation: where it stands in the HLO text.
+        name, computation: its position in the HLO text.
     """
 
     kind: CollectiveKind
@@ -116,7 +116,7 @@ class CompiledCollective:
 
     @property
     def kernels_meanwhile(self) -> int:
-        """How many kernels stand between its start and its end."""
+        """The number of kernels between its start and its end."""
         return len(self.meanwhile)
 
     @property
@@ -125,14 +125,14 @@ class CompiledCollective:
         return not self.synchronous and self.kernels_meanwhile > 0
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-        """The mesh axes that it runs over; None where it runs over part of an axis."""
+        """The mesh axes that it runs over. None for a part of an axis."""
         if self.kind == CollectiveKind.PERMUTE:
             return permute_axes(self.pairs, mesh_shape)
         return mesh_axes(self.groups, mesh_shape)
 
 
 def collectives(hlo_text: str) -> tuple[CompiledCollective, ...]:
-    """Every collective that one run of the program executes, in the order of the text, loops counted in `times`.
+    """All collectives of one run of the program, in the order of the text. `times` counts iterations of loops.
 
     Raises:
         ValueError: the text has no entry computation, or spells a collective's groups in an unknown way.
@@ -142,7 +142,7 @@ def collectives(hlo_text: str) -> tuple[CompiledCollective, ...]:
 
 @dataclass(slots=True)
 class _Reader:
-    """Walks the computations from the entry, each read once."""
+    """A walk over the computations from the entry, which reads each one once."""
 
     module: Module
     _done: dict[str, tuple[CompiledCollective, ...]] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class _Reader:
         )
 
     def _tensors(self, instruction: Instruction, computation: str, scale: int) -> tuple[CarriedTensor, ...]:
-        """What the instruction carries; `scale` is 1, or the group size where the results' bytes count."""
+        """The tensors of the instruction. `scale` is 1, or the group size where the results' bytes count."""
         defined = self.module.computations[computation]
         users = self._users_of(computation)
         operands = instruction.operands[:1] if "ragged" in instruction.opcode else instruction.operands
@@ -232,7 +232,7 @@ class _Reader:
         return tuple(tensors)
 
     def _kernels_meanwhile(self, instruction: Instruction, computation: str) -> tuple[str, ...]:
-        """Paths (`op_name`) of the kernels between a start and its end; none for what is not split in two."""
+        """Paths (`op_name`) of the kernels between a start and its end. None for an instruction without a pair."""
         ends = [user for user in self._users_of(computation).get(instruction.name, []) if user.opcode.endswith("-done")]
         if not instruction.opcode.endswith("-start") or not ends:
             return ()
@@ -250,6 +250,6 @@ class _Reader:
 
 
 def _names(pattern: re.Pattern[str], line: str) -> list[str]:
-    """Computations that a line's attributes name."""
+    """The computations in a line's attributes."""
     listed = [name.strip() for match in pattern.finditer(line) for name in (match[1] or match[2] or "").split(",")]
     return [name.lstrip("%") for name in listed if name]

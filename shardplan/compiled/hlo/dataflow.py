@@ -1,6 +1,6 @@
-"""What leads to the tensors that a collective carries, and what reads them.
+"""Producers and consumers of the tensors of a collective.
 
-The compiler merges collectives and drops their metadata; the instructions around them have kept theirs.
+The compiler merges collectives and drops their metadata. The instructions around them keep theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 
 
 def users_of(computation: Computation) -> dict[str, list[Instruction]]:
-    """The instructions that read each one of a computation."""
+    """The consumers of each instruction of a computation."""
     users: dict[str, list[Instruction]] = {}
     for instruction in computation.values():
         for operand in dict.fromkeys(instruction.operands):
@@ -28,7 +28,7 @@ def users_of(computation: Computation) -> dict[str, list[Instruction]]:
 
 
 def producers(computation: Computation, operand: str) -> tuple[str, ...]:
-    """`op_name` of the instructions that lead to an operand, nearest first."""
+    """`op_name` of the instructions before an operand, nearest first."""
 
     def before(instruction: Instruction) -> list[Instruction]:
         return [computation[name] for name in instruction.operands if name in computation]
@@ -38,7 +38,7 @@ def producers(computation: Computation, operand: str) -> tuple[str, ...]:
 
 
 def consumers(users: Users, collective: Instruction, position: int) -> tuple[str, ...]:
-    """`op_name` of the instructions that read the result at `position` of a collective, nearest first."""
+    """`op_name` of the instructions after the result at `position` of a collective, nearest first."""
 
     def after(instruction: Instruction) -> list[Instruction]:
         return users.get(instruction.name, [])
@@ -60,7 +60,7 @@ def _index(instruction: Instruction) -> int:
 
 
 def _walk(first: list[Instruction], following: Callable[[Instruction], list[Instruction]]) -> Iterator[Instruction]:
-    """Breadth first, to a limited depth and number."""
+    """A breadth-first walk of limited depth and number."""
     seen = {instruction.name for instruction in first}
     level = first
     for _ in range(_DEPTH):

@@ -1,7 +1,7 @@
-r"""What a compiled program holds at each position of its schedule, as XLA's buffer assignment has it.
+r"""The live bytes of a compiled program at each position of its schedule, by XLA's buffer assignment.
 
-XLA writes the schedule, the live range of every buffer, and where each buffer is allocated into files, if it is asked
-to. The peak that these add up to is the one of the executable's memory analysis.
+On request, XLA writes files of the schedule, of the live range of every buffer, and of its allocation. Their peak is
+the one of the executable's memory analysis.
 
 >>> ranges = "HloLiveRange (max 3):\n  InstructionSequence:\n    0:x\n    1:y\n    2:z\n  BufferLiveRange:\n" \
 ...     "    x{}:0-3\n    y{}:1-2\n    z{}:2-3\n"
@@ -29,11 +29,11 @@ _VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size
 
 @dataclass(frozen=True, slots=True)
 class LiveRanges:
-    """The schedule of a compiled program, and what one device holds while each instruction runs.
+    """The schedule of a compiled program, and the live bytes of one device at each instruction.
 
     Attributes:
-        instructions: their names in the order in which they run, those of loops' bodies included.
-        bytes: float [instructions], arguments and results included.
+        instructions: their names in the order of the schedule, with those of loops' bodies.
+        bytes: float [instructions], with arguments and results.
     """
 
     instructions: tuple[str, ...]
@@ -41,14 +41,14 @@ class LiveRanges:
 
     @property
     def peak(self) -> float:
-        """The most bytes that are held at once."""
+        """The most bytes that are live at once."""
         return float(self.bytes.max(initial=0.0))
 
     @classmethod
     def parse(cls, live_ranges: str, buffer_assignment: str) -> LiveRanges:
         """Reads the files `*-live-range.txt` and `*-buffer-assignment.txt` that XLA writes.
 
-        Raises ValueError where they have another form.
+        Raises ValueError for another format.
         """
         sequence, found, ranges = live_ranges.partition("  BufferLiveRange:\n")
         lines = sequence.splitlines()[2:]
@@ -56,11 +56,11 @@ class LiveRanges:
             raise ValueError("the live ranges have no schedule")
         names = tuple(line.strip().split(":", 1)[1] for line in lines)
         spans = {m[1]: (int(m[2]), int(m[3])) for m in map(_RANGE.match, ranges.splitlines()) if m}
-        change = np.zeros(len(names) + 2)  # what is live at the end ends behind the last instruction
+        change = np.zeros(len(names) + 2)  # buffers live at the end end after the last instruction
         for allocated, is_shared, values in _allocations(buffer_assignment):
             if not is_shared:
                 change[0] += allocated
-            until: dict[int, int] = {}  # per offset: values of one offset are one buffer, written in place
+            until: dict[int, int] = {}  # per offset: values of one offset are one buffer in place
             for start, end, size, offset in sorted((*spans[n], s, o) for n, s, o in values if is_shared and n in spans):
                 first = max(start, until.get(offset, 0))
                 if first <= end:
@@ -71,7 +71,7 @@ class LiveRanges:
 
 
 def _allocations(text: str) -> Iterator[tuple[int, bool, list[tuple[str, int, int]]]]:
-    """The bytes of each allocation, whether buffers share it one after another, and these: name, bytes, offset."""
+    """The bytes of each allocation, whether its buffers reuse memory, and the buffers: name, bytes, offset."""
     found: list[tuple[int, bool, list[tuple[str, int, int]]]] = []
     for line in text.splitlines():
         if match := _ALLOCATION.match(line):

@@ -30,7 +30,7 @@ _MODULE_COUNT = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 @dataclass(slots=True)
 class Instruction:
-    """One line of a computation, cut into its parts."""
+    """One parsed line of a computation."""
 
     name: str
     type: str
@@ -40,7 +40,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Scopes and operation that it came from, or empty."""
+        """Its scopes and operation, or empty."""
         match = _OP_NAME.search(self.line)
         return match[1].replace('\\"', '"') if match else ""
 
@@ -56,7 +56,7 @@ def _closing(line: str, opening: int) -> int:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    """Cuts `%name = type opcode(operands), attributes`; None for a line that defines nothing."""
+    """Parses `%name = type opcode(operands), attributes`. None for a line that defines nothing."""
     match = _DEFINITION.match(line)
     if match is None:
         return None
@@ -87,7 +87,7 @@ def elements(type_text: str) -> Iterator[tuple[str, int]]:
 
 @dataclass(slots=True)
 class Module:
-    """HLO text as lines per computation, with what its header tables say about source lines."""
+    """HLO text as instructions per computation, with the source lines of its header tables."""
 
     entry: str
     device_count: int
@@ -116,7 +116,7 @@ class Module:
         return cls(entry, math.prod(map(int, counts)), computations, _source_frames(header))
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` that an instruction came from, or empty."""
+        """`file:line` of an instruction, or empty."""
         if match := _FRAME.search(instruction.line):
             return self.frames.get(int(match[1]), "")
         if match := _SOURCE.search(instruction.line):
@@ -140,7 +140,7 @@ def _source_frames(header: list[str]) -> dict[int, str]:
 
 
 def _identifier(entry: str, name: str) -> int:
-    """The number behind `name=` in a header entry such as `{file_location_id=4 parent_frame_id=2}`; 0 for none."""
+    """The number after `name=` in a header entry such as `{file_location_id=4 parent_frame_id=2}`. 0 for none."""
     found = re.search(rf"\b{name}=(\d+)", entry)
     return int(found[1]) if found else 0
 

@@ -1,7 +1,7 @@
 """Replica groups of compiled collectives, and the mesh axes that they run over.
 
 XLA prints the groups of a collective in one of three spellings. All of them mean a tuple of groups, each a tuple of
-device ids; an id is the device's row-major position in the mesh:
+device ids. An id is the device's row-major position in the mesh:
 
 >>> replica_groups("{{0,1},{2,3}}", device_count=4)
 ((0, 1), (2, 3))
@@ -46,13 +46,13 @@ def _groups_of(array: np.ndarray) -> Groups:
 
 
 def _iota(tile: tuple[int, ...], source: tuple[int, ...], permutation: tuple[int, ...]) -> np.ndarray:
-    """The array that `tile<=[source]T(permutation)` spells: counted up, reshaped, transposed, reshaped."""
+    """The array of `tile<=[source]T(permutation)`: an iota, reshaped, transposed, reshaped."""
     counted = np.arange(math.prod(source)).reshape(source)
     return counted.transpose(permutation).reshape(tile) if permutation else counted.reshape(tile)
 
 
 def _mesh_array(sizes: tuple[int, ...], device_ids: str | None) -> np.ndarray:
-    """Device ids of a printed mesh, shape `sizes`: counted up unless an order is printed with it."""
+    """Device ids of a printed mesh of shape `sizes`: an iota, unless its order is printed."""
     if device_ids is None:
         return np.arange(math.prod(sizes)).reshape(sizes)
     iota = _IOTA.match(device_ids.strip())
@@ -88,7 +88,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> Groups:
 
 
 def _factors(size: int, parts: list[tuple[str | None, str | None]]) -> tuple[list[int], list[int]]:
-    """Splits an axis into factors, most significant first; returns them and the positions of the named ones."""
+    """The factors of an axis, most significant first, and the positions of the named ones."""
     if not parts:
         return [size], []
     if parts[0][0] is None:
@@ -109,7 +109,7 @@ def _factors(size: int, parts: list[tuple[str | None, str | None]]) -> tuple[lis
 
 @lru_cache(maxsize=4096)
 def replica_groups(text: str, device_count: int) -> Groups:
-    """Reads one printed `replica_groups` value; no groups at all mean one group of all devices.
+    """Reads one printed `replica_groups` value. A value without groups is one group of all devices.
 
     Raises:
         ValueError: `text` is none of the spellings.
@@ -131,9 +131,9 @@ def _coordinates(device_ids: np.ndarray, mesh_shape: Mapping[str, int]) -> dict[
 
 
 def mesh_axes(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that groups of device ids run over, in the order of the mesh; axes of size 1 are never named.
+    """The mesh axes of groups of device ids, in the order of the mesh, without those of size 1.
 
-    None where the groups are not all the positions along whole axes (part of an axis, unequal groups).
+    None for groups along a part of an axis, and for unequal groups.
     """
     return _mesh_axes(groups, tuple(mesh_shape.items()))
 
@@ -153,7 +153,7 @@ def _mesh_axes(groups: Groups, mesh_shape: tuple[tuple[str, int], ...]) -> tuple
 
 
 def permute_axes(pairs: tuple[tuple[int, int], ...], mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that a collective-permute's `(source, target)` pairs move data along, in the order of the mesh."""
+    """The mesh axes of a collective-permute's `(source, target)` pairs, in the order of the mesh."""
     if not pairs:
         return ()
     device_ids = np.array(pairs)
