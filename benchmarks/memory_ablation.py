@@ -54,17 +54,17 @@ class Effect:
 
 
 EFFECTS = (
-    Effect("what is stored, by estimated times", {"fusion.stored_values": _gives(frozenset)}),
-    Effect("rows in one kernel", {"operations.computed_in_rows": _gives(frozenset)}),
+    Effect("what is stored, by estimated times", {"fusion.materialised_values": _gives(frozenset)}),
+    Effect("rows in one kernel", {"operations.row_fusion_values": _gives(frozenset)}),
     Effect("scatters into other gradients", {"operations.merged_scatters": _gives(dict)}),
-    Effect("common subexpressions", {"kernels.computed_once": _gives(list)}),
+    Effect("common subexpressions", {"kernels.common_subexpressions": _gives(list)}),
     Effect("transposed and padded operands of products", {"products.product_operands": _gives(dict)}),
     Effect("partial sums of products", {"products.partial_sums": _gives(float)}),
     Effect("copies of convolutions", {"convolutions.convolution_copies": _gives(dict)}),
     Effect("merged collectives", {"merging.merge_collectives": lambda graph: list(range(len(graph.nodes)))}),
-    Effect("merged products", {"merging.products_merged": _gives(list)}),
-    Effect("kernels with several results", {"merging.kernels_joined": _gives(list)}),
-    Effect("the latency-hiding order", {"order.placed_backwards": lambda nodes: sorted(nodes.needs, reverse=True)}),
+    Effect("merged products", {"merging.merged_products": _gives(list)}),
+    Effect("kernels with several results", {"merging.joined_kernels": _gives(list)}),
+    Effect("the latency-hiding order", {"order.backward_schedule": lambda nodes: sorted(nodes.needs, reverse=True)}),
     Effect("results in place", {"timeline.write_in_place": _gives(int)}),
 )
 

@@ -18,11 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardplan import _jax
 from shardplan.apply.islands import Island, made_in, run_on_blocks
 from shardplan.apply.wire_dtype import sent_dtype, sent_in
-from shardplan.apply.workarounds.early_reduction_barriers import reduced_before_added
 from shardplan.apply.workarounds.loop_carry_init import fill_late
 from shardplan.apply.workarounds.loop_stack_init import begun_apart, scan_begun
-from shardplan.apply.workarounds.pin_dimension_order import in_order, is_gathered_out_of_order, ordered
-from shardplan.apply.workarounds.regather_barriers import awaited, wait_behind
+from shardplan.apply.workarounds.pin_dimension_order import gathered_slices, in_order, is_gathered_out_of_order, ordered
+from shardplan.apply.workarounds.regather_barriers import behind_barrier
 from shardplan.apply.workarounds.separate_padding import padded_apart
 from shardplan.layout.collectives import CollectiveKind, Step, ends_of
 from shardplan.layout.layout import Layout, replicated, to_spec
@@ -50,7 +49,7 @@ class Replay:
         self._mesh = mesh
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
-        self._behind = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
+        self._pinned_slices = gathered_slices(schedule)
         self._unrounded = widened_terms(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -119,7 +118,7 @@ class Replay:
         constants, carries = params["num_consts"], params["num_carry"]
 
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
-            inputs = (*operands[:constants], *carry, *slices)
+            inputs = (*operands[:constants], *carry, *self._pinned(operation, slices))
             results = self._body(operation.bodies[0], links.inside, inputs)
             return tuple(results[:carries]), tuple(results[carries:])
 
@@ -129,6 +128,13 @@ class Replay:
         entering, slices = tuple(operands[constants : constants + carries]), tuple(operands[constants + carries :])
         carry, stacks = jax.lax.scan(body, entering, slices, **settings)
         return (*carry, *stacks)
+
+    def _pinned(self, operation: Operation, slices: Sequence[Any]) -> Iterator[Any]:
+        """The slices that a scan runs over, pinned to the order of their stacks where XLA would copy these."""
+        values = self._program.regions[operation.bodies[0]].inputs
+        for value, one in zip(values[len(values) - len(slices) :], slices, strict=True):
+            layout = self._schedule.assignment.values.get(value, ())
+            yield in_order(one, layout, self._schedule, self._mesh) if value in self._pinned_slices else one
 
     def _while(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
         condition, body = operation.bodies
@@ -213,7 +219,7 @@ class Replay:
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
-            self._held[index, planned] = self._apart(index, held, planned)
+            self._held[index, planned] = held
 
     def _scatters(self, operation: Operation) -> bool:
         """Whether the partial results of an operation with one result are scattered."""
@@ -225,9 +231,8 @@ class Replay:
                 stored = self._schedule.assignment.values[operand]
                 if (operand, layout) in self._held and self._schedule.is_regathered(operand, layout):
                     # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
-                    waiting = [self._read(*read) for read in awaited(self._schedule, operation, operand)]
-                    anew = wait_behind(self._held[operand, stored], waiting, sent_dtype(self._schedule, operand))
-                    self._held[operand, stored] = self._constrain(anew, stored)
+                    passed = behind_barrier(self._held[operand, stored], sent_dtype(self._schedule, operand))
+                    self._held[operand, stored] = self._constrain(passed, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)
         read = list(map(self._read, operation.operands, strategy.operands))
@@ -363,8 +368,8 @@ class Replay:
         held, steps = self._read(value, route.source), list(route.steps)
         if self._schedule.is_partial(value, route.source) and steps:
             reducing = [step for step in steps if step.kind.reduces]
-            reduced = self._reduced(value, held, route.source, reducing)
-            held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
+            held = self._reduced(value, held, route.source, reducing)
+            self._held[value, reducing[-1].layout] = held
             steps = steps[len(reducing) :]
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
@@ -393,10 +398,6 @@ class Replay:
             self._mesh, self._schedule.space.mesh, pending, steps, self._schedule.problem.deferred_sum_dtype(value)
         )
         return island.reduce_stacked(parts, tuple(own))
-
-    def _apart(self, value: int, array: Any, layout: Layout) -> Any:
-        """A value, behind a barrier where XLA would not make it before others are added to it."""
-        return self._constrain(jax.lax.optimization_barrier(array), layout) if value in self._behind else array
 
     def _in_own_memory(self, value: int, array: Any) -> Any:
         """A value in the memory that its type says: collectives bring it to other layouts in that of the devices."""

@@ -7,6 +7,7 @@ import re
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardplan.errors import ArgumentError
@@ -123,6 +124,18 @@ def hosts_by_devices(text: str) -> tuple[int, int]:
 def _parsed(text: str) -> tuple[int, int] | None:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def axes_across_hosts(mesh: Mesh) -> dict[str, bool] | None:
+    """Whether each axis of a mesh leads from one host to another; None where all devices are on one host.
+
+    GPUs say which of them share a host (JAX's ``slice_index``), of other devices those of one process do.
+    """
+    host_of = np.vectorize(lambda device: getattr(device, "slice_index", device.process_index), otypes=[int])
+    hosts = host_of(mesh.devices)
+    if (hosts == hosts.flat[0]).all():
+        return None
+    return {axis: bool((hosts != hosts.take([0], place)).any()) for place, axis in enumerate(mesh.axis_names)}
 
 
 def shapes_of(devices: int | str, ordered: bool = False) -> list[AbstractMesh]:

@@ -5,8 +5,9 @@ over all layouts of the tensor, without fixed recipes. Costs are ring costs: the
 
 >>> from shardplan.hardware import load
 >>> from shardplan.layout.layout import MeshAxes
+>>> from shardplan.layout.objectives.bytes_sent import BytesSent
 >>> mesh = MeshAxes(("x",), (8,))
->>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
+>>> transitions = Transitions(LayoutSpace(mesh), BytesSent(load("h100"), mesh))
 >>> space = transitions.space
 >>> domain = space.domain((16, 16))
 >>> rows, columns = ((0,), ()), ((), (0,))
@@ -28,7 +29,7 @@ import numpy as np
 
 from shardplan.layout.collectives import CollectiveKind, Step
 from shardplan.layout.layout import Domain, Layout, LayoutSpace
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives import Prices
 from shardplan.layout.shortest_paths import Priced, cheapest_paths
 
 # Of paths with equal prices the shorter one wins: each step costs a little more, as a share of the price per byte.
@@ -272,8 +273,9 @@ class Reductions:
 
     >>> from shardplan.hardware import load
     >>> from shardplan.layout.layout import MeshAxes
+    >>> from shardplan.layout.objectives.bytes_sent import BytesSent
     >>> mesh = MeshAxes(("x", "y"), (2, 4))
-    >>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
+    >>> transitions = Transitions(LayoutSpace(mesh), BytesSent(load("h100"), mesh))
     >>> domain = transitions.space.domain((16, 16))
     >>> reductions = transitions.reductions
     >>> wanted, nothing = ((0,), (1,)), ((), ())

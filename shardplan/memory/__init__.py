@@ -1,4 +1,4 @@
-"""What a device holds while it runs a schedule: other packages import it from here alone."""
+"""The memory model: the live buffers of a device that runs a schedule. Other packages import it only from here."""
 
 from shardplan.memory.kernels import whole_kernels as whole_kernels
 from shardplan.memory.lifetimes import Lifetimes as Lifetimes

@@ -2,14 +2,14 @@
 
 | memory | a function of |
 |---|---|
-| a value as it is stored | the value's layout |
-| the copy that several readers share, and that of one reader, in another layout | both layouts |
-| a result until it is reduced | the operation's strategy and the layout |
-| a copy for a library, and its partial sums, masked rows, rows of neighbours, windows | the operation's strategy |
-| results of the step that take no donated argument's memory, from its start on | the layout |
+| a materialised value | the value's layout |
+| a resharded copy, shared or of one reader | both layouts |
+| a partial result until it is reduced | the operation's strategy and the layout |
+| the scratch of a library call: operand copies, partial sums, masked rows, halos, windows | the operation's strategy |
+| results of the step outside of donated memory, from its start on | the layout |
 
-A copy that the schedule does not make has the range of the kernels that would read it, so that a search sees what it
-would hold if it chose so.
+A copy that the schedule does not make has the live range of its possible readers. So a search sees its bytes when it
+chooses the copy.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from shardplan import _jax
 from shardplan.layout.layout import Layout
 from shardplan.memoize import memoize
-from shardplan.memory.convolutions import is_cut_out, neighbour_bytes
+from shardplan.memory.convolutions import halo_bytes, is_asymmetrically_padded
 from shardplan.memory.graph import Item
 from shardplan.memory.lifetimes import Buffer
-from shardplan.memory.operations import computes_operand, fusible_operations, is_multiplied
+from shardplan.memory.operations import computes_operand, fusible_operations, is_library_product
 from shardplan.memory.products import masked_rows, partial_sums
 from shardplan.memory.timeline import Span, Timeline
 from shardplan.problem.cost_network import Problem
@@ -41,13 +41,13 @@ from shardplan.program.program import Operation, Program
 Array = NDArray[np.float64]
 
 _WINDOW_BYTES = 4
-"""Bytes of an index, or of a float32: a pooling's gradient stores some of each window."""
+"""Bytes of an index, or of a float32. The gradient of a pooling stores some of each window."""
 
 
 def buffers_of(timeline: Timeline, donated: frozenset[int]) -> list[Buffer]:
-    """All buffers; ``donated`` are the positions of inputs whose memory the results take that replace them."""
+    """All buffers. ``donated`` are the positions of inputs whose memory goes to the results that replace them."""
     found = _Buffers(timeline, donated)
-    kinds = found.values, found.results, found.copies, found.moved, found.entering, found.libraries
+    kinds = found.values, found.results, found.copies, found.resharded_copies, found.loop_inputs, found.library_scratch
     every = (kind() for kind in kinds)
     return [buffer for some in every for buffer in some if buffer.start <= buffer.end]
 
@@ -59,11 +59,10 @@ class _Buffers:
         self._variables, self._spans = timeline.problem.variables, timeline.spans
         self._computed, self._fusible = timeline.computed(), fusible_operations(timeline.problem)
         self._left = {item for item in timeline.spans if item.form in ("copy", "slice")}
-        """The copies that no buffer is for yet."""
+        """The copies without a buffer so far."""
 
     def values(self) -> Iterator[Buffer]:
-        """Values as they are stored; not carries, which are the memory of a loop's results, nor slices of stacks that
-        kernels read from these."""
+        """Materialised values. Carries are part of the loop's results, and kernels read slices of stacks in place."""
         links, program = self._problem.links.values(), self._program
         carried = {link.target for some in links for link in some.inside if not link.stacked}
         stacked = {link.target for some in links for link in some.enter if link.stacked}
@@ -77,28 +76,28 @@ class _Buffers:
                 yield Buffer(value, span.start, span.end, (variable,), _sizes(self._problem, value))
 
     def results(self) -> Iterator[Buffer]:
-        """Results in the caller's memory, which is there from the start, but for those that replace donated inputs."""
+        """Results in the caller's memory, live from the start. Results that replace donated inputs need none."""
         program, end = self._program, self._timeline.end
-        taken = self._taken()
+        taken = self._reused_inputs()
         for number, output in enumerate(program.outputs):
             if not isinstance(output, int) or program.ties.get(number) in self._donated:
                 continue
             value = program.replaced.get(number, output)
             if value in self._variables.values and number in taken:
                 ends = self._variables.values[taken[number]], self._variables.values[value]
-                yield Buffer(output, 0, end, ends, _of_other_shape(self._problem, taken[number], value))
+                yield Buffer(output, 0, end, ends, _sizes_where_shapes_differ(self._problem, taken[number], value))
             elif value in self._variables.values:
                 yield Buffer(output, 0, end, (self._variables.values[value],), _sizes(self._problem, value))
-            else:  # made from nothing
+            else:  # a constant
                 parts = self._problem.space.domain(program.values[output].shape).parts
                 size = program.values[output].total_bytes / parts[self._schedule.layout_of_output(number)]
                 yield Buffer(output, 0, end, (), np.array(size))
 
-    def _taken(self) -> dict[int, int]:
-        """Per result, by number, the donated input whose memory it is though it does not replace it in the next step.
+    def _reused_inputs(self) -> dict[int, int]:
+        """Per result, by number, the donated input whose memory it takes without replacing it in the next step.
 
-        XLA gives a result the first donated input of its shape and kind of number. What is not computed in place of
-        that is made elsewhere, and copied.
+        XLA gives a result the first donated input of its shape and element type. A result that is not computed in
+        place is copied there.
         """
         program, variables = self._program, self._variables.values
         free = [program.inputs[position] for position in sorted(self._donated - {*program.ties.values()})]
@@ -106,16 +105,16 @@ class _Buffers:
         for number, output in enumerate(program.outputs):
             if isinstance(output, int) and number not in program.ties and output not in program.inputs:
                 own = program.values[output]
-                alike = [v for v in free if v in variables and program.values[v].shape == own.shape]
-                value = next((v for v in alike if program.values[v].dtype == own.dtype), None)
+                same_shape = [v for v in free if v in variables and program.values[v].shape == own.shape]
+                value = next((v for v in same_shape if program.values[v].dtype == own.dtype), None)
                 if value is not None:
                     free.remove(value)
-                    if self._timeline.is_written_over(value, output):
+                    if self._timeline.is_in_place(value, output):
                         found[number] = value
         return found
 
     def copies(self) -> Iterator[Buffer]:
-        """The copies that several readers share."""
+        """The resharded copies that several readers share."""
         for value, variable in self._variables.copies.items():
             span = self._spans.get(Item(value, "copy", self._schedule.copy(value)))
             if span is None:
@@ -123,10 +122,10 @@ class _Buffers:
                 span = Span(min(first for first, _ in read), max(last for _, last in read)) if read else None
             if span is not None:
                 ends = self._variables.values[value], variable
-                yield Buffer(value, span.start, span.end, ends, _copied(self._problem, value))
+                yield Buffer(value, span.start, span.end, ends, _copy_sizes(self._problem, value))
 
-    def moved(self) -> Iterator[Buffer]:
-        """Operands in another layout for one operation, and results in the layout in which an operation leaves them."""
+    def resharded_copies(self) -> Iterator[Buffer]:
+        """Resharded operands of one operation, and its results before they are reduced or resharded."""
         problem, assignment = self._problem, self._schedule.assignment
         for index, choices in problem.choices.items():
             operation, own = self._program.operations[index], own_variable(problem, self._program.operations[index])
@@ -155,7 +154,7 @@ class _Buffers:
                     yield Buffer(operation.results[0], *self._computed[index], (own,), np.diag(amounts))
 
     def _span_of_copy(self, value: int, layout: Layout | None, reader: Operation) -> Span | None:
-        """When the copy of a value for one reader is live; None where the buffer of another reader stands for it."""
+        """The live range of a value's copy for one reader. None where it is part of another reader's buffer."""
         span = Span(*self._computed[reader.index])
         if layout is None or layout in (self._schedule.assignment.values[value], self._schedule.copy(value)):
             return span
@@ -168,40 +167,40 @@ class _Buffers:
                 return self._spans[item]
         return span
 
-    def entering(self) -> Iterator[Buffer]:
-        """What enters loops in other layouts."""
+    def loop_inputs(self) -> Iterator[Buffer]:
+        """Resharded copies of the inputs of loops."""
         for index, links in self._problem.links.items():
             for link in links.enter:
                 if isinstance(link.source, int) and link.source in self._variables.values:
                     rank = len(self._program.values[link.target].shape)
                     wanted = layouts_read(link, self._problem.domain(link.target).layouts, rank)
-                    amounts = _differing(self._problem, link.source, wanted, sliced=False)
+                    amounts = _missing_sizes(self._problem, link.source, wanted, sliced=False)
                     layout = self._schedule.link_layout(link)
                     span = self._span_of_copy(link.source, layout, self._program.operations[index])
                     if amounts.any() and span is not None:
                         ends = self._variables.read(link.source), self._variables.values[link.target]
                         yield Buffer(link.source, span.start, span.end, ends, amounts)
 
-    def libraries(self) -> Iterator[Buffer]:
-        """What libraries read copies of, and what they need while they run."""
+    def library_scratch(self) -> Iterator[Buffer]:
+        """The operand copies of library calls, and their workspace."""
         for position, _, node in self._timeline.nodes():
             if node.kind == "kernel" and node.library:
                 for index in {node.place, *node.inside}:
-                    yield from self._during(self._program.operations[index], position)
+                    yield from self._scratch_during(self._program.operations[index], position)
         for item, span in self._spans.items():
             if item.form == "operand":
                 makers = [node for node in self._timeline.placed[span.made].nodes if item in node.makes]
                 operation = self._program.operations[makers[0].place]
                 position = operation.operands.index(item.reader)
-                yield from self._as_operand(operation, position, item.times, span)
+                yield from self._operand_scratch(operation, position, item.times, span)
             elif item.form == "windows":
                 operation = self._program.makers[item.value]
                 source = self._program.values[operation.operands[0]]  # type: ignore[index]
                 times = (len(source.shape) + 1) * _WINDOW_BYTES / _jax.item_bytes(source.dtype)
-                yield from self._as_operand(operation, 0, times, span)
+                yield from self._operand_scratch(operation, 0, times, span)
 
-    def _as_operand(self, operation: Operation, position: int, times: float, span: Span) -> Iterator[Buffer]:
-        """So many times the bytes of an operand in the layout that an operation reads."""
+    def _operand_scratch(self, operation: Operation, position: int, times: float, span: Span) -> Iterator[Buffer]:
+        """A multiple of the bytes of an operand in the layout that an operation reads."""
         operand, own = operation.operands[position], own_variable(self._problem, operation)
         if isinstance(operand, int) and own is not None:
             strategies = self._problem.choices[operation.index].strategies
@@ -210,22 +209,22 @@ class _Buffers:
             )
             yield Buffer(operand, span.start, span.end, (own,), amounts)
 
-    def _during(self, operation: Operation, place: int) -> Iterator[Buffer]:
-        """What an operation needs while it runs, in addition to operands and results."""
+    def _scratch_during(self, operation: Operation, place: int) -> Iterator[Buffer]:
+        """The scratch memory of an operation, in addition to operands and results."""
         own, index = own_variable(self._problem, operation), operation.index
         if own is None or index not in self._problem.choices:
             return
         strategies, amounts = self._problem.choices[index].strategies, list[Any]()
         if any(strategy.halos for strategy in strategies):
-            amounts.append([neighbour_bytes(self._problem, operation, strategy) for strategy in strategies])
-        if operation.primitive.name == "sort":  # in a copy of the keys
+            amounts.append([halo_bytes(self._problem, operation, strategy) for strategy in strategies])
+        if operation.primitive.name == "sort":  # it runs in a copy of the keys
             keys = [strategy.operands[0] for strategy in strategies]
             amounts.append(_sizes_in(self._problem, operation.operands[0], keys))  # type: ignore[arg-type]
         if operation.primitive.name == RAGGED:
             amounts.append([masked_rows(self._problem, operation, strategy) for strategy in strategies])
-        if is_multiplied(self._program, operation):
+        if is_library_product(self._program, operation):
             amounts.append([partial_sums(self._problem, operation, strategy) for strategy in strategies])
-        if operation.primitive.name == CONVOLUTION and is_cut_out(self._program, operation):
+        if operation.primitive.name == CONVOLUTION and is_asymmetrically_padded(self._program, operation):
             made = [strategy.results[0] for strategy in strategies]
             amounts.append(_sizes_in(self._problem, operation.results[0], made))
         yield from (Buffer(None, place, place, (own,), np.array(some)) for some in amounts if np.any(some))
@@ -244,19 +243,19 @@ def _sizes(problem: Problem, value: int) -> Array:
 
 
 def _sizes_in(problem: Problem, value: int, layouts: Sequence[Layout | None]) -> Array:
-    """float [layouts]: bytes on one device in each of these layouts, 0 for none."""
+    """float [layouts]: bytes on one device in each of these layouts, and 0 for None."""
     position, sizes = problem.domain(value).position, _sizes(problem, value)
     return np.array([0.0 if layout is None else sizes[position[layout]] for layout in layouts])
 
 
-def _copied(problem: Problem, value: int) -> Array:
-    """float [layouts of the value, of the copy]: bytes of the copy, where it differs."""
+def _copy_sizes(problem: Problem, value: int) -> Array:
+    """float [layouts of the value, of the copy]: bytes of the copy where the two layouts differ."""
     sizes = _sizes(problem, value)
     return np.where(np.eye(len(sizes), dtype=bool), 0.0, sizes[None, :])
 
 
-def _of_other_shape(problem: Problem, value: int, other: int) -> Array:
-    """float [layouts of a value, of another one]: bytes of the other, where their parts on a device differ in shape."""
+def _sizes_where_shapes_differ(problem: Problem, value: int, other: int) -> Array:
+    """float [layouts of a value, of another one]: bytes of the other where the shapes of their blocks differ."""
     mesh = problem.space.mesh
     mine, theirs = (
         np.array([[mesh.degree(axes) for axes in layout] for layout in problem.domain(one).layouts])
@@ -266,9 +265,10 @@ def _of_other_shape(problem: Problem, value: int, other: int) -> Array:
     return np.where(same, 0.0, _sizes(problem, other)[None, :])
 
 
-def _differing(problem: Problem, value: int, wanted: Sequence[Layout | None], sliced: bool) -> Array:
-    """float [layouts, wanted]: bytes of each wanted layout where it is not there; with ``sliced``, nor a part of what
-    is there, which kernels read as it is."""
+def _missing_sizes(problem: Problem, value: int, wanted: Sequence[Layout | None], sliced: bool) -> Array:
+    """float [layouts, wanted]: bytes of each wanted layout that differs from the first one.
+
+    ``sliced``: kernels read a part of the first one in place, so that such layouts have 0 bytes."""
     domain, sizes = problem.domain(value), _sizes(problem, value)
     places = np.array([-1 if layout is None else domain.position.get(layout, -1) for layout in wanted])
     there = np.arange(len(domain.layouts))
@@ -279,8 +279,8 @@ def _differing(problem: Problem, value: int, wanted: Sequence[Layout | None], sl
 
 
 def _resharded(problem: Problem, operation: Operation, position: int) -> Array | None:
-    """float [layouts of an operand, strategies]: bytes of the copy that an operation reads; None where there is none.
-    Operations with the same choices and equal operands have one table."""
+    """float [layouts of an operand, strategies]: bytes of the copy that an operation reads. None without any copy.
+    Operations with the same choices and equal operands share one table."""
     choices, operand = problem.choices[operation.index], operation.operands[position]
     assert isinstance(operand, int)
     computed = computes_operand(problem, operation, position)
@@ -288,15 +288,15 @@ def _resharded(problem: Problem, operation: Operation, position: int) -> Array |
     key = "resharded", id(choices), position, size, domain, computed
     if key not in problem.memo:
         wanted = [strategy.operands[position] for strategy in choices.strategies]
-        found = _differing(problem, operand, wanted, sliced=computed)
+        found = _missing_sizes(problem, operand, wanted, sliced=computed)
         problem.memo[key] = found if found.any() else None
     known: Array | None = problem.memo[key]
     return known
 
 
 def _unreduced(problem: Problem, operation: Operation, position: int) -> Array | None:
-    """float [strategies, layouts of a result]: bytes of what an operation leaves, where it is stored otherwise; None
-    where it never is. Of what a kernel leaves, a part is all that it computes."""
+    """float [strategies, layouts of a result]: bytes of an operation's own result where it differs from the stored one.
+    None where it never does. A kernel computes only the stored part of its result."""
     choices, result = problem.choices[operation.index], operation.results[position]
     size, domain = problem.program.values[result].total_bytes, problem.domain(result)
     computed = operation.index in fusible_operations(problem)
@@ -315,7 +315,7 @@ def _unreduced(problem: Problem, operation: Operation, position: int) -> Array |
 
 @memoize
 def repeated_constants(program: Program) -> frozenset[int]:
-    """Closed-over arrays that are equal to another one: XLA keeps one constant."""
+    """Closed-over arrays that equal another one: XLA keeps one constant."""
     seen, found = set[object](), set[int]()
     for value, held in program.captured.items():
         own = program.values[value]
@@ -329,11 +329,11 @@ def repeated_constants(program: Program) -> frozenset[int]:
 
 @lru_cache(maxsize=1024)
 def _parts(layouts: tuple[Layout, ...]) -> NDArray[np.bool_]:
-    """bool [layouts, layouts]: whether each device has all of the second in what it has of the first."""
+    """bool [layouts, layouts]: whether each device's block of the second is in its block of the first."""
     return np.array([[_is_part(mine, theirs) for theirs in layouts] for mine in layouts], bool)
 
 
 def _is_part(layout: Layout, other: Layout) -> bool:
-    """Whether a layout splits each dimension over what another one does, and more axes behind."""
+    """Whether a layout splits each dimension over the axes of another one, and maybe more axes after these."""
     same = len(layout) == len(other)
     return same and all(theirs[: len(mine)] == mine for mine, theirs in zip(layout, other, strict=True))

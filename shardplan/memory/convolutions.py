@@ -1,8 +1,9 @@
-"""The operands of convolutions that cuDNN reads from copies.
+"""The copies of operands for cuDNN's convolutions: transposed, dilated, or padded.
 
-cuDNN reads images with their channels innermost, and filters with what they sum over innermost; arguments of the step
-in another order are transposed. Zeros are written between the elements of an image that a transposed convolution
-spreads, and around one that is padded more at one end than at the other. The gradient of filters needs neither.
+cuDNN reads images with their channels innermost, and filters with their contracted dimension innermost. Arguments of
+the step in another dimension order are transposed. An image that a transposed convolution dilates is copied with zeros
+between its elements. An image with more padding at one end is copied with zeros around it. The gradient of filters
+needs neither.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from shardplan.program.operation_kinds import CONVOLUTION
 from shardplan.program.program import Operation, Program, operand_type
 
 _PLANE = 2
-"""Images with more dimensions than this are read with their channels outermost."""
+"""The most space dimensions of an image with channels innermost. With more, its channels are outermost."""
 
 
 class ConvolutionCopy(NamedTuple):
-    """What a convolution reads: a value, in an order of its dimensions, ``times`` as large as the value."""
+    """The operand of a convolution: a value, in a dimension order, ``times`` as large as the value."""
 
     value: int
     order: tuple[int, ...]
@@ -32,9 +33,9 @@ class ConvolutionCopy(NamedTuple):
 
 @memoize
 def convolution_copies(program: Program) -> Mapping[tuple[int, int], ConvolutionCopy]:
-    """The operands of convolutions that are read from copies, by the operation's index and the operand's position.
+    """The operands that convolutions read from copies, by the operation's index and the operand's position.
 
-    An argument is transposed where the first convolution that reads it finds it in another order.
+    The first convolution that reads an argument in another dimension order gets a transpose copy.
     """
     found: dict[tuple[int, int], ConvolutionCopy] = {}
     turned: dict[int, tuple[int, ...]] = {}
@@ -42,7 +43,7 @@ def convolution_copies(program: Program) -> Mapping[tuple[int, int], Convolution
     for operation in program.operations:
         if operation.primitive.name != CONVOLUTION:
             continue
-        numbers, times = operation.params["dimension_numbers"], _spread(program, operation)
+        numbers, times = operation.params["dimension_numbers"], _dilation_factors(program, operation)
         for position, (outer, inner, *space) in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
             operand = operation.operands[position]
             if not isinstance(operand, int):
@@ -59,15 +60,15 @@ def convolution_copies(program: Program) -> Mapping[tuple[int, int], Convolution
 
 
 @memoize
-def unreversed(program: Program) -> Mapping[int, int]:
-    """Filters that convolutions read in reverse, which cuDNN does by itself, with what they are the reverse of."""
+def filters_before_reversal(program: Program) -> Mapping[int, int]:
+    """Reversed filters, by the filters before reversal. cuDNN itself reads filters in reverse."""
     filters = {o.operands[1] for o in program.operations if o.primitive.name == CONVOLUTION}
     reversing = (o for o in program.operations if o.primitive.name == "rev" and o.results[0] in filters)
     return {o.results[0]: o.operands[0] for o in reversing if isinstance(o.operands[0], int)}
 
 
-def _spread(program: Program, operation: Operation) -> tuple[float, float]:
-    """How many times larger the image and the filters are with the zeros that are written into copies."""
+def _dilation_factors(program: Program, operation: Operation) -> tuple[float, float]:
+    """The growth of the image and of the filters by the zeros in their copies."""
     params, numbers = operation.params, operation.params["dimension_numbers"]
     image = [operand_type(program, operation.operands[0]).shape[d] for d in numbers.lhs_spec[2:]]
     filters = [operand_type(program, operation.operands[1]).shape[d] for d in numbers.rhs_spec[2:]]
@@ -93,7 +94,7 @@ def is_gradient_of_image(program: Program, operation: Operation) -> bool:
 
 
 def is_gradient_of_filters(program: Program, operation: Operation) -> bool:
-    """Whether cuDNN computes a convolution as the gradient of filters: these are larger than the result."""
+    """Whether cuDNN computes a convolution as the gradient of filters: its filters are larger than the result."""
     numbers = operation.params["dimension_numbers"]
     filters = [operand_type(program, operation.operands[1]).shape[d] for d in numbers.rhs_spec[2:]]
     made = [program.values[operation.results[0]].shape[d] for d in numbers.out_spec[2:]]
@@ -101,8 +102,8 @@ def is_gradient_of_filters(program: Program, operation: Operation) -> bool:
     return not strided and any(f > m for f, m in zip(filters, made, strict=True))
 
 
-def is_cut_out(program: Program, operation: Operation) -> bool:
-    """Whether the gradient of an image is cut out of a larger one: the image was padded more at one end."""
+def is_asymmetrically_padded(program: Program, operation: Operation) -> bool:
+    """Whether the gradient of an image is a slice of a larger one, since the image has more padding at one end."""
     numbers, params = operation.params["dimension_numbers"], operation.params
     filters = [operand_type(program, operation.operands[1]).shape[d] for d in numbers.rhs_spec[2:]]
     pairs = zip(params["padding"], filters, params["rhs_dilation"], strict=True)
@@ -111,8 +112,8 @@ def is_cut_out(program: Program, operation: Operation) -> bool:
     return strided and is_gradient_of_image(program, operation) and any(low != high for low, high in before)
 
 
-def neighbour_bytes(problem: Problem, operation: Operation, strategy: Strategy) -> float:
-    """Bytes on one device of the copies with rows of neighbours that an operation split along its windows reads."""
+def halo_bytes(problem: Problem, operation: Operation, strategy: Strategy) -> float:
+    """Bytes on one device of the operands with halos, for an operation that is split along its windows."""
     shapes, mesh, found = problem.program.values, problem.space.mesh, 0.0
     for position in {halo.operand for halo in strategy.halos}:
         operand, layout = operation.operands[position], strategy.operands[position]

@@ -1,4 +1,4 @@
-"""How long an H100 computes one element of an operation's result, as XLA's performance model counts it.
+"""The clock cycles of an H100 per element of an operation's result, by XLA's performance model.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -19,11 +19,11 @@ _MOVING = frozenset(
 
 
 def cycles_of(program: Program, operation: Operation) -> int:
-    """The clock cycles of one element of what an operation computes; moving it takes none."""
+    """The clock cycles of one element of an operation's result. Data movement takes none."""
     name = operation.primitive.name
     if name in _MOVING:
         return 0
-    if name == "div" and isinstance(operation.operands[1], Constant):  # a product with the reciprocal
+    if name == "div" and isinstance(operation.operands[1], Constant):  # a multiplication by the reciprocal
         return H100.cycles["other"]
     known = H100.cycles.get(name, H100.cycles["other"])
     kinds = (operand_type(program, operand).dtype for operand in operation.operands)

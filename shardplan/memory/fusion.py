@@ -1,13 +1,14 @@
-"""Which values kernels store, though each reader could compute them: XLA:GPU's fusion by priorities.
+"""Priority fusion of XLA:GPU: the values that are materialised although their readers could compute them.
 
-A value is *fused* where every kernel that reads it computes it, else *stored*. XLA begins with a kernel per operation,
-and estimates how long each takes from its cycles and its bytes. It fuses next the value that saves most time over all
-its readers. These grow, so that others save less, until nothing is saved.
+A value is *fused* if all of its readers compute it, and *materialised* otherwise. XLA starts with a kernel per
+operation, and estimates the time of each from its cycles and its bytes. The next fused value is the one that saves most
+time over all of its readers. These kernels grow, and further fusions save less. The pass ends when none saves time.
 
-The estimate is that of XLA's `GpuPerformanceModel`: the longer one of computing and moving bytes, and a twentieth of
-the shorter one; what is read again comes from a cache if it fits. Times are in the bytes that an H100 reads meanwhile.
+The estimate is that of XLA's `GpuPerformanceModel`: the longer time of computing and of memory traffic, and a twentieth
+of the shorter one. A repeated read comes from a cache if the value fits. The unit of time is the bytes that an H100
+reads meanwhile.
 
->>> quicker(2e5), quicker(1e6), quicker(1e9)
+>>> cache_speedup(2e5), cache_speedup(1e6), cache_speedup(1e9)
 (20.0, 2.5, 1.0)
 """
 
@@ -20,42 +21,44 @@ from math import inf
 
 from shardplan.memory.cycles import cycles_of
 from shardplan.memory.gpu import H100
-from shardplan.memory.operations import computed_in_rows
+from shardplan.memory.operations import row_fusion_values
 from shardplan.problem.cost_network import Problem
 from shardplan.program.operation_kinds import CUMULATIVE, PRODUCT, REDUCTIONS, is_view
 from shardplan.program.program import Operation, operand_type
 
 _LAUNCH_BYTES = H100.fusion.launch_microseconds * H100.reading.bytes_per_microsecond
-"""Bytes that are read in the time in which a kernel starts."""
+"""The launch time of a kernel, in bytes read meanwhile."""
 
-_PUT_TOGETHER = 400
-"""Cycles, by XLA's count, of an element of what is put together from parts, as the indices of batched gathers are."""
+_CONCATENATION_CYCLES = 400
+"""Cycles, by XLA's count, of an element of a concatenation, such as the indices of batched gathers."""
 
-_SUMS_AT_ONCE = 16
-"""What reads blocks of a cumulative sum adds up so many elements again."""
+_CUMULATIVE_BLOCK = 16
+"""The elements that a reader of blocks of a cumulative sum adds up again."""
 
 _PARTS = frozenset({"slice", "dynamic_slice", "split", "gather", "squeeze"})
-_RENAMING = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
-_OWN = -1
-"""The place of a kernel at which it reads what its own elements are computed from."""
+_BITCASTS = frozenset({"reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient"})
+_OWN_POSITION = -1
+"""The position at which a kernel reads the operands of its own elements."""
 
 
-def quicker(size: float) -> float:
-    """How much quicker it is to read so many bytes once more."""
+def cache_speedup(size: float) -> float:
+    """The speed-up of another read of a value of this size."""
     return next((quicker for fits, quicker in H100.reading.caches if size < fits), 1.0)
 
 
-def stored_values(fusion: Fusion, operations: Iterable[Operation], fusible: Collection[int]) -> frozenset[int]:
-    """The values, of those that may be fused, that are stored: those of which fusing into all readers saves nothing."""
+def materialised_values(fusion: Fusion, operations: Iterable[Operation], fusible: Collection[int]) -> frozenset[int]:
+    """The fusible values that are materialised, since their fusion into all readers saves no time."""
     return fusion.stored(operations, fusible)
 
 
 @dataclass(slots=True)
 class _Kernel:
-    """A kernel as it grows. ``reads`` says how often it goes through each value, by place: `_OWN` for the elements at
-    its own place, whatever is computed from them, else one place for each value read in parts, spread or reduced.
-    ``cycles`` is what it computes altogether, ``writes`` the bytes of its result, ``constants`` those of the results of
-    its operations for each number that they read; ``slower`` is a factor of reductions."""
+    """A growing kernel.
+
+    ``reads`` has the number of passes over each value, by position. `_OWN_POSITION` is that of elementwise reads. A
+    value that is sliced, broadcast or reduced has a position of its own. ``cycles`` is the sum over all operations,
+    ``writes`` the bytes of the result. ``constants`` are the bytes of results, counted for each scalar that their
+    operations read. ``slower`` is a factor of reductions."""
 
     reads: dict[int, dict[int, float]]
     cycles: float
@@ -70,10 +73,10 @@ class _Kernel:
 
 @dataclass(slots=True)
 class Fusion:
-    """The kernels of a program while values are fused.
+    """The kernels of a program during the fusion pass.
 
-    ``sizes`` has the bytes of each value on one device, ``elements`` its elements there; ``same`` the values that are
-    computed once with another one.
+    ``sizes`` has the bytes of each value on one device, ``elements`` its elements there. ``same`` maps a value to the
+    earlier one that common subexpression elimination keeps.
     """
 
     problem: Problem
@@ -88,7 +91,7 @@ class Fusion:
     _open: dict[int, None] = field(default_factory=dict)
 
     def stored(self, operations: Iterable[Operation], fusible: Collection[int]) -> frozenset[int]:
-        """The values, of those that may be fused, that are stored."""
+        """The fusible values that are materialised."""
         for operation in operations:
             for result in operation.results:
                 self._begin(operation, result)
@@ -96,10 +99,10 @@ class Fusion:
             if value in self._kernels:
                 self._open[value] = None
         for value in self._open:
-            self._weigh(value)
+            self._update_priority(value)
         while self._queue:
             gain, number = heapq.heappop(self._queue)
-            if -number in self._open and self._gains[-number] == -gain and self._fits(-number):
+            if -number in self._open and self._gains[-number] == -gain and self._is_fusible_into_readers(-number):
                 self._fuse(-number)
         return frozenset(self._open)
 
@@ -111,38 +114,38 @@ class Fusion:
         read = [self.same.get(o, o) for o in operation.operands if isinstance(o, int) and o in self.sizes]
         made = self.elements[result]
         through = max([made, *(self.elements[o] for o in read)]) if name in REDUCTIONS else made
-        renames = name in _RENAMING or is_view(program, operation)
-        if renames or result in computed_in_rows(self.problem):
+        renames = name in _BITCASTS or is_view(program, operation)
+        if renames or result in row_fusion_values(self.problem):
             self._renamed.add(result)
         reads: dict[int, dict[int, float]] = {}
         for position, value in enumerate(read):
             own = max(self.elements[value], 1e-9)
             if pointwise or renames or name == "transpose":
                 same = program.values[value].elements == program.values[result].elements
-                times, place = (1.0, _OWN) if same else (made / own, value)
+                times, place = (1.0, _OWN_POSITION) if same else (made / own, value)
             else:
                 place, times = value, 1.0
                 if name in ("broadcast_in_dim", PRODUCT) or (name in _PARTS and not position):
                     times = made / own
                 elif name in CUMULATIVE:
-                    times += _SUMS_AT_ONCE
+                    times += _CUMULATIVE_BLOCK
             places = reads.setdefault(value, {})
             places[place] = max(places.get(place, 0.0), times)
         cycles = 0 if renames else cycles_of(program, operation)
         if name == "gather" and (batch := operation.params["dimension_numbers"].operand_batching_dims):
-            cycles = _PUT_TOGETHER * (len(batch) + 1)
+            cycles = _CONCATENATION_CYCLES * (len(batch) + 1)
         kernel = _Kernel(reads, cycles * through, self.sizes[result], reduces=name in REDUCTIONS)
         if name in REDUCTIONS:
-            kernel.slower = self._slower(operation, through, made)
+            kernel.slower = self._reduction_slowdown(operation, through, made)
         if pointwise:
-            kernel.constants = self.sizes[result] * self._numbers(operation)
+            kernel.constants = self.sizes[result] * self._scalar_operands(operation)
         self._kernels[result] = kernel
         self._time(kernel)
         for value in reads:
             self._saved.setdefault(value, {})[result] = 0.0
 
-    def _numbers(self, operation: Operation) -> int:
-        """The operands that are one number, spread: XLA counts that each element reads it from a cache."""
+    def _scalar_operands(self, operation: Operation) -> int:
+        """The number of broadcast scalar operands. XLA counts a read from a cache for each element."""
         makers, found = self.problem.program.makers, 0
         for operand in operation.operands:
             while isinstance(operand, int) and operand in self.problem.generated:
@@ -153,8 +156,8 @@ class Fusion:
             found += not isinstance(operand, int)
         return found
 
-    def _slower(self, operation: Operation, read: float, made: float) -> float:
-        """How many times longer a reduction takes than one that keeps the device busy: it has too few blocks."""
+    def _reduction_slowdown(self, operation: Operation, read: float, made: float) -> float:
+        """The slowdown of a reduction with too few blocks to keep the device busy."""
         shape, dims = operand_type(self.problem.program, operation.operands[0]).shape, operation.params["axes"]
         inner = [dim for dim, size in enumerate(shape) if size > 1]
         length = read / max(made, 1.0)
@@ -176,10 +179,10 @@ class Fusion:
 
     def _reading(self, value: int, times: float) -> float:
         size = self.sizes[value]
-        return times * size if times <= 1 else size + (times - 1) * size / quicker(size)
+        return times * size if times <= 1 else size + (times - 1) * size / cache_speedup(size)
 
-    def _fits(self, value: int) -> bool:
-        """Whether all kernels that read a value may compute it."""
+    def _is_fusible_into_readers(self, value: int) -> bool:
+        """Whether all readers of a value may compute it."""
         own = self._kernels[value]
         for reader in self._saved[value]:
             kernel = self._kernels[reader]
@@ -191,20 +194,20 @@ class Fusion:
                 return False
         return True
 
-    def _weigh(self, value: int) -> None:
+    def _update_priority(self, value: int) -> None:
         saved = self._saved.setdefault(value, {})
         for reader in saved:
             saved[reader] = self._saving(value, reader)
         renamed = value in self._renamed
-        self._offer(value, inf if renamed else _LAUNCH_BYTES + self._kernels[value].time + sum(saved.values()))
+        self._push_candidate(value, inf if renamed else _LAUNCH_BYTES + self._kernels[value].time + sum(saved.values()))
 
-    def _offer(self, value: int, gain: float) -> None:
+    def _push_candidate(self, value: int, gain: float) -> None:
         self._gains[value] = gain
         if gain >= 0:
             heapq.heappush(self._queue, (-gain, -value))
 
     def _saving(self, value: int, reader: int) -> float:
-        """The time that a kernel takes less where it computes a value instead of reading it."""
+        """The time that a kernel saves by computing a value instead of reading it."""
         own, kernel = self._kernels[value], self._kernels[reader]
         places = kernel.reads[value]
         times = sum(places.values())
@@ -214,7 +217,7 @@ class Fusion:
             before = sum(known.values()) if known else 0.0
             after = before
             for place, share in shares.items():
-                if place == _OWN:
+                if place == _OWN_POSITION:
                     after += sum(t for p, t in places.items() if not known or p not in known)
                 else:
                     after += share * times
@@ -222,7 +225,7 @@ class Fusion:
         return kernel.time - kernel.slower * _time_of(kernel.cycles + times * own.cycles, moved)
 
     def _fuse(self, value: int) -> None:
-        """Lets all kernels that read a value compute it, and weighs what that changes."""
+        """Fuses a value into all of its readers, and updates the priorities that this changes."""
         del self._open[value]
         own, readers = self._kernels[value], self._saved.pop(value)
         for source in own.reads:
@@ -230,7 +233,7 @@ class Fusion:
             if source in self._open:
                 self._gains[source] -= saved
         for reader in readers:
-            self._take_in(value, self._kernels[reader], reader)
+            self._inline(value, self._kernels[reader], reader)
         changed: dict[int, None] = {}
         for reader in readers:
             for source in self._kernels[reader].reads:
@@ -240,18 +243,18 @@ class Fusion:
                     self._saved[source][reader] = saved
                     changed[source] = None
         for source in changed:
-            self._offer(source, self._gains[source])
+            self._push_candidate(source, self._gains[source])
         for reader in readers:
             if reader in self._open:
-                self._weigh(reader)
+                self._update_priority(reader)
 
-    def _take_in(self, value: int, kernel: _Kernel, reader: int) -> None:
+    def _inline(self, value: int, kernel: _Kernel, reader: int) -> None:
         own, places = self._kernels[value], kernel.reads.pop(value)
         times = sum(places.values())
         for source, shares in own.reads.items():
             merged = kernel.reads.setdefault(source, {})
             for place, share in shares.items():
-                if place == _OWN:
+                if place == _OWN_POSITION:
                     for p, t in places.items():
                         merged[p] = max(merged.get(p, 0.0), t)
                 else:

@@ -1,4 +1,4 @@
-"""What XLA:GPU assumes of the GPU that it compiles for: the figures of ``h100.toml``, which says what each one is.
+"""XLA:GPU's assumptions about its target GPU: the figures of ``h100.toml``, which explains each of them.
 
 Another GPU, or another version of XLA, has other figures. Orders and peaks depend little on most of them, and the
 compiled program judges a plan (`shardplan.plans.feedback`).
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How quickly kernels read memory."""
+    """The rates of memory reads."""
 
     bytes_per_microsecond: float
     caches: tuple[tuple[float, float], ...]
@@ -27,7 +27,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What is computed in one kernel."""
+    """The limits and times of fusions."""
 
     overlap: float
     cycles_per_byte: float
@@ -39,7 +39,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """How products of matrices are called, padded and cut."""
+    """The padding and the split-K parts of library calls for matrix products."""
 
     call_microseconds: float
     flops_per_microsecond: float
@@ -54,7 +54,7 @@ class Products:
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """What collectives take, and how they are merged."""
+    """The times of collectives, and the sizes up to which XLA merges them."""
 
     latency_microseconds: float
     bytes_per_microsecond: float
@@ -63,7 +63,7 @@ class Collectives:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, as a version of XLA sees it; ``cycles`` are per element of a primitive."""
+    """A GPU, as a version of XLA sees it. ``cycles`` are per element of a primitive."""
 
     gpu: str
     xla: str

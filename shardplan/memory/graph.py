@@ -1,8 +1,8 @@
-"""What runs in a region, as XLA's last scheduler sees it: kernels, and collectives that start and end.
+"""The dependency graph of a region, as XLA's latency-hiding scheduler sees it: kernels, and starts and ends of
+collectives.
 
-A node reads *items* and makes items: a value as it is stored, a partial result as an operation leaves it, a copy of a
-value in another layout, or an operand as a library call reads it. What needs what, and how long each item is in memory,
-both follow from that.
+A node reads *items* and makes items: a materialised value, a partial result, a resharded copy, or an operand copy of a
+library call. The items define the dependencies of nodes and the live ranges.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from shardplan.program.program import Operation
 
 
 class Item(NamedTuple):
-    """A tensor in memory. ``form`` says which:
+    """A tensor in memory. Its forms are:
 
     | form | memory |
     |---|---|
     | `stored` | the value in its own layout |
-    | `left` | a result in the layout in which its operation leaves it, until it is reduced |
-    | `copy` | the value in another layout; for the operation ``reader`` alone, if that is not -1 |
+    | `left` | a result in its operation's own layout, until it is reduced |
+    | `copy` | the value in another layout, only for the operation ``reader`` if that is not -1 |
     | `slice` | a part of the value, for the library call ``reader`` |
-    | `operand` | a library's copy, ``times`` as large, in an ``order`` of dimensions; ``reader`` is the operand |
-    | `windows` | the places of the largest elements of a pooling's windows |
+    | `operand` | the copy of operand ``reader`` for a library call, ``times`` as large, in dimension order ``order`` |
+    | `windows` | the positions of the largest elements of a pooling's windows |
     """
 
     value: int
@@ -51,9 +51,9 @@ class Item(NamedTuple):
 class Node:
     """A kernel, a loop, or the start or the end of a collective.
 
-    ``place`` is the operation, by index, that a kernel ends or a collective is for. ``reads`` says of each item whether
-    it is read element by element, at the place of what is made; ``inside`` are the operations that it computes.
-    ``sends`` is the kind of a collective: those of one kind may be merged. ``library``: a call of one.
+    ``place`` is the last operation of a kernel, or the operation of a collective, by index. ``reads`` has each item,
+    and whether its read is elementwise. ``inside`` are the fused operations. ``sends`` is the kind of a collective:
+    XLA merges those of one kind. ``library``: whether this is a library call.
     """
 
     place: int
@@ -68,12 +68,11 @@ class Node:
     elements: int = 0
     library: bool = False
     other: int = -1
-    """Of an end, the start; of a start, the end."""
+    """The start of an end, and the end of a start."""
 
 
 class Graph:
-    """The nodes of a region. They are appended while it is built, and not changed then but for `shardplan.memory`'s
-    merging of them."""
+    """The nodes of a region. Only `shardplan.memory.merging` changes them after the construction."""
 
     def __init__(
         self, schedule: Schedule, kernels: Kernels, region: int, alias: dict[int, Item | None] | None = None
@@ -84,7 +83,7 @@ class Graph:
         self.makers: dict[Item, int] = {}
         """The node that makes an item."""
         self.alias: dict[int, Item | None] = {} if alias is None else alias
-        """Values that are other items' memory: what passes a barrier, or enters a loop; None for carries and slices."""
+        """Values that alias other items: operands of barriers, and inputs of loops. None for carries and slices."""
         self._barriers: dict[int, int] = {}
         self._copies: dict[int, list[Item]] = {}
         self._products = product_operands(self.program)
@@ -126,7 +125,7 @@ class Graph:
         return self.program.values[item.value].total_bytes / parts[layout] if layout in parts else 0.0
 
     def _time(self, node: Node) -> float:
-        """Microseconds that a kernel takes, bound by memory, or by what a library computes."""
+        """The microseconds of a kernel, bound by memory, or by the FLOPs of a library call."""
         if node.kind != "kernel":
             return node.takes
         operation, index = self.program.operations[node.place], node.place
@@ -146,14 +145,14 @@ class Graph:
         node.needs.update(self.makers[item] for item in node.reads if item in self.makers)
         return len(self.nodes) - 1
 
-    def _wait(self, node: Node, value: object) -> None:
-        """Lets a node that reads what has passed a barrier wait for that."""
+    def _add_control_dependency(self, node: Node, value: object) -> None:
+        """Adds the dependency of a node on the barrier of a value that it reads."""
         if isinstance(value, int) and value in self._barriers:
             node.needs.add(self._barriers[value])
 
     def _add_kernel(self, operation: Operation) -> None:
         index = operation.index
-        node = Node(index, elements=self._goes_through(operation))
+        node = Node(index, elements=self._iteration_elements(operation))
         node.library = index not in self._fusible and not computes_operand(self.problem, operation, 0)
         if operation.primitive.name == POOLING_GRADIENT:
             self._add_windows(node, operation)
@@ -176,14 +175,14 @@ class Graph:
             reducer = strategy.reducers[operation.results.index(result)] or "sum"
             self._send(item, Item(result, "stored"), Route(item.layout, steps), index, reducer)
 
-    def _goes_through(self, operation: Operation) -> int:
-        """The elements that a kernel goes through: what it reduces, or what it makes."""
+    def _iteration_elements(self, operation: Operation) -> int:
+        """The number of elements that a kernel iterates over: those it reduces, or those it makes."""
         read = operation.operands[0] if operation.primitive.name in REDUCTIONS else None
         values = operation.results if not isinstance(read, int) else (read,)
         return max((self.program.values[value].elements for value in values), default=0)
 
     def _add_windows(self, node: Node, operation: Operation) -> None:
-        """The kernel before a pooling's gradient, which finds the place of each window's largest element."""
+        """Adds the kernel before a pooling's gradient, which finds the largest element of each window."""
         found = Node(operation.index, elements=node.elements)
         position, image = 1, operation.operands[1]
         if isinstance(image, int):
@@ -198,7 +197,7 @@ class Graph:
         links = self.problem.links[operation.index]
         carried = {link.target for link in links.inside}
         for link in links.enter:
-            self._wait(node, link.source)
+            self._add_control_dependency(node, link.source)
             item = self._item_entering(link, operation)
             if link.stacked is None and link.target not in carried:
                 self.alias[link.target] = item
@@ -215,12 +214,12 @@ class Graph:
         return self.item_of(link.source, self.schedule.link_layout(link), operation)
 
     def _add_barrier(self, operation: Operation) -> None:
-        """What passes a barrier waits for all of its operands, and is in their memory."""
+        """Adds a barrier, whose results alias its operands and depend on all of them."""
         node, strategy = Node(operation.index, kind="barrier", takes=0.0), self.schedule.assignment.strategies
         layouts = strategy[operation.index].operands
         for operand, result, layout in zip(operation.operands, operation.results, layouts, strict=True):
             if isinstance(operand, int) and operand not in self.problem.generated and layout is not None:
-                self._wait(node, operand)
+                self._add_control_dependency(node, operand)
                 item = self.item_of(operand, layout, operation)
                 node.reads[item] = True
                 self.alias[result] = item
@@ -230,7 +229,7 @@ class Graph:
     # ---- what is read
 
     def _read_all(self, node: Node, ending: Operation) -> None:
-        """Adds what a kernel reads, with the operations that it computes on the way."""
+        """Adds the items that a kernel reads, and the operations that are fused into it."""
         inside, stack, read = {ending.index: ending}, [ending], list[tuple[Item, int]]()
         while stack:
             operation = stack.pop()
@@ -245,14 +244,14 @@ class Graph:
                         stack.append(maker)
                 else:
                     read += [(item, operand) for item in self._items_read(operation, position, operand)]
-                self._wait(node, operand)
+                self._add_control_dependency(node, operand)
         node.inside += inside
-        moved = self._moved(node.elements, [inside[index] for index in sorted(inside, reverse=True)])
+        moved = self._values_read_elsewhere(node.elements, [inside[index] for index in sorted(inside, reverse=True)])
         for item, operand in read:
             node.reads[item] = node.reads.get(item, True) and operand not in moved
 
-    def _moved(self, elements: int, operations: Sequence[Operation]) -> set[int]:
-        """The values that a kernel of so many elements reads at other places than that of each element it makes."""
+    def _values_read_elsewhere(self, elements: int, operations: Sequence[Operation]) -> set[int]:
+        """The values that a kernel of so many elements reads at other positions than that of its own element."""
         moved, values = set[int](), self.program.values
         for number, operation in enumerate(operations):
             aligned = operation.index in self._pointwise or is_view(self.program, operation)
@@ -283,7 +282,7 @@ class Graph:
             yield self._operand_copy(operation, operand, copy, layout)
         elif operand in self.kernels.stored or operand not in self.program.makers:
             yield self.item_of(operand, layout, operation)
-        else:  # a library reads it through a transposition
+        else:  # a library call that transposes the operand itself
             maker = self.program.makers[operand]
             for at, inner in enumerate(maker.operands):
                 if isinstance(inner, int) and inner not in self.problem.generated:
@@ -292,7 +291,7 @@ class Graph:
     def _operand_copy(
         self, operation: Operation, operand: int, read: ProductOperand | ConvolutionCopy, layout: Layout
     ) -> Item:
-        """The copy of an operand in the order that a library reads, which a kernel makes before its first reader."""
+        """The transpose copy of an operand for a library call, which a kernel makes before the first reader."""
         same = self.kernels.same
         operand = same.get(operand, operand)
         value = same.get(read.value, read.value)
@@ -309,7 +308,7 @@ class Graph:
                 self._read_all(node, maker)
             else:
                 node.reads[self.item_of(operand, layout, operation)] = False
-                self._wait(node, operand)
+                self._add_control_dependency(node, operand)
             node.makes.append(item)
             self.add(node)
         return item
@@ -319,7 +318,7 @@ class Graph:
         return fused and operand not in self.kernels.stored
 
     def item_of(self, value: int, layout: Layout, reader: Operation | None) -> Item:
-        """The item in which a reader finds a value in a layout; collectives that bring it there are added."""
+        """The item of a value in a layout, for a reader. Adds the collectives that make it."""
         value = self.kernels.same.get(value, value)
         known = self.alias.get(value)
         if known is not None and self.schedule.assignment.values.get(value) == layout:
@@ -340,7 +339,7 @@ class Graph:
         return item
 
     def _slice(self, source: Item, value: int, layout: Layout, reader: Operation) -> Item:
-        """A part of an item, which is copied for a library."""
+        """A part of an item, copied for a library call."""
         position = reader.operands.index(value) if value in reader.operands else 0
         if reader.bodies or computes_operand(self.problem, reader, position):
             return source
@@ -355,7 +354,7 @@ class Graph:
     # ---- collectives
 
     def _send(self, source: Item, target: Item, route: Route, place: int, reducer: str = "sum") -> None:
-        """The collectives that bring an item to another layout, one after another."""
+        """Adds the collectives that reshard an item, one after another."""
         steps = [step for step in route.steps if step.fraction > 0]
         layouts, before = [route.source, *(step.layout for step in route.steps)], source
         for number, step in enumerate(steps):
@@ -374,8 +373,8 @@ class Graph:
             self.makers[made] = len(self.nodes) - 1
             before = made
 
-    def leads(self, first: int, last: int, most: int = 600) -> bool:
-        """Whether a node needs another one, by way of others; True where that takes longer than so many to tell."""
+    def has_path(self, first: int, last: int, most: int = 600) -> bool:
+        """Whether a node depends on another one. True after a search of ``most`` nodes without an answer."""
         stack, seen = [last], {last}
         while stack:
             for need in self.nodes[stack.pop()].needs:

@@ -1,4 +1,4 @@
-"""The kernels of a schedule: which values are in memory, and what each kernel reads.
+"""The kernels of a schedule: the materialised values, and the operations fused into their readers.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> square = jax.ShapeDtypeStruct((64, 64), "float32")
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardplan.memoize import memoize
-from shardplan.memory.convolutions import unreversed
-from shardplan.memory.fusion import Fusion, stored_values
+from shardplan.memory.convolutions import filters_before_reversal
+from shardplan.memory.fusion import Fusion, materialised_values
 from shardplan.memory.operations import computes_operand, fusible_operations
 from shardplan.memory.products import product_operands
 from shardplan.problem.cost_network import Problem
@@ -25,23 +25,25 @@ from shardplan.program.operation_kinds import CONVOLUTION
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """``stored`` are the values that are in memory; ``fused`` the operations, by index, that other kernels compute."""
+    """``stored`` are the materialised values, ``fused`` the operations, by index, that are fused into other kernels."""
 
     stored: frozenset[int]
     fused: frozenset[int]
     same: Mapping[int, int]
-    """Values that XLA computes once with an equal one before, with that."""
+    """Values that common subexpression elimination removes, with the equal value that it keeps."""
 
 
 def kernels_of(schedule: Schedule) -> Kernels:
     """The kernels that XLA:GPU makes of a schedule."""
     problem, values = schedule.problem, schedule.assignment.values
     parts = tuple([problem.domain(v).parts[layout] for v, layout in values.items()])
-    return _kernels(problem, frozenset(_sent(schedule)), (tuple(values), parts), tuple(computed_once(schedule)))
+    return _kernels(
+        problem, frozenset(_resharded_values(schedule)), (tuple(values), parts), tuple(common_subexpressions(schedule))
+    )
 
 
-def computed_once(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """The values that equal one before, in the same layout and computed in the same way, with that."""
+def common_subexpressions(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Values with an equal earlier one, of the same operation, operands and layout."""
     assignment, makers = schedule.assignment, schedule.program.makers
     found = dict[int, int]()
     for value, first in repeated_results(schedule.program).items():
@@ -67,7 +69,7 @@ def _kernels(
     repeated: tuple[tuple[int, int], ...],
 ) -> Kernels:
     program, fusible, same = problem.program, fusible_operations(problem), dict(repeated)
-    needed = frozenset(same.get(value, value) for value in read_from_memory(problem) | sent)
+    needed = frozenset(same.get(value, value) for value in materialised_operands(problem) | sent)
     values = program.values
     parts = dict(zip(*split, strict=True))
     read = [v for v in range(len(values)) if v not in problem.generated]
@@ -76,7 +78,7 @@ def _kernels(
     made = [o for o in program.operations if not o.bodies and problem.generated.isdisjoint(o.results)]
     made = [o for o in made if not o.results or not same.keys() >= {*o.results}]
     open_values = [r for o in made if o.index in fusible for r in o.results if r not in needed]
-    stored = stored_values(Fusion(problem, sizes, elements, same), made, open_values)
+    stored = materialised_values(Fusion(problem, sizes, elements, same), made, open_values)
     kept = {r for o in made if o.index not in fusible for r in o.results}
     kept |= {r for o in program.operations if o.bodies for r in o.results}
     outside = {*program.inputs, *program.captured, *(v for region in program.regions for v in region.inputs)}
@@ -86,11 +88,11 @@ def _kernels(
 
 
 @memoize
-def read_from_memory(problem: Problem) -> frozenset[int]:
-    """The values that leave a region, or that an operation reads which does not compute its operands."""
+def materialised_operands(problem: Problem) -> frozenset[int]:
+    """The outputs of regions, and the operands of operations that cannot compute them."""
     program = problem.program
     needed = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
-    products, filters = product_operands(program), unreversed(program)
+    products, filters = product_operands(program), filters_before_reversal(program)
     for operation in program.operations:
         for position, operand in enumerate(operation.operands):
             if not isinstance(operand, int) or computes_operand(problem, operation, position):
@@ -103,8 +105,8 @@ def read_from_memory(problem: Problem) -> frozenset[int]:
     return frozenset(needed)
 
 
-def _sent(schedule: Schedule) -> Iterator[int]:
-    """The values that collectives bring to another layout, or that are reduced as they are made."""
+def _resharded_values(schedule: Schedule) -> Iterator[int]:
+    """The values with a resharded copy, and those that are reduced."""
     for index, strategy in schedule.assignment.strategies.items():
         operation = schedule.program.operations[index]
         for position, result in enumerate(operation.results):

@@ -1,7 +1,7 @@
-"""Lifetimes: what a device holds, from when to when, and how many bytes that is for any choice of layouts.
+"""The live ranges of a device's buffers, and their bytes for any choice of layouts.
 
-A buffer is described once: its bytes as a function of the choices of one variable, or of two, and its first and last
-position in the order. The profile of a schedule and the usages of a search within a limit both read that description.
+A buffer has a first and a last schedule position, and bytes as a function of the choices of one or two variables. The
+memory profile of a schedule and the usages of a search within a limit both come from these buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardplan.search import Network, PairUsage, Part, with_pairs
 Array = NDArray[np.float64]
 
 _NEGLIGIBLE = 1e-6
-"""The smallest buffers, which together have this share of the limit, are left out of networks."""
+"""The share of the limit of the smallest buffers, which networks leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,7 @@ class Buffer:
     """Memory on one device from position ``start`` to ``end``, both included.
 
     ``bytes`` is an array over the choices of ``variables``: of none, one or two variables of the problem's network.
-    ``value`` is the tensor that it is for, None for what a library works in; ``layouts`` are those by the last
-    variable's choice, for reports.
+    ``value`` is its tensor, or None for the workspace of a library call.
     """
 
     value: int | None
@@ -47,8 +46,8 @@ class Buffer:
 class Lifetimes:
     """The buffers of one order of a program's operations.
 
-    ``order`` has the operations as they run, ``place`` the position of each. Positions number what runs: kernels, and
-    the starts and ends of collectives.
+    ``order`` has the operations as they run, ``place`` the position of each. The positions number kernels, and the
+    starts and ends of collectives.
     """
 
     problem: Problem
@@ -58,7 +57,7 @@ class Lifetimes:
     positions: int
 
     def profile(self, choices: NDArray[np.int64]) -> Array:
-        """float [positions + 1]: bytes on one device with these choices; the last one is the end of the step."""
+        """float [positions + 1]: bytes on one device with these choices. The last position is the end of the step."""
         change = np.zeros(self.positions + 2)
         for buffer in self.buffers:
             size = buffer.size(choices)
@@ -67,8 +66,8 @@ class Lifetimes:
                 change[buffer.end + 1] -= size
         return np.cumsum(change)[:-1]
 
-    def alive(self, position: int, choices: NDArray[np.int64]) -> list[tuple[float, int | None]]:
-        """What is in memory at a position: bytes and values, the largest first."""
+    def live_values(self, position: int, choices: NDArray[np.int64]) -> list[tuple[float, int | None]]:
+        """The live buffers at a position: bytes and values, the largest first."""
         found = [(b.size(choices), b.value) for b in self.buffers if b.start <= position <= b.end]
         return sorted((one for one in found if one[0]), key=lambda one: -one[0])
 
@@ -76,17 +75,17 @@ class Lifetimes:
         self,
         limit: float,
         places: Collection[int],
-        beyond: Mapping[int, float] | None = None,
+        excess: Mapping[int, float] | None = None,
         part: Part | None = None,
     ) -> Network:
-        """The problem's network, or a part of it, held to a limit at some positions alone.
+        """The problem's network, or a part of it, with a limit at some positions only.
 
         Its variables come first, then those of pairs. Times of the network are indices among ``places``, ascending.
-        ``beyond``: bytes that are in use at some of these positions besides, whatever is chosen.
+        ``excess``: additional bytes at some of these positions, for all choices.
         """
         moments, part = sorted(places), part or Part(self.problem.network)
         always, single, pairs = (
-            np.array([(beyond or {}).get(m, 0.0) for m in moments]),
+            np.array([(excess or {}).get(m, 0.0) for m in moments]),
             list[Buffer](),
             list[PairUsage](),
         )
@@ -110,9 +109,9 @@ class Lifetimes:
         return network
 
     def _counted(self, limit: float, moments: Sequence[int]) -> Iterator[Buffer]:
-        """The buffers that are in memory at some of the moments, without the smallest."""
-        alive = [b for b in self.buffers if bisect_left(moments, b.start) < bisect_left(moments, b.end + 1)]
-        sizes = np.array([b.bytes.max(initial=0.0) for b in alive])
+        """The buffers that are live at some of the moments, without the smallest."""
+        live = [b for b in self.buffers if bisect_left(moments, b.start) < bisect_left(moments, b.end + 1)]
+        sizes = np.array([b.bytes.max(initial=0.0) for b in live])
         order = np.argsort(sizes)
         small = {int(n) for n in order[: int((np.cumsum(sizes[order]) <= _NEGLIGIBLE * limit).sum())]}
-        return (b for n, b in enumerate(alive) if n not in small)
+        return (b for n, b in enumerate(live) if n not in small)

@@ -1,7 +1,7 @@
-"""What XLA:GPU merges: collectives of a kind, products that share an operand, and kernels that read the same.
+"""XLA:GPU's collective combiners, its dot merger, and multi-output fusion.
 
-All of them are nodes of a graph (`shardplan.memory.graph`) that become one: what needs one of them then needs all that
-any of them needs.
+Each of them makes one node of several nodes of a graph (`shardplan.memory.graph`). The merged node has the dependencies
+of all of them.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections.abc import Sequence
 from shardplan.layout.collectives import CollectiveKind
 from shardplan.memory.gpu import H100
 from shardplan.memory.graph import Graph, Item, Node
-from shardplan.memory.operations import is_multiplied
+from shardplan.memory.operations import is_library_product
 from shardplan.problem.device_bytes import bytes_in
 from shardplan.program.operation_kinds import PRODUCT
 from shardplan.program.program import operand_type
 
-_COMBINED = frozenset({CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER})
+_COMBINED_KINDS = frozenset({CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER})
 
-_JOINED = frozenset({"stored", "left"})
+_JOINED_FORMS = frozenset({"stored", "left"})
 
-_MOST_TRIED = 8
-"""Kernels that read the same, of which another one is tried to be joined with."""
+_MAX_CANDIDATES = 8
+"""The most readers of the same value that a kernel is tried to be fused with."""
 
-_MOST_READ = 32
-"""Items of a kernel with several results, about: more do not fit the parameters of a kernel in XLA."""
+_MAX_PARAMETERS = 32
+"""About the most items of a multi-output fusion: XLA limits the parameters of a kernel."""
 
 
 def merge_collectives(graph: Graph) -> list[int]:
-    """Merges collectives of a kind that do not need each other, in the order of the program, as XLA's combiners do.
+    """Merges independent collectives of a kind, in the order of the program, as XLA's combiners do.
 
-    Returns the group of each node, itself where it is none's.
+    Returns the group of each node, by its first node. A node without a group is its own.
     """
-    groups, behind = list[list[int]](), dict[int, int]()  # per group, those that it needs, as bits
+    groups, behind = list[list[int]](), dict[int, int]()  # per group, the groups that it depends on, as bits
     last: dict[object, int] = {}
     filled: dict[int, float] = {}
-    needs = [0] * len(graph.nodes)  # per node, the groups that it needs
+    needs = [0] * len(graph.nodes)  # per node, the groups that it depends on
 
     def reaches(wanted: int, bits: int) -> bool:
         seen = bits
@@ -52,7 +52,7 @@ def merge_collectives(graph: Graph) -> list[int]:
     for number, node in enumerate(graph.nodes):
         for need in node.needs:
             needs[number] |= needs[need]
-        if node.kind != "start" or node.sends[0] not in _COMBINED:
+        if node.kind != "start" or node.sends[0] not in _COMBINED_KINDS:
             continue
         group = last.get(node.sends, -1)
         if group < 0 or filled[group] + node.bytes > H100.collectives.combined_bytes or reaches(group, needs[number]):
@@ -72,9 +72,9 @@ def merge_collectives(graph: Graph) -> list[int]:
     return owner
 
 
-def products_merged(graph: Graph) -> list[list[int]]:
-    """The groups of products that XLA merges, as numbers of nodes: they read one operand in one layout, neither needs
-    the other, and one of them is small."""
+def merged_products(graph: Graph) -> list[list[int]]:
+    """The groups of products that XLA's dot merger merges, by node. They share an operand in one layout, are
+    independent, and one of them is small."""
     found: dict[object, list[list[int]]] = {}
     schedule, program = graph.schedule, graph.program
     taken = set[int]()
@@ -82,7 +82,7 @@ def products_merged(graph: Graph) -> list[list[int]]:
         if node.kind != "kernel" or not node.library or node.place >= len(program.operations):
             continue
         operation = program.operations[node.place]
-        if operation.primitive.name != PRODUCT or not is_multiplied(program, operation):
+        if operation.primitive.name != PRODUCT or not is_library_product(program, operation):
             continue
         strategy = schedule.assignment.strategies[operation.index]
         if schedule.island_dtype(operation) is not None:
@@ -98,7 +98,7 @@ def products_merged(graph: Graph) -> list[list[int]]:
             free = tuple(strategy.operands[1 - position] or ())
             for group in found.setdefault((*key, free), []):
                 small = min(size, sum(_bytes_moved(graph, graph.nodes[n]) for n in group)) <= H100.fusion.merged_bytes
-                if small and not any(graph.leads(n, number) for n in group) and not taken.intersection(group):
+                if small and not any(graph.has_path(n, number) for n in group) and not taken.intersection(group):
                     group.append(number)
                     break
             else:
@@ -124,15 +124,15 @@ def _bytes_moved(graph: Graph, node: Node) -> float:
     )
 
 
-def kernels_joined(graph: Graph) -> list[list[int]]:
-    """The groups of kernels that XLA makes one with several results.
+def joined_kernels(graph: Graph) -> list[list[int]]:
+    """The groups of kernels of multi-output fusions.
 
-    They go through as many elements and do not need each other, but that one may read what another one makes element
-    by element: a value that a library reads too, and the sum of it.
+    Their kernels iterate over the same number of elements and are independent. One exception: a kernel may read the
+    result of another one elementwise, as in a value for a library call and its sum.
     """
     readers: dict[Item, list[int]] = {}
     for number, node in enumerate(graph.nodes):
-        if node.kind == "kernel" and not node.library and all(item.form in _JOINED for item in node.makes):
+        if node.kind == "kernel" and not node.library and all(item.form in _JOINED_FORMS for item in node.makes):
             for item in node.reads:
                 readers.setdefault(item, []).append(number)
     groups = _Groups(graph)
@@ -145,13 +145,13 @@ def kernels_joined(graph: Graph) -> list[list[int]]:
                     break
     for numbers in readers.values():
         for place, number in enumerate(numbers):
-            if not any(groups.add(other, number) for other in numbers[:place][:_MOST_TRIED]):
+            if not any(groups.add(other, number) for other in numbers[:place][:_MAX_CANDIDATES]):
                 continue
     return groups.found()
 
 
 class _Groups:
-    """Kernels that become one, as they are joined."""
+    """The groups of kernels during multi-output fusion."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -159,7 +159,7 @@ class _Groups:
         self._group: dict[int, int] = {}
 
     def add(self, first: int, second: int, direct: bool = False) -> bool:
-        """Joins the groups of two kernels, if that can be; ``direct``: the second reads what the first makes."""
+        """Joins the groups of two kernels, if possible. ``direct``: the second reads the result of the first."""
         one, other = self._group.get(first, first), self._group.get(second, second)
         if one == other:
             return True
@@ -178,17 +178,17 @@ class _Groups:
         graph, nodes = self._graph, self._graph.nodes
         if nodes[mine[0]].elements != nodes[theirs[0]].elements:
             return False
-        if len({item for n in (*mine, *theirs) for item in nodes[n].reads}) > _MOST_READ:
+        if len({item for n in (*mine, *theirs) for item in nodes[n].reads}) > _MAX_PARAMETERS:
             return False
         if direct:
             needs = {need for n in theirs for need in nodes[n].needs}.difference(mine)
-            return not any(graph.leads(n, need) for n in mine for need in needs)
-        return not any(graph.leads(a, b) or graph.leads(b, a) for a in mine for b in theirs)
+            return not any(graph.has_path(n, need) for n in mine for need in needs)
+        return not any(graph.has_path(a, b) or graph.has_path(b, a) for a in mine for b in theirs)
 
 
 def join(graph: Graph, groups: Sequence[Sequence[int]], owner: Sequence[int]) -> list[int]:
-    """The node that each node is part of, where the nodes of each group are the first one's; groups by which a node
-    would need itself are left out."""
+    """The owner of each node, where the first node of each group owns the group. Groups that would make a cycle stay
+    unmerged."""
     found = list(owner)
     for group in groups:
         for number in group[1:]:
@@ -202,12 +202,12 @@ def join(graph: Graph, groups: Sequence[Sequence[int]], owner: Sequence[int]) ->
 
 
 def is_ordered(graph: Graph, owner: Sequence[int]) -> bool:
-    """Whether no node needs itself where each is part of its owner."""
+    """Whether the graph has no cycle after each node is merged into its owner."""
     return len(ordered(graph, owner)) == len({*owner})
 
 
 def ordered(graph: Graph, owner: Sequence[int]) -> list[int]:
-    """The owners, each behind what it needs."""
+    """The owners in topological order, dependencies first."""
     needs: dict[int, set[int]] = {own: set() for own in owner}
     for number, node in enumerate(graph.nodes):
         needs[owner[number]].update(owner[need] for need in node.needs)

@@ -1,9 +1,14 @@
-"""The memory model: what a device holds while it runs a schedule, as XLA:GPU compiles it.
+"""The memory model: a small liveness analysis of a schedule as XLA:GPU compiles it.
 
-A small liveness analysis. XLA's fusion rules say which values are in memory (`kernels`), its mergers which kernels and
-collectives are one (`merging`), its latency-hiding scheduler when they run (`order`). What they read and make is live
-from the first to the last of them (`timeline`), and its bytes are a function of choices (`buffers`). The model steers
-the search; the compiler is the judge (`shardplan.plans.feedback`).
+| pass | module |
+|---|---|
+| priority fusion: the materialised values | `kernels` |
+| combiners and multi-output fusion: the merged collectives and kernels | `merging` |
+| latency-hiding scheduler: the schedule positions | `order` |
+| live ranges of all items | `timeline` |
+| bytes of each item, as a function of choices | `buffers` |
+
+The model steers the search. The compiled program decides (`shardplan.plans.feedback`).
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> square = jax.ShapeDtypeStruct((512, 512), "float32")
@@ -22,9 +27,9 @@ from shardplan.problem.schedule import Schedule
 
 
 def lifetimes_of(schedule: Schedule, donated: frozenset[int]) -> Lifetimes:
-    """What a device holds, in the order in which XLA:GPU is taken to run a schedule.
+    """The live ranges of a device's buffers, in the order in which XLA:GPU runs a schedule by this model.
 
-    ``donated``: the positions of inputs whose memory the results take that replace them.
+    ``donated``: the positions of inputs whose memory goes to the results that replace them.
     """
     timeline = Timeline(schedule)
     place = {index: last for index, (_, last) in timeline.computed().items()}

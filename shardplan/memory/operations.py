@@ -1,4 +1,4 @@
-"""What XLA:GPU makes of operations: library calls, kernels of their own, or parts of the kernels that read them.
+"""The classes of operations in XLA:GPU: library calls, kernels of their own, and operations fused into readers.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> square = jax.ShapeDtypeStruct((64, 64), "float32")
@@ -29,37 +29,39 @@ from shardplan.program.operation_kinds import (
 )
 from shardplan.program.program import Constant, Operation, Program, operand_type
 
-PLACING = frozenset({"sharding_constraint", "device_put", "layout_constraint", "reshard"})
+SHARDING_OPERATIONS = frozenset({"sharding_constraint", "device_put", "layout_constraint", "reshard"})
 
-_ADDING, _ADDITIONS = frozenset({"scatter-add", "scatter_add"}), frozenset({"add", "add_any"})
+_SCATTER_ADDS, _ADDITIONS = frozenset({"scatter-add", "scatter_add"}), frozenset({"add", "add_any"})
 
 _MOVES = frozenset(
     {"broadcast_in_dim", "transpose", "slice", "rev", "pad", "select_n", "iota", "gather", "dynamic_slice", "split"}
     | {"concatenate", "copy", "random_bits", "dynamic_update_slice"}
     | VIEWS
 )
-"""Data movement that kernels do for what they read; random bits are computed from keys and counters."""
+"""Data movement that readers can fuse. Random bits are computed from keys and counters."""
 
 _WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 
-_MOST_STEPS = 12
-"""Operations between a reduction and what meets its result that are looked at."""
+_MAX_STEPS = 12
+"""The most operations between a reduction and the readers of its result that are searched."""
 
 
-def is_multiplied(program: Program, operation: Operation) -> bool:
+def is_library_product(program: Program, operation: Operation) -> bool:
     """Whether a product is a library call."""
-    return operation.index in multiplied(program)
+    return operation.index in library_products(program)
 
 
 @memoize
-def multiplied(program: Program) -> frozenset[int]:
+def library_products(program: Program) -> frozenset[int]:
     """The products that are library calls, by index."""
     products = (o for o in program.operations if o.primitive.name == PRODUCT)
-    return frozenset(o.index for o in products if not is_outer(program, o) and not is_sum(program, o))
+    return frozenset(
+        o.index for o in products if not is_outer_product(program, o) and not is_summation_kernel(program, o)
+    )
 
 
-def is_outer(program: Program, operation: Operation) -> bool:
-    """Whether a product adds nothing up: it is a multiplication of elements."""
+def is_outer_product(program: Program, operation: Operation) -> bool:
+    """Whether a product has no contraction: it is an elementwise multiplication."""
     if operation.primitive.name != PRODUCT:
         return False
     (contracted, _), _ = operation.params["dimension_numbers"]
@@ -68,49 +70,53 @@ def is_outer(program: Program, operation: Operation) -> bool:
 
 
 @memoize
-def sums(program: Program) -> frozenset[int]:
-    """The products of vectors and small matrices, by index, which are kernels that multiply and add up."""
-    return frozenset(o.index for o in program.operations if o.primitive.name == PRODUCT and _adds_up(program, o))
+def summation_kernels(program: Program) -> frozenset[int]:
+    """The products of vectors and small matrices, by index, which are reduction kernels instead of library calls."""
+    return frozenset(
+        o.index for o in program.operations if o.primitive.name == PRODUCT and _is_summation_kernel(program, o)
+    )
 
 
-def is_sum(program: Program, operation: Operation) -> bool:
-    """Whether a product is one of `sums`."""
-    return operation.index in sums(program)
+def is_summation_kernel(program: Program, operation: Operation) -> bool:
+    """Whether a product is one of `summation_kernels`."""
+    return operation.index in summation_kernels(program)
 
 
-def _adds_up(program: Program, operation: Operation) -> bool:
+def _is_summation_kernel(program: Program, operation: Operation) -> bool:
     free, contracted, batches = [], 1, 1
     for operand, contraction, batch in zip(operation.operands, *operation.params["dimension_numbers"], strict=True):
         shape = operand_type(program, operand).shape
         free.append(prod(size for dim, size in enumerate(shape) if dim not in (*contraction, *batch)))
         contracted, batches = prod(shape[dim] for dim in contraction), prod(shape[dim] for dim in batch)
-    split = program.devices / gcd(program.devices, batches)  # what the batch leaves to split the rows over
+    split = program.devices / gcd(program.devices, batches)  # the devices left for the rows
     return max(free) == 1 or (min(free) == 1 and contracted * sum(free) < H100.products.summed_elements * split)
 
 
 @memoize
 def reduced_by_threads(program: Program) -> frozenset[int]:
-    """The reductions, by index, of which one thread computes each result: they fuse like operations by element."""
-    return frozenset(o.index for o in program.operations if o.primitive.name in REDUCTIONS and _is_short(program, o))
+    """The reductions, by index, with one thread per result. They fuse like elementwise operations."""
+    return frozenset(
+        o.index for o in program.operations if o.primitive.name in REDUCTIONS and _is_reduced_by_threads(program, o)
+    )
 
 
-def _is_short(program: Program, operation: Operation) -> bool:
-    """Whether threads do not share the work: a row shorter than a warp that does not divide one, or few columns."""
+def _is_reduced_by_threads(program: Program, operation: Operation) -> bool:
+    """Whether one thread computes each result: for short rows that do not divide a warp, or few columns."""
     shape, dims = operand_type(program, operation.operands[0]).shape, operation.params["axes"]
     size = prod(shape[dim] for dim in dims)
-    if _is_row(shape, dims):
+    if _is_row_reduction(shape, dims):
         return size < H100.reading.warp and bool(H100.reading.warp % max(size, 1))
     return size < H100.reading.warp
 
 
-def _is_row(shape: Sequence[int], dims: Collection[int]) -> bool:
-    """Whether the innermost dimension is reduced."""
+def _is_row_reduction(shape: Sequence[int], dims: Collection[int]) -> bool:
+    """Whether a reduction includes the innermost dimension."""
     inner = [dim for dim, size in enumerate(shape) if size > 1]
     return not inner or inner[-1] in dims
 
 
 def moves_between_memories(program: Program, operation: Operation) -> bool:
-    """Whether an operation copies a tensor from the memory of the host to that of the devices, or back."""
+    """Whether an operation copies a tensor between host and device memory."""
     if operation.primitive.name != "device_put" or not isinstance(operation.operands[0], int):
         return False
     kinds = {program.values[value].memory_kind for value in (operation.operands[0], operation.results[0])}
@@ -118,28 +124,28 @@ def moves_between_memories(program: Program, operation: Operation) -> bool:
 
 
 def is_fusible(problem: Problem, operation: Operation) -> bool:
-    """Whether the kernels that read an operation's result can compute it."""
+    """Whether an operation can be fused into its readers."""
     return operation.index in fusible_operations(problem)
 
 
 @memoize
 def fusible_operations(problem: Problem) -> frozenset[int]:
-    """The operations, by index, that kernels which read their results can compute."""
+    """The operations, by index, that can be fused into their readers."""
     return frozenset(o.index for o in problem.program.operations if _is_fusible(problem, o))
 
 
 @memoize
 def merged_scatters(problem: Problem) -> dict[int, int]:
-    """Scatters into zeros that nothing but an addition reads, with the addition, both by index.
+    """Scatters into zeros whose only reader is an addition, with the addition, both by index.
 
-    XLA scatters into what is added instead, in a kernel of its own for the addition; of two such scatters that are
-    added, the second is the one."""
+    XLA scatters into the other addend instead, in a kernel of its own. Of two such scatters in one addition, it is
+    the second one."""
     program = problem.program
     readers, found = readers_in(program), dict[int, int]()
     leaving = {o for region in program.regions for o in region.outputs if isinstance(o, int)}
     zeros = {o.results[0] for o in program.operations if o.primitive.name == "broadcast_in_dim" and _is_zero(o)}
     for operation in program.operations:
-        if operation.primitive.name not in _ADDING or operation.operands[0] not in zeros:
+        if operation.primitive.name not in _SCATTER_ADDS or operation.operands[0] not in zeros:
             continue
         reading = readers.get(operation.results[0], [])
         if len(reading) != 1 or operation.results[0] in leaving or reading[0].region != operation.region:
@@ -165,16 +171,16 @@ def _is_fusible(problem: Problem, operation: Operation) -> bool:
     if operation.primitive is _jax.optimization_barrier or is_scatter(program, operation):
         return False
     if name == PRODUCT:
-        return is_outer(program, operation)
+        return is_outer_product(program, operation)
     if name in REDUCTIONS:
         return operation.index in reduced_by_threads(program) or is_view(program, operation)
     choices = problem.choices.get(operation.index)
     pointwise = choices is not None and choices.pointwise
-    return pointwise or name in _MOVES | CUMULATIVE | SCATTERS | PLACING
+    return pointwise or name in _MOVES | CUMULATIVE | SCATTERS | SHARDING_OPERATIONS
 
 
 def computes_operand(problem: Problem, operation: Operation, position: int) -> bool:
-    """Whether the kernel of an operation can compute an operand instead of reading it from memory.
+    """Whether the producer of an operand can be fused into an operation.
 
     A scatter computes its indices and updates, and writes into its first operand.
     """
@@ -185,29 +191,31 @@ def computes_operand(problem: Problem, operation: Operation, position: int) -> b
         return True
     if is_scatter(problem.program, operation):
         return position > 0
-    reduces = name in REDUCTIONS | _WINDOWS or name == POOLING_GRADIENT or is_sum(problem.program, operation)
+    reduces = (
+        name in REDUCTIONS | _WINDOWS or name == POOLING_GRADIENT or is_summation_kernel(problem.program, operation)
+    )
     return reduces or is_fusible(problem, operation)
 
 
 @memoize
-def computed_in_rows(problem: Problem) -> frozenset[int]:
-    """The values that a row's reduction reads, and then what meets its result again: of a softmax, the exponentials.
+def row_fusion_values(problem: Problem) -> frozenset[int]:
+    """The values that a row reduction reads, and its result's readers read again. In a softmax, the exponentials.
 
-    XLA:GPU makes one kernel of it that goes through whole rows, and stores none of these."""
+    XLA:GPU makes one fusion over whole rows of it, and materialises none of them."""
     program, pointwise, found = problem.program, pointwise_operations(problem), set[int]()
     readers = readers_in(program)
     for operation in program.operations:
         name, read = operation.primitive.name, operation.operands[:1]
         if name not in REDUCTIONS or not isinstance(value := read[0], int):
             continue
-        if not _is_row(program.values[value].shape, operation.params["axes"]):
+        if not _is_row_reduction(program.values[value].shape, operation.params["axes"]):
             continue
         above, chain = value, [value]
         while (maker := program.makers.get(above)) is not None and maker.primitive.name == "convert_element_type":
             above = maker.operands[0]  # type: ignore[assignment]
             chain.append(above)
         stack, steps = [*operation.results], 0
-        while stack and steps < _MOST_STEPS:
+        while stack and steps < _MAX_STEPS:
             steps += 1
             for reader in readers.get(stack.pop(), ()):
                 spreads = reader.index in pointwise or reader.primitive.name in _MOVES
@@ -222,5 +230,5 @@ def computed_in_rows(problem: Problem) -> frozenset[int]:
 
 @memoize
 def pointwise_operations(problem: Problem) -> frozenset[int]:
-    """The operations, by index, that compute each element from the elements at its place."""
+    """The elementwise operations, by index."""
     return frozenset(index for index, choices in problem.choices.items() if choices.pointwise)

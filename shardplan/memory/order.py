@@ -1,14 +1,19 @@
-"""The order in which XLA's last scheduler runs the nodes of a region, which hides collectives behind kernels.
+"""The schedule of XLA's latency-hiding scheduler, which overlaps collectives with kernels.
 
-It places nodes from the end of the program. A node can be placed once all that need it are. It is *ready* a
-microsecond after the node that needs it, the start of a collective when the collective has run. The end of a collective
-is placed as soon as no other one is under way. Of what is ready, that comes first which leads to the longest chain of
-collectives, then what is as long as the wait for what is ready next, then what lets most others be placed, and at last
-what is written last. So gradients of weights, whose merged reductions come last, are placed one by one behind kernels
-of the backward pass, whatever that holds in memory.
+The scheduler places nodes from the end of the program backwards. A node can be placed after all of its dependants. It
+is *ready* a microsecond after these. The start of a collective is ready after the duration of the collective. The end
+of a collective is placed as soon as no other collective runs. Of the ready nodes, these criteria decide in turn:
+
+1. the longest chain of collectives before the node;
+2. a duration like the wait for the next ready node;
+3. the most nodes that become ready;
+4. the last one in XLA's written order.
+
+So gradients of weights, whose merged reductions come last, are placed one by one behind kernels of the backward pass.
+The scheduler ignores the memory of that.
 
 >>> needs, takes = {0: set(), 1: {0}, 2: {0}, 3: {1, 2}}, dict.fromkeys(range(4), 5.0)
->>> placed_backwards(Nodes(needs, takes, {n: n for n in needs}, {}))
+>>> backward_schedule(Nodes(needs, takes, {n: n for n in needs}, {}))
 [3, 2, 1, 0]
 """
 
@@ -18,14 +23,14 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LATENCY = 1.0
-"""Microseconds between two nodes of which one needs the other, by XLA's latency model."""
+_LATENCY_MICROSECONDS = 1.0
+"""Microseconds between a node and its dependant, by XLA's latency model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """What is put in order, by number: what each node needs, the microseconds that it takes, its place in the program,
-    and per end of a collective its start."""
+    """The nodes to schedule, by number: dependencies, microseconds, places in the program, and per end of a collective
+    its start."""
 
     needs: Mapping[int, set[int]]
     takes: Mapping[int, float]
@@ -33,12 +38,12 @@ class Nodes:
     starts: Mapping[int, int]
 
 
-def placed_backwards(nodes: Nodes) -> list[int]:
+def backward_schedule(nodes: Nodes) -> list[int]:
     """All nodes, the last one first."""
-    return _Placing(nodes).run()
+    return _BackwardScheduler(nodes).run()
 
 
-class _Placing:
+class _BackwardScheduler:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes, self._now = nodes, 0.0
         self._readers: dict[int, set[int]] = {node: set() for node in nodes.needs}
@@ -49,13 +54,13 @@ class _Placing:
         self._depth = self._depths()
         self._ready_at: dict[int, float] = {}
         self._ready: dict[float, dict[int, None]] = {}
-        """What is ready, by the first part of its key."""
+        """The ready nodes, by the first part of their keys."""
         self._waiting: list[tuple[float, int]] = []
         self._ends: list[tuple[float, int, int]] = []
         self._under_way = -1
 
     def _depths(self) -> dict[int, float]:
-        """Per node, how long the collectives take, one after another, that lead to it."""
+        """Per node, the duration of the longest chain of collectives before it."""
         depth: dict[int, float] = {}
         for first in self._nodes.needs:
             stack = [first]
@@ -110,7 +115,7 @@ class _Placing:
         return node
 
     def _first_key(self, node: int) -> float:
-        """Less for what leads to longer collectives; most for the start of one to which nothing leads."""
+        """Less for a longer chain of collectives before a node. Most for the start of a collective without any."""
         depth = self._depth.get(node, 0.0)
         return 1.0 if node in self._starts and not depth else -depth
 
@@ -119,8 +124,8 @@ class _Placing:
         return abs(self._cost(node) - wait) if wait else 0.0, -frees, -self._nodes.place[node]
 
     def _cost(self, node: int) -> float:
-        """How long a node takes before others go on: starts and ends of collectives as long as anything small."""
-        return _LATENCY if node in self._starts or node in self._nodes.starts else self._nodes.takes[node]
+        """The duration of a node in the schedule. Starts and ends of collectives take the latency of a small node."""
+        return _LATENCY_MICROSECONDS if node in self._starts or node in self._nodes.starts else self._nodes.takes[node]
 
     def _place(self, node: int) -> None:
         began = max(self._now, self._ready_at[node])
@@ -129,7 +134,7 @@ class _Placing:
             self._under_way = node
         elif node == self._nodes.starts.get(self._under_way, -1):
             self._under_way = -1
-        after = self._nodes.takes[node] if node in self._nodes.starts else _LATENCY
+        after = self._nodes.takes[node] if node in self._nodes.starts else _LATENCY_MICROSECONDS
         for need in sorted(self._nodes.needs[node]):
             self._readers[need].discard(node)
             self._ready_at[need] = max(self._ready_at.get(need, 0.0), began + after)

@@ -1,9 +1,9 @@
-"""The operands of matrix products: what cuBLAS reads as it is stored, and what XLA:GPU copies for it.
+"""The operands of matrix products: in place for cuBLAS, or transposed, padded and converted copies.
 
-A product over batch dimensions reads each operand with the contracted dimensions together, and the others together.
-Heads of attention are behind the sequence, so that XLA writes transposed copies of queries, keys and values. Without
-batch dimensions a transposition is part of the product. Products of 16-bit numbers read copies that are padded to
-multiples of 8, and operands of two element types the wider one.
+A product over batch dimensions needs the contracted dimensions of each operand adjacent, and the others too. Heads of
+attention are behind the sequence, so XLA makes transpose copies of queries, keys and values. Without batch dimensions
+the product itself transposes. Products of 16-bit numbers read copies that are padded to multiples of 8. Operands of two
+element types are converted to the wider one.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -21,22 +21,22 @@ from typing import Any, NamedTuple
 from shardplan import _jax
 from shardplan.memoize import memoize
 from shardplan.memory.gpu import H100
-from shardplan.memory.operations import multiplied
+from shardplan.memory.operations import library_products
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.ops.ragged_dot import axes_of_groups, sums_rows
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Operation, Program, operand_type
 
-_SIZES = 2
-"""The position of the groups' sizes among the operands of a product of rows in groups."""
+_GROUP_SIZES = 2
+"""The position of the group sizes among the operands of a ragged product."""
 
-_SHOWN = frozenset({"reshape", "convert_element_type", "transpose", "squeeze", "expand_dims"})
+_VIEWS = frozenset({"reshape", "convert_element_type", "transpose", "squeeze", "expand_dims"})
 
 
 class ProductOperand(NamedTuple):
-    """What a product reads: a value, in an order of its dimensions larger than 1, ``times`` as large as the value.
+    """The operand of a product: a value, in an order of its dimensions larger than 1, ``times`` as large as the value.
 
-    ``copied`` says whether that is a copy; if not, transpositions between value and product are part of the product.
+    ``copied`` says whether that is a copy. If not, the product includes the transpositions after the value.
     """
 
     value: int
@@ -46,10 +46,9 @@ class ProductOperand(NamedTuple):
 
 
 def partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> float:
-    """Bytes on one device of the partial sums of a product whose contraction is cut into parts, in float32; 0 where it
-    is not.
+    """Bytes on one device of the partial sums of a split-K product, in float32. 0 for other products.
 
-    XLA:GPU cuts a long contraction into a power of two of parts where the tiles of the result are too few for the GPU.
+    XLA:GPU splits a long contraction into a power of two of parts if the result has too few tiles for the GPU.
     """
     both, (batch, _) = product.params["dimension_numbers"]
     mesh, program = problem.space.mesh, problem.program
@@ -71,9 +70,10 @@ def partial_sums(problem: Problem, product: Operation, strategy: Strategy) -> fl
 
 
 def masked_rows(problem: Problem, product: Operation, strategy: Strategy) -> float:
-    """Bytes on one device of the copies that a product of rows in groups makes for all of its groups, with zeros in the
-    rows of the others: of its first operand, and of both where it adds rows up."""
-    groups, found = operand_type(problem.program, product.operands[_SIZES]).shape[-1], 0.0
+    """Bytes on one device of the masked copies of a ragged product: one per group, with zeros in other groups' rows.
+
+    The first operand is copied, and both where the product contracts the rows."""
+    groups, found = operand_type(problem.program, product.operands[_GROUP_SIZES]).shape[-1], 0.0
     for position in (0, 1) if sums_rows(product) else (0,):
         own, layout = operand_type(problem.program, product.operands[position]), strategy.operands[position]
         axes = {axis for axes in layout or () for axis in axes} | {*axes_of_groups(product, strategy)}
@@ -84,10 +84,10 @@ def masked_rows(problem: Problem, product: Operation, strategy: Strategy) -> flo
 
 @memoize
 def product_operands(program: Program) -> dict[tuple[int, int], ProductOperand]:
-    """What library calls read, by the product's index and the operand's position."""
+    """The operands of library products, by the product's index and the operand's position."""
     return {
         (index, position): _product_operand(program, program.operations[index], position)
-        for index in sorted(multiplied(program))
+        for index in sorted(library_products(program))
         for position, operand in enumerate(program.operations[index].operands)
         if isinstance(operand, int)
     }
@@ -121,14 +121,15 @@ def _product_operand(program: Program, product: Operation, position: int) -> Pro
 
 
 def _is_in_memory(program: Program, value: Any) -> bool:
-    """Whether a value is given, or a library's result, maybe in another shape or type: a kernel that computes a value
-    writes it in the order in which a product reads it."""
-    while (maker := program.makers.get(value)) is not None and maker.primitive.name in _SHOWN:
+    """Whether a value is an argument or the result of a library call, up to shape and type.
+
+    The kernel of any other value writes it in the dimension order of the product."""
+    while (maker := program.makers.get(value)) is not None and maker.primitive.name in _VIEWS:
         value = maker.operands[0]
-    return maker is None or maker.index in multiplied(program)
+    return maker is None or maker.index in library_products(program)
 
 
 def _is_run(group: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Whether dimensions are side by side in memory, in any order that a product may take them in."""
+    """Whether dimensions are adjacent in memory, in any order that a product accepts."""
     places = [stored.index(d) for d in group if d in stored]
     return not places or max(places) - min(places) == len(places) - 1

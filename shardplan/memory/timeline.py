@@ -1,7 +1,7 @@
-"""The timeline of a schedule: what runs at each position, and the live range of every item.
+"""The timeline of a schedule: the nodes at each position, and the live range of every item.
 
-Positions number what a device runs: kernels, and the starts and ends of collectives. A loop's body comes before the
-loop. An item is live from the node that makes it, or from its first reader on where it is there before, to its last.
+Positions number kernels, and the starts and ends of collectives. A loop's body comes before the loop. The live range of
+an item begins at the node that makes it, or at its first reader for an item from outside. It ends at its last reader.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from shardplan.memory.graph import Graph, Item, Node
 from shardplan.memory.kernels import kernels_of
-from shardplan.memory.merging import join, kernels_joined, merge_collectives, products_merged
-from shardplan.memory.order import Nodes, placed_backwards
+from shardplan.memory.merging import join, joined_kernels, merge_collectives, merged_products
+from shardplan.memory.order import Nodes, backward_schedule
 from shardplan.problem.schedule import Schedule
 from shardplan.program.program import Operation
 
 
 @dataclass(slots=True)
 class Span:
-    """A live range: the first and the last position, both included, and where the item is made (-1: it was there)."""
+    """A live range: the first and the last position, both included, and the position of its maker. -1: from outside."""
 
     start: int
     end: int
@@ -28,14 +28,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The nodes that are one at a position, and the first position of what is in its body, or its own."""
+    """The merged nodes of a position, and the first position of their body, or their own."""
 
     nodes: list[Node]
     first: int
 
 
 class Timeline:
-    """The nodes of all regions in their order, with the live ranges of the items that they read and make."""
+    """The nodes of all regions in their order, with the live ranges of their items."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.program, self.problem = schedule, schedule.program, schedule.problem
@@ -61,7 +61,7 @@ class Timeline:
                 for index in (*node.inside, node.place):
                     found[index] = found.get(index, (position, position))[0], position
         before = 0
-        for operation in self.program.operations:  # what nothing computes is where the one before it is
+        for operation in self.program.operations:  # without a kernel: the position of the operation before
             before = found.setdefault(operation.index, (before, before))[1]
         return found
 
@@ -70,9 +70,9 @@ class Timeline:
     def _append(self, region: int) -> None:
         """Appends a region's nodes in their order, those of a loop's body before the loop."""
         graph = Graph(self.schedule, self.kernels, region, self.alias)
-        merged = products_merged(graph)
+        merged = merged_products(graph)
         owner = join(graph, merged, merge_collectives(graph))
-        groups = [[n for n in group if owner[n] == n] for group in kernels_joined(graph)]
+        groups = [[n for n in group if owner[n] == n] for group in joined_kernels(graph)]
         owner = join(graph, [group for group in groups if len(group) > 1], owner)
         self._merged += [[graph.nodes[n] for n in group] for group in merged]
         members: dict[int, list[Node]] = {}
@@ -85,7 +85,7 @@ class Timeline:
         place = written_order(graph, owner)
         takes = {own: sum(node.takes for node in nodes) for own, nodes in members.items()}
         starts = {own: owner[graph.nodes[own].other] for own in members if graph.nodes[own].kind == "end"}
-        for own in reversed(placed_backwards(Nodes(needs, takes, place, starts))):
+        for own in reversed(backward_schedule(Nodes(needs, takes, place, starts))):
             first = len(self.placed)
             for node in members[own]:
                 for body in self.program.operations[node.place].bodies if node.kind == "loop" else ():
@@ -100,7 +100,7 @@ class Timeline:
             start = first if node.kind == "loop" else position
             spans |= {item: Span(start, position, position) for item in node.makes}
         for position, first, node in self.nodes():
-            entering = self._becoming_carries(node) if node.kind == "loop" else ()
+            entering = self._carries_in_place(node) if node.kind == "loop" else ()
             for item in node.reads:
                 until = first - 1 if item in entering else position
                 span = spans.setdefault(item, Span(until, until))
@@ -108,19 +108,19 @@ class Timeline:
                 span.start = min(span.start, until) if span.made < 0 else span.start
         for value in (*self.program.inputs, *self.program.captured):
             spans[Item(value, "stored")] = Span(0, self.end)
-        for group in self._merged:  # the result of merged products is one buffer
+        for group in self._merged:  # merged products have one result buffer
             parts = [spans[item] for node in group for item in node.makes]
             last = max(part.end for part in parts)
             for part in parts:
                 part.end = last
         for position, first, node in self.nodes():
             if node.kind == "loop":
-                self._leave_body(self.program.operations[node.place], first, position)
-        self._leave_step()
+                self._end_body(self.program.operations[node.place], first, position)
+        self._end_step()
         write_in_place(self)
 
-    def _becoming_carries(self, node: Node) -> set[Item]:
-        """What enters a loop as carries alone: the loop goes on in its memory."""
+    def _carries_in_place(self, node: Node) -> set[Item]:
+        """The items that enter a loop only as carries. The loop updates them in place."""
         links = self.problem.links[node.place]
         carried = {link.target for link in links.inside}
         sources = [(link.source, link.target in carried) for link in links.enter if isinstance(link.source, int)]
@@ -128,9 +128,11 @@ class Timeline:
         values = {source for source, becomes in sources if becomes} - others
         return {item for item in node.reads if item.value in values}
 
-    def _leave_body(self, loop: Operation, first: int, last: int) -> None:
-        """Ends what goes round, which is in the carry's memory once nothing reads that, and what is stacked or a
-        branch's result, which is in the memory of the whole result."""
+    def _end_body(self, loop: Operation, first: int, last: int) -> None:
+        """Ends the live ranges of a body's outputs.
+
+        A new carry is in place after the last reader of the old one. Stacked outputs and results of branches are in the
+        memory of the whole result."""
         for link in self.problem.links[loop.index].inside:
             if not isinstance(link.source, int):
                 continue
@@ -147,8 +149,8 @@ class Timeline:
             elif span.end <= span.made and self.is_made_by_kernel(item):
                 span.end = span.made - 1
 
-    def _leave_step(self) -> None:
-        """Keeps results to the end."""
+    def _end_step(self) -> None:
+        """Extends the live ranges of results to the end."""
         for number, output in enumerate(self.program.outputs):
             if isinstance(output, int):
                 layout, stored = self.schedule.layout_of_output(number), self.schedule.assignment.values.get(output)
@@ -158,9 +160,8 @@ class Timeline:
                 if item in self.spans:
                     self.spans[item].end = self.end
 
-    def is_written_over(self, value: int, result: int) -> bool:
-        """Whether a value that is there before becomes a result by kernels that read it element by element, and loops
-        that go on in its memory."""
+    def is_in_place(self, value: int, result: int) -> bool:
+        """Whether a result is computed in place of an earlier value, by elementwise kernels and carries of loops."""
         seen, waiting = set[Item](), [self.alias.get(result) or Item(result, "stored")]
         while waiting:
             item = waiting.pop()
@@ -170,28 +171,28 @@ class Timeline:
             seen.add(item)
             for node in self.placed[made].nodes if made >= 0 else ():
                 if item in node.makes and node.kind == "loop":
-                    waiting += self._becoming_carries(node)
+                    waiting += self._carries_in_place(node)
                 elif item in node.makes and self.is_made_by_kernel(item):
                     waiting += [read for read, by_element in node.reads.items() if by_element]
         return False
 
     def is_made_by_kernel(self, item: Item) -> bool:
-        """Whether a kernel makes an item, neither a library nor a collective; False for what was there before."""
+        """Whether a kernel makes an item. False for library calls, collectives, and items from outside."""
         made = self.spans[item].made
         makers = [node for node in self.placed[made].nodes if item in node.makes] if made >= 0 else []
         return any(not node.library and node.kind == "kernel" for node in makers)
 
     def reads_by_element(self, position: int, item: Item) -> bool:
-        """Whether what runs at a position reads an item at the place of each element that it makes, and only there."""
+        """Whether the node at a position reads an item only elementwise."""
         read = [node.reads[item] for node in self.placed[position].nodes if item in node.reads]
         return bool(read) and all(read)
 
 
 def written_order(graph: Graph, owner: Sequence[int]) -> dict[int, int]:
-    """Per node that others are part of, its position in the order in which XLA writes a computation: operands first,
-    from the results on, which the scheduler keeps where nothing else decides.
+    """Per owner, its position in the order in which XLA writes a computation: operands first, from the results on. It
+    is the scheduler's last criterion.
 
-    Merged collectives have their operands in the order in which each of them would be written alone.
+    Merged collectives have their operands in the order of the unmerged ones.
     """
     before = [
         [*dict.fromkeys([*(graph.makers[item] for item in node.reads if item in graph.makers), *sorted(node.needs)])]
@@ -211,7 +212,7 @@ def written_order(graph: Graph, owner: Sequence[int]) -> dict[int, int]:
 
 
 def operands_first(before: Sequence[Sequence[int]], roots: Iterable[int]) -> dict[int, int]:
-    """The position of each node behind all that it needs, in depth-first order from some roots."""
+    """The position of each node in depth-first order from some roots, dependencies first."""
     order: dict[int, int] = {}
     for root in roots:
         stack = [(root, iter(before[root]))]
@@ -229,8 +230,9 @@ def operands_first(before: Sequence[Sequence[int]], roots: Iterable[int]) -> dic
 
 
 def write_in_place(timeline: Timeline) -> None:
-    """Gives results the memory of what their kernels read last, element by element: that of kernels' results alone,
-    since a library's is one buffer with its workspace."""
+    """Computes results in place of the items that their kernels read last and elementwise.
+
+    These are results of kernels only. The result of a library call shares its buffer with the workspace."""
     values, spans = timeline.program.values, timeline.spans
     for position, placed in enumerate(timeline.placed):
         read = dict.fromkeys(item for node in placed.nodes for item in node.reads)

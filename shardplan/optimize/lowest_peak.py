@@ -1,6 +1,6 @@
-"""The lowest peak: schedules that hold ever less, whatever the memory limit is, and what is said where none fits.
+"""The search for the lowest peak, and the error of a program that does not fit.
 
-What is tried depends on the program alone: the limit says only when it ends. So a limit that is at least the peak which
+The sequence of tries depends on the program alone. The memory limit only ends it. So a limit of at least the peak that
 an error has reported is kept.
 """
 
@@ -13,35 +13,37 @@ import numpy as np
 
 from shardplan.common.tables import megabytes
 from shardplan.errors import InfeasibleError
-from shardplan.optimize.proposals import hold
-from shardplan.optimize.solve_once import CLEARLY
-from shardplan.optimize.state import BUDGET_PER_OPERATION, LEAST_WORK, TRIES, State, Task
+from shardplan.optimize.proposals import solve_in_order
+from shardplan.optimize.solve_once import CLEARLY_ABOVE_RATIO
+from shardplan.optimize.state import BUDGET_PER_OPERATION, LEAST_WORK, MAX_TRIES, State, Task
 
-ORDERS = 3
-"""The orders in which a lower peak is looked for, each that of the leanest schedule so far, and the searches in each:
-later ones find hardly a percent."""
+MAX_ORDERS = 3
+"""The most orders in which a lower peak is searched, and the most searches in each. Each order is that of the leanest
+schedule so far. Later searches improve the peak by hardly a percent."""
 
-AFTER = 0.5
-"""Seconds after the time limit in which it is looked whether anything fits at all."""
+EXTRA_SECONDS = 0.5
+"""Seconds after the time limit for the search of a schedule that fits at all."""
 
 
 def lowest_peak(task: Task, state: State) -> Iterator[State]:
-    """Looks for ever lower peaks until one is within the limit, each half-way between the lowest that was found in an
-    order and what is proven or was not reached there. Nothing is done where something fits."""
+    """Searches ever lower peaks by bisection until one is within the limit.
+
+    Each target is half-way between the lowest peak found in an order and the highest one that is proven infeasible or
+    was not reached there. The stage does nothing where a schedule fits already."""
     if state.best is not None:
         return
-    task.clock.deadline += AFTER
-    work = LEAST_WORK + BUDGET_PER_OPERATION * len(task.problem.program.operations) / (TRIES + 1)
+    task.clock.deadline += EXTRA_SECONDS
+    work = LEAST_WORK + BUDGET_PER_OPERATION * len(task.problem.program.operations) / (MAX_TRIES + 1)
     state, least = state.count(task, task.begun)
-    unreached = 0.0
-    for number in range(ORDERS):
+    limit_floor = 0.0
+    for number in range(MAX_ORDERS):
         now, start, here = least, least.solution.choices, least.peak_bytes
-        for _ in range(ORDERS):
-            target = 0.5 * (unreached + here)
-            held = hold(task, state, now.lifetimes, target, start, work)
+        for _ in range(MAX_ORDERS):
+            target = 0.5 * (limit_floor + here)
+            held = solve_in_order(task, state, now.lifetimes, target, start, work)
             state = held.state
             if held.infeasible or held.peak_bytes > target:
-                unreached = max(held.bound, target)
+                limit_floor = max(held.bound, target)
             if held.peak_bytes < here:
                 start, here = held.choices, held.peak_bytes
                 state, own = state.count(task, held.choices)
@@ -52,17 +54,17 @@ def lowest_peak(task: Task, state: State) -> Iterator[State]:
                 return
         if least is now:
             return
-        unreached = least.peak_bytes / CLEARLY
+        limit_floor = least.peak_bytes / CLEARLY_ABOVE_RATIO
 
 
-def refusal(task: Task, state: State) -> InfeasibleError:
-    """The error with the lowest peak that was found, and the largest tensors there."""
+def infeasible_error(task: Task, state: State) -> InfeasibleError:
+    """The error with the lowest peak found, and the largest tensors there."""
     least, search, program = state.least or state.leanest, task.search, task.problem.program
     bound = min(state.bound, least.peak_bytes)
     late = task.clock.late and bound <= search.limit_bytes
     choices, makers, lines = least.solution.choices, program.makers, list[str]()
     moment = int(np.argmax(task.profile(least.lifetimes, choices)))
-    for size, value in least.lifetimes.alive(moment, choices):
+    for size, value in least.lifetimes.live_values(moment, choices):
         if value is not None:
             tensor = program.values[value]
             where = tensor.name or (makers[value].source if value in makers else "captured array")

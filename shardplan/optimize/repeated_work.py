@@ -1,14 +1,14 @@
-"""Repeating: where devices would mostly do the same work, what that work reads and writes counts as well.
+"""The price of repeated work, which includes memory traffic where devices would mostly do the same work.
 
-The objective ``"bytes"`` prices work that devices repeat by its operations alone. That is right where products decide
-how long a step takes: what is repeated beside them, an update or a normalization, is a small part of it, and is not
-worth sending anything. It is wrong where memory decides, as in sorting along one dimension after another: the
-operations take no time, so everything is repeated, nothing is sent, and eight devices are as slow as one.
+The objective ``"bytes"`` prices repeated work by its FLOPs alone. That is right for steps bound by products. Their
+repeated work, an update or a normalization, is a small part of the step and not worth a collective. It is wrong for
+steps bound by memory, such as sorts along one dimension after another. Their operations have hardly any FLOPs, so a
+plan would repeat all of them, send nothing, and run as slowly on eight devices as on one.
 
-So the step of a plan is estimated: each kernel takes the time of its operations or of its memory traffic, whichever is
-longer, divided by the devices that share it; each collective that of its bytes and its latency. Where more than half of
-the step would be gone if all devices shared all work, the program is planned once more, with repeated work priced at
-that time. The plan that it gives is taken if its step is estimated shorter.
+So the planner estimates the step of a plan. A kernel takes the longer time of its FLOPs and of its memory traffic,
+divided by the devices that share it. A collective takes the time of its bytes and its latency. If sharing all work
+would save more than half of the step, the program is planned once more, with repeated work priced at that time. The
+second plan is kept if its estimated step is shorter.
 
 >>> import jax, jax.numpy as jnp, shardplan
 >>> def ordered(x):
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shardplan.errors import InfeasibleError
-from shardplan.optimize.solve_once import Found, Search
+from shardplan.optimize.solve_once import FoundSchedule, Search
 from shardplan.optimize.within_memory import search_within
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
@@ -39,7 +39,7 @@ from shardplan.timing.step_time import memory_traffic, sent_seconds, time_prices
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The seconds of a step: those that would be gone if all devices shared all work, and those that would be left."""
+    """The seconds of a step: those that sharing all work would save, and the others."""
 
     repeated: float
     left: float
@@ -49,14 +49,16 @@ class _Step:
         return self.repeated + self.left
 
 
-def search_sharing(problem: Problem, search: Search, rebuild: Callable[..., Problem] | None) -> Found:
-    """The best schedule for the objective "bytes"; ``rebuild`` states the problem anew, with memory traffic.
+def search_with_repeated_work(
+    problem: Problem, search: Search, rebuild: Callable[..., Problem] | None
+) -> FoundSchedule:
+    """The best schedule for the objective "bytes". ``rebuild`` builds the problem again with memory traffic.
 
-    Without it the first search has to do.
+    Without ``rebuild`` the result is that of the first search.
     """
     deadline = time.perf_counter() + search.seconds
     found = search_within(problem, search)
-    traffic = _traffic_that_counts(found.schedule) if rebuild is not None else {}
+    traffic = _significant_traffic(found.schedule) if rebuild is not None else {}
     left = deadline - time.perf_counter()
     if rebuild is None or not traffic or left <= 0:
         return found
@@ -66,16 +68,15 @@ def search_sharing(problem: Problem, search: Search, rebuild: Callable[..., Prob
         return found
     try:
         other = search_within(repriced, replace(search, seconds=left))
-    except InfeasibleError:  # at these prices it has found nothing within the limit, but the first plan is
+    except InfeasibleError:  # nothing found within the limit at these prices: the first plan is kept
         return found
     return min(found, other, key=lambda one: _step(one.schedule, traffic, traffic).seconds)
 
 
-def _traffic_that_counts(schedule: Schedule) -> Mapping[int, int]:
-    """The memory traffic of each operation, in bytes of whole tensors, where a step is mostly repeated work; else
-    nothing.
+def _significant_traffic(schedule: Schedule) -> Mapping[int, int]:
+    """The memory traffic of each operation, in bytes of whole tensors, for a step of mostly repeated work. Else empty.
 
-    What operations read and write each for itself is more than their kernels do, and enough to tell of most programs.
+    The traffic of unfused operations is an upper bound of that of kernels. It decides most programs.
     """
     unfused = {index: choices.memory_bytes for index, choices in schedule.problem.choices.items()}
     step = _step(schedule, unfused, dict.fromkeys(unfused, 0))
@@ -87,11 +88,11 @@ def _traffic_that_counts(schedule: Schedule) -> Mapping[int, int]:
 
 
 def _step(schedule: Schedule, traffic: Mapping[int, int], shared: Mapping[int, int]) -> _Step:
-    """How long a step takes; ``traffic`` is that of what is repeated, ``shared`` that of what is left then."""
+    """The time of a step. ``traffic`` is the memory traffic of repeated work, ``shared`` that of shared work."""
     problem = schedule.problem
     prices, devices = time_prices(problem), problem.space.mesh.device_count
     left = sum(sent_seconds(prices, sent) for sent in schedule.collectives())
-    work, repeated = cache(prices.work), 0.0  # that of repeated layers once
+    work, repeated = cache(prices.work), 0.0  # the work of repeated layers is computed once
     for index, strategy in schedule.assignment.strategies.items():
         operation, choices = problem.program.operations[index], problem.choices.get(index)
         if choices is not None and operation.results and operation.results[0] not in problem.generated:
@@ -103,10 +104,10 @@ def _step(schedule: Schedule, traffic: Mapping[int, int], shared: Mapping[int, i
 
 
 def repeated_work(schedule: Schedule) -> dict[str, float]:
-    """What devices repeat of a step's work: its ``share`` of the time that a device works, its ``flops``, its
-    ``seconds`` by the hardware profile, and ``split``, the most devices that share an operation.
+    """The repeated work of a step: its ``share`` of the time that a device works, its ``flops``, its ``seconds`` by the
+    hardware profile, and ``split``, the most devices that share an operation.
 
-    Memory traffic counts where the plan is priced with it.
+    Memory traffic counts in a plan that is priced with it.
     """
     problem, devices = schedule.problem, schedule.space.mesh.device_count
     work, seconds, flops, repeated, split = cache(time_prices(problem).work), 0.0, 0.0, 0.0, 1.0

@@ -1,4 +1,4 @@
-"""One search of a network, and what it may take."""
+"""One solve of the network, its limits, and the peak memory of the resulting schedule."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from shardplan.search import Network, Solution, solve
 Choices = NDArray[np.int64]
 
 PRECISION = 1e-5
-"""The gap at which a search may stop: within a thousandth of a percent of the optimum is as good as optimal."""
+"""The gap at which a search stops: a thousandth of a percent counts as optimal."""
 
-ENOUGH = 1e-3
-"""The gap that is not worth much more work. Within a memory limit, and in large networks, the last thousandth of a
-percent takes longest: there it has to do."""
+ACCEPTABLE_GAP = 1e-3
+"""The gap that is not worth much more work. A search within a memory limit, or of a large network, stops at it, since
+the last tenth of a percent takes longest there."""
 
-LARGE = 5e7
-"""Table entries of a large network, such as that of many layers on three mesh axes: a smaller gap takes a minute."""
+LARGE_NETWORK_ENTRIES = 5e7
+"""Table entries of a large network, such as that of many layers on three mesh axes. A smaller gap takes a minute
+there."""
 
-CLEARLY = 1.05
-"""A schedule that exceeds the limit by so much, without being held to it, is not worth proving. As far below the limit
-a position counts from the start: what changes elsewhere soon fills it."""
+CLEARLY_ABOVE_RATIO = 1.05
+"""A schedule without a limit that exceeds the limit by this factor is not worth a proof. A position counts from the
+start if it is less than this factor below the limit, since other choices soon fill it."""
 
 
-class OutOfTime(Exception):
-    """The time limit is over: what was found by then is what there is."""
+class TimeLimitReached(Exception):
+    """The time limit is over. The best schedule found by then is the result."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A schedule with the evidence of the search, and the bytes that a device holds at its peak, in its own order."""
+class FoundSchedule:
+    """A schedule with the evidence of the search, and its peak memory in its own order."""
 
     schedule: Schedule
     solution: Solution
@@ -50,10 +51,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How to search: by a method of ``shardplan.search``, for so long, within so many bytes per device.
+    """The limits of a search: a method of ``shardplan.search``, seconds, and bytes per device.
 
     ``donated`` are positions of inputs whose memory the outputs take. ``excess``: per operation, by index, bytes that a
-    compiled program held there above what was counted.
+    compiled program held there above its prediction.
     """
 
     method: str
@@ -63,28 +64,28 @@ class Search:
     excess: Mapping[int, float] = field(default_factory=dict)
 
 
-def find(
+def solve_network(
     problem: Problem,
     network: Network,
     search: Search,
     seconds: float,
     work: float = np.inf,
-    serves: Callable[[Choices], bool] | None = None,
+    is_feasible: Callable[[Choices], bool] | None = None,
 ) -> Solution:
-    """The best choices within so many seconds and so much work, which only what is within a limit is held to.
+    """The best choices within the seconds and the work. The work only bounds a search within a memory limit.
 
-    ``network`` is the problem's, perhaps with further variables behind, which the solution's `known` have too.
+    ``network`` is the problem's, or has further variables after these. The solution's `known` have them too.
     """
     entries = sum(network.tables[table].size for _, _, table in network.edges)
-    precise = network.usage_limit is None and entries <= LARGE
+    precise = network.usage_limit is None and entries <= LARGE_NETWORK_ENTRIES
     solution = solve(
         network,
         method=search.method,
-        gap=PRECISION if precise else ENOUGH,
-        acceptable_gap=ENOUGH,
+        gap=PRECISION if precise else ACCEPTABLE_GAP,
+        acceptable_gap=ACCEPTABLE_GAP,
         time_limit=seconds,
         work_limit=work,
-        is_feasible=serves,
+        is_feasible=is_feasible,
     )
     choices = canonicalize_axis_order(problem, solution.choices[: len(problem.network)])
     solution = replace(solution, choices=choices)

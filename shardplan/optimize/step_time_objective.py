@@ -1,11 +1,11 @@
-"""Balancing: the schedule of the shortest step, where its work or the collectives beside it may take longer.
+"""The objective "time": the schedule of the shortest step, a maximum that a sequence of weighted sums bounds.
 
-A step takes the collectives that it waits for, and the longer one of its work and of the collectives that can hide
-(`shardplan.timing.step_time`). A maximum is no sum of tables; but for every share s between 0 and 1 it is at least (1 -
-s) times the work and s times those collectives, which is one. So the best schedule at any share is a candidate, and its
-bound one of the step's time. At a share of almost nothing the two agree wherever there is more work than there is to
-hide behind it: one search is all that most programs need. Elsewhere the shares at which two schedules are as good are
-tried, one after another."""
+The time of a step is the waiting for collectives, plus the maximum of the work and of the collectives that can hide
+(`shardplan.timing.step_time`). A maximum is not a sum of tables. For every share s between 0 and 1, it is at least the
+sum of (1 - s) times the work and s times these collectives. So the best schedule at any share is a candidate, and its
+bound is a bound of the step's time. At a share near 0 both agree for a step with more work than collectives that can
+hide. Most programs need only this search. For the others, the next share is the one at which the best two schedules
+cost the same."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shardplan.optimize.solve_once import Found, Search
+from shardplan.optimize.solve_once import FoundSchedule, Search
 from shardplan.optimize.within_memory import search_within
 from shardplan.problem.cost_network import Problem
 from shardplan.timing.step_time import StepTime, step_time
 
 LEAST_SHARE = 1e-6
-"""So little of its time does a hidden collective cost that of equal steps the one which sends less is best."""
+"""The share of its time that a hidden collective costs. Of equally long steps, it prefers the one that sends less."""
 
-_MOST_SHARES = 4
-_NEAR = 1e-3
+_MAX_SHARES = 4
+_ACCEPTED_GAP = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
-    """What a search at one share found; ``value`` and ``bound`` are of the step's time."""
+class _Attempt:
+    """The result of a search at one share. ``value`` is the step's time."""
 
     share: float
-    found: Found
+    found: FoundSchedule
     step: StepTime
 
     @property
@@ -42,22 +42,22 @@ class _Tried:
         return self.found.solution.cost + max((1 - self.share) * self.excess, -self.share * self.excess)
 
     def at(self, share: float) -> float:
-        """What the schedule costs at another share."""
+        """The cost of the schedule at another share."""
         return self.found.solution.cost + (share - self.share) * self.excess
 
 
-def search_balanced(problem: Problem, search: Search, rebuild: Callable[[float], Problem] | None) -> Found:
+def search_shortest_step(problem: Problem, search: Search, rebuild: Callable[[float], Problem] | None) -> FoundSchedule:
     """The best schedule for the objective "time", its cost and bound those of the step's time.
 
-    ``problem`` is priced at the least share; ``rebuild`` prices it at another one.
-    Without it the first search has to do.
+    ``problem`` is priced at the least share. ``rebuild`` prices it at another one.
+    Without ``rebuild`` the result is that of the first search.
     """
     deadline = time.perf_counter() + search.seconds
     tried = [_try(problem, search)]
-    while rebuild is not None and tried[0].excess > 0 and len(tried) <= _MOST_SHARES:
+    while rebuild is not None and tried[0].excess > 0 and len(tried) <= _MAX_SHARES:
         best, bound = min(one.value for one in tried), max(one.found.solution.lower_bound for one in tried)
         share, left = _next_share(tried), deadline - time.perf_counter()
-        if best - bound <= _NEAR * best or share is None or left <= 0:
+        if best - bound <= _ACCEPTED_GAP * best or share is None or left <= 0:
             break
         repriced = rebuild(share)
         left = deadline - time.perf_counter()
@@ -70,15 +70,16 @@ def search_balanced(problem: Problem, search: Search, rebuild: Callable[[float],
     return replace(chosen.found, solution=solution)
 
 
-def _try(problem: Problem, search: Search) -> _Tried:
+def _try(problem: Problem, search: Search) -> _Attempt:
     share = problem.prices.share
     assert share is not None
     found = search_within(problem, search)
-    return _Tried(share, found, step_time(found.schedule))
+    return _Attempt(share, found, step_time(found.schedule))
 
 
-def _next_share(tried: list[_Tried]) -> float | None:
-    """Where the best schedules with more to hide than work, and with less, cost the same; None where it was tried."""
+def _next_share(tried: list[_Attempt]) -> float | None:
+    """The share at which the best schedule with more to hide than work costs the same as the best one with less. None
+    where it was tried."""
     more = max((one for one in tried if one.excess > 0), key=lambda one: one.share)
     less = min((one for one in tried if one.excess <= 0), key=lambda one: one.share, default=None)
     if less is None:

@@ -30,8 +30,9 @@ from shardplan.options import Options
 from shardplan.plans.pipeline import donated_leaves, donated_places, memory_limit_of
 from shardplan.plans.plan_data import PlanData
 
-NEAR_LIMIT = 0.85
-"""A plan with a lower share of its limit is not compiled: predicted peaks are hardly ever so far off."""
+NEAR_LIMIT = 0.65
+"""A plan with a lower share of its limit is not compiled: no predicted peak of a recorded step is so far below the
+compiled one (`tests/fidelity`; the lowest are 0.67 to 0.7)."""
 
 MOST_ROUNDS = 3
 """Searches after the first. Each is cut off from what was compiled before; a fourth hardly ever finds more."""

@@ -19,10 +19,11 @@ from shardplan.errors import InfeasibleError, PlanMismatchError
 from shardplan.hardware import load
 from shardplan.layout.layout import LayoutSpace, MeshAxes, to_spec
 from shardplan.layout.mesh import mesh_axes
-from shardplan.layout.prices import Prices
-from shardplan.optimize.repeated_work import repeated_work, search_sharing
+from shardplan.layout.objectives import OBJECTIVES
+from shardplan.optimize.repeated_work import repeated_work
+from shardplan.optimize.searches import SEARCHES
 from shardplan.optimize.solve_once import Search
-from shardplan.optimize.step_time_objective import LEAST_SHARE, search_balanced
+from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.options import Options, as_positions
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.problem.cost_network import Problem
@@ -53,13 +54,13 @@ def build_problem(
     (`shardplan.optimize.repeated_work`)."""
     axes = mesh_axes(mesh)
     program = program.on(axes.device_count)
-    timed = options.objective == "time"
+    objective = OBJECTIVES[options.objective]
     hardware = load(options.hardware or DEFAULT_HARDWARE)
-    prices = Prices(options.objective, hardware, axes, share if timed else None)
+    prices = objective(hardware, axes, share if objective.counts_time else None)
     space = _layout_space(program, axes, options.pins)
     hard = hard_layouts(program, space, options.pins).layouts
     problem = Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
-    problem.traffic = timing_of(problem).memory_bytes if timed else traffic or {}
+    problem.traffic = timing_of(problem).memory_bytes if objective.counts_time else traffic or {}
     return problem
 
 
@@ -106,8 +107,7 @@ def plan_problem(
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)
     search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
-    timed = options.objective == "time"
-    found = (search_balanced if timed else search_sharing)(problem, search, rebuild)
+    found = SEARCHES[options.objective](problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
     schedule.problem.network.derived.clear()  # which a search needs, and the plan would hold
     solved = time.perf_counter()

@@ -18,7 +18,7 @@ import numpy as np
 from shardplan import _jax
 from shardplan.layout.collectives import Step
 from shardplan.layout.layout import Domain, Layout, LayoutSpace, satisfies
-from shardplan.layout.prices import Prices, Timing
+from shardplan.layout.objectives import Prices, Timing
 from shardplan.layout.shortest_paths import Priced
 from shardplan.layout.transitions import Partial, Transitions, times_trips
 from shardplan.memoize import memoize
@@ -72,7 +72,7 @@ class Problem:
         self.space = space
         self.prices = prices
         self.transitions = Transitions(space, prices)
-        self._overlapped = Transitions(space, replace(prices, beside=True))
+        self._overlapped = Transitions(space, replace(prices, hidden=True))
         self._through_device = Transitions(space, replace(prices, through_device=True))
         self.memo: dict[Any, Any] = {}  # memoised results, see `shardplan.memoize`
         self.choices: dict[int, Choices] = {}

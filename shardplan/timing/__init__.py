@@ -1,1 +1,1 @@
-"""How long a step takes: the overlap of collectives with work, and a simulator of devices."""
+"""The model of step time: the overlap of collectives with work, and a simulator of devices."""

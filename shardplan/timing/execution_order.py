@@ -1,10 +1,10 @@
-"""The order in which a device runs the operations, as far as memory is concerned.
+"""The execution order of a program's operations, as XLA's memory schedulers choose it.
 
-XLA does not always keep the order of the program. It schedules in several ways and keeps the one with the lowest peak.
-One of them works from the results backwards, and runs an operation late: shortly before the first one that reads it. A
-weight's gradient, which nothing but its update reads, so keeps an activation in memory that the order of the program
-would have freed. Results that one kernel computes from the same values, such as a parameter and its moments, come
-together: the gradient is gone before the next one is made.
+XLA does not always keep the order of the program. It has several schedulers and keeps the schedule with the lowest
+peak. One of them works backwards from the results, and runs an operation shortly before its first reader. The gradient
+of a weight, which only its update reads, is then computed late, and an activation stays in memory until then. Results
+that one kernel computes from the same values, such as a parameter and its moments, are adjacent. Their gradient is
+freed before the next one is computed.
 
 >>> import jax
 >>> from shardplan.program.tracing import trace_program
@@ -26,17 +26,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from shardplan.memoize import memoize
 from shardplan.program.program import Operation, Program
 
-_MOST_LEADING = 32
-"""What a kernel can wait for, about: chains that grow further (a residual stream) are cut."""
+_MAX_PREDECESSORS = 32
+"""About the most operations that a kernel waits for. Longer chains, such as a residual stream, are cut."""
 
 
 def execution_order(program: Program, fused: Collection[int] = frozenset()) -> list[int]:
-    """The indices of all operations in the order in which they run; a loop's body stands before the loop.
+    """The indices of all operations in the order in which they run. A loop's body comes before the loop.
 
-    ``fused`` are the operations that become part of the kernels which read them.
+    ``fused`` are the operations that are fused into their readers.
     """
     makers = program.makers
-    leading = _leading(program, makers, frozenset(fused))
+    leading = _predecessors(program, makers, frozenset(fused))
     order: list[int] = []
     _append_region(program, 0, makers, leading, order)
     return order
@@ -45,10 +45,10 @@ def execution_order(program: Program, fused: Collection[int] = frozenset()) -> l
 def operands_first(
     program: Program, index: int, done: set[int], before: Mapping[int, Sequence[int]] | None = None
 ) -> Iterator[Operation]:
-    """An operation behind those of its region that it is computed from, without what is done; adds them to ``done``.
+    """An operation after its operands' operations in the same region, without those in ``done``. Adds them to ``done``.
 
-    ``before`` are operations that some wait for, by index, instead of those that they are computed from; an index
-    behind all operations stands for what it waits for. Where these wait for each other, one does not."""
+    ``before`` has, by index, the predecessors of some operations in the place of their operands. An index above those
+    of all operations stands for its own predecessors. A cycle among these is cut at one operation."""
     operations, own, stack, opened = program.operations, operands_made(program), [index], set[int]()
     while stack:
         here = stack[-1]
@@ -66,21 +66,22 @@ def operands_first(
 
 @memoize
 def operands_made(program: Program) -> list[tuple[int, ...]]:
-    """Per operation, those of its region that it is computed from, by index, in the order of its operands."""
+    """Per operation, the operations of its region that make its operands, by index, in the order of the operands."""
     makers = program.makers
     found = []
-    for operation, values in zip(program.operations, read_in_order(program), strict=True):
+    for operation, values in zip(program.operations, operands_in_order(program), strict=True):
         read = (makers.get(value) for value in values)
         found.append(tuple([m.index for m in read if m is not None and m.region == operation.region]))
     return found
 
 
 @memoize
-def read_in_order(program: Program) -> list[tuple[int, ...]]:
-    """Per operation, the values that it reads, in the order in which XLA's kernel has them: of numbers that one kernel
-    computes from others, those that are computed in it come last, as what it reads for these is put behind the rest.
-    The squares of all gradients, added up one by one, are so looked at from the last one on."""
-    counted: set[int] = set()  # single numbers that are computed from such
+def operands_in_order(program: Program) -> list[tuple[int, ...]]:
+    """Per operation, the values that it reads, in the order of the parameters of XLA's kernel.
+
+    Of numbers that one kernel computes from others, those computed inside it come last. The sum of all gradients'
+    squares is therefore visited from the last gradient on."""
+    counted: set[int] = set()  # single numbers computed from single numbers
     found = []
     for operation in program.operations:
         read = [operand for operand in operation.operands if isinstance(operand, int)]
@@ -92,22 +93,24 @@ def read_in_order(program: Program) -> list[tuple[int, ...]]:
     return found
 
 
-def _leading(program: Program, makers: Mapping[int, Operation], fused: frozenset[int]) -> dict[int, frozenset[int]]:
-    """Per value, the operations outside of its kernel that the kernel waits for."""
+def _predecessors(
+    program: Program, makers: Mapping[int, Operation], fused: frozenset[int]
+) -> dict[int, frozenset[int]]:
+    """Per value, the operations outside of its kernel that make the kernel's operands."""
     leading: dict[int, frozenset[int]] = {}
     for operation in program.operations:
         found = frozenset[int]()
         read = [o for o in operation.operands if isinstance(o, int) and o in makers]
         if operation.index in fused:
             found = found.union(*(leading.get(o, frozenset()) for o in read))
-        if operation.index not in fused or len(found) > _MOST_LEADING:
+        if operation.index not in fused or len(found) > _MAX_PREDECESSORS:
             found = frozenset({operation.index})
         leading |= dict.fromkeys(operation.results, found)
     return leading
 
 
-def _together(outputs: Iterable[object], leading: dict[int, frozenset[int]]) -> list[int]:
-    """Outputs, those that wait for the same operations one after another."""
+def _grouped_by_waits(outputs: Iterable[object], leading: dict[int, frozenset[int]]) -> list[int]:
+    """Outputs, grouped by the operations that they wait for."""
     groups: dict[frozenset[int], list[int]] = {}
     for output in outputs:
         if isinstance(output, int):
@@ -122,11 +125,11 @@ def _append_region(
     leading: dict[int, frozenset[int]],
     order: list[int],
 ) -> None:
-    """Appends a region's operations, each after those that make its operands, and none before it is needed."""
-    here, read = program.regions[region], read_in_order(program)
+    """Appends a region's operations, each after its operands and as late as possible."""
+    here, read = program.regions[region], operands_in_order(program)
     done: set[int] = set()
     others = [o for index in here.operations for o in program.operations[index].results]
-    for wanted in (*_together(here.outputs, leading), *others):
+    for wanted in (*_grouped_by_waits(here.outputs, leading), *others):
         stack = [wanted]
         while stack:
             maker = makers.get(stack[-1])

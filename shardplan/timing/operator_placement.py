@@ -1,8 +1,8 @@
-"""Placing: a program with every operation whole on one device, simulated. `shardplan.compare` puts it beside plans.
+"""Operator placement: a simulated program whose operations each run whole on one device, as a rival of plans.
 
-The operations of the step itself are placed, loops whole; `shardplan.search.rivals.operator_placement` says where. An
-array of the state lies with what reads it and with its update. Operations take what the objective "time" says, at once
-on one device; tensors pass between devices of one host, or over the network where there are more than a host has.
+The methods of `shardplan.search.rivals.operator_placement` place the operations of the step, and loops as a whole. An
+array of the state is on the device of its readers and of its update. Operations take the time of the objective "time"
+on one device. Tensors pass between devices of one host, or over the network for more devices than a host has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardplan.timing.task import Task
 
 PREFIX = "placement:"
 PLACEMENT_METHODS = tuple(f"{PREFIX}{name}" for name in PLACEMENTS)
-"""As `compare` names them."""
+"""The placement methods, by the names that `compare` takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def simulate_placement(
     nodes = _nodes(problem, hardware)
     devices = place(work_graph(program, nodes, link), mesh.device_count, method.removeprefix(PREFIX)).tolist()
     replaced = {o for number, o in enumerate(program.outputs) if number in program.ties}
-    # A new state is written over the old one, which lies there all the time.
+    # A new state is written over the old one, which is live during the whole step.
     sizes = {v.index: 0.0 if v.index in replaced else float(v.total_bytes) for v in program.values}
     kept = frozenset({*_state(program), *(o for o in program.outputs if isinstance(o, int))})
     tasks = [
@@ -89,7 +89,7 @@ def _nodes(problem: Problem, hardware: HardwareProfile | str | Path | None) -> l
     left_out = regions_left_out(program, seconds)
     inside = [0.0] * len(program.regions)
     nodes = [_Node(None, (value,), (), 0.0) for value in (*program.inputs, *program.captured)]
-    for operation in program.operations:  # the bodies of a loop stand before it
+    for operation in program.operations:  # the bodies of a loop come before it
         spent = seconds[operation.index] + sum(inside[body] for body in operation.bodies if body not in left_out)
         inside[operation.region] += spent
         if operation.region == 0:
@@ -101,9 +101,9 @@ def _nodes(problem: Problem, hardware: HardwareProfile | str | Path | None) -> l
 def _layers(program: Program, nodes: list[_Node]) -> list[int]:
     """The number of each node's layer.
 
-    A layer is the parameters of one name below what all their paths share, numbered as they are first read; what reads
-    them belongs to it, and what nothing but their update depends on. Between these, a layer goes on forwards up to the
-    next one; backwards, an operation belongs to the layer whose activations it reads.
+    A layer is the parameters of one name below the common prefix of all paths, numbered in the order of their first
+    reader. Their readers belong to it, and the operations that only their update depends on. Forwards, the operations
+    up to the next layer belong to it too. Backwards, an operation belongs to the layer whose activations it reads.
     """
     makers = {value: number for number, node in enumerate(nodes) for value in node.makes}
     layer = _read_layers(program, nodes)
@@ -116,7 +116,7 @@ def _layers(program: Program, nodes: list[_Node]) -> list[int]:
         if known < 0 and before:
             known = max(before) if number in forward else min(before)
         found.append(known)
-    for number in range(len(nodes) - 1, -1, -1):  # what nothing of a layer leads to stays with its reader
+    for number in range(len(nodes) - 1, -1, -1):  # without an operand in a layer: the layer of its reader
         for value in nodes[number].reads:
             if found[makers[value]] < 0:
                 found[makers[value]] = found[number]
@@ -124,7 +124,7 @@ def _layers(program: Program, nodes: list[_Node]) -> list[int]:
 
 
 def _read_layers(program: Program, nodes: list[_Node]) -> list[int]:
-    """Per node, the layer of the largest parameter that it is or reads, -1 for none."""
+    """Per node, the layer of the largest parameter that it is or reads. -1 for none."""
     parameters = [value for value in program.inputs if value in parameters_of(program)]
     paths = {value: (program.values[value].name or "").split("/") for value in parameters}
     shared = 0
@@ -143,7 +143,7 @@ def _read_layers(program: Program, nodes: list[_Node]) -> list[int]:
 
 
 def _updates_of(program: Program, nodes: list[_Node], layer: list[int], makers: dict[int, int]) -> list[int]:
-    """Per node, the only layer whose update depends on it; -1 where anything else does, too."""
+    """Per node, the only layer whose update depends on it. -1 where anything else depends on it too."""
     nothing, several = -1, -2
     state = {o for number, o in enumerate(program.outputs) if number in program.ties}
     others = {o for n, o in enumerate(program.outputs) if n not in program.ties and isinstance(o, int)}
@@ -156,7 +156,7 @@ def _updates_of(program: Program, nodes: list[_Node], layer: list[int], makers: 
             owner[number] = layer[number]
         for value in node.reads:
             maker = makers[value]
-            # What else reads a parameter (forwards, or for the gradients of what is before) is no update.
+            # Other readers of a parameter, forwards or for the gradients of earlier layers, are no update.
             given = owner[number] if layer[number] < 0 or state & {*node.makes} else several
             owner[maker] = given if owner[maker] in (nothing, given) else several
     return [max(number, -1) for number in owner]

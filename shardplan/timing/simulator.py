@@ -1,8 +1,9 @@
-"""Simulating: how long a step takes on devices that send tensors to each other, event by event.
+"""A discrete-event simulator of devices that compute tasks and send tensors to each other.
 
-Each worker computes its tasks one after another, in their order where several are ready, and a task starts when all
-that it reads has arrived. What a task of another worker reads is sent over: a transfer takes the sender's way out and
-the receiver's way in, its latency and its bytes over the bandwidth, while both go on computing.
+Each worker computes its tasks one after another, in their order where several are ready. A task starts when all of its
+tensors have arrived. A tensor that a task of another worker reads is sent there. The transfer occupies the sender's
+outgoing link and the receiver's incoming link for its latency, and for its bytes over the bandwidth. Both workers go on
+computing.
 
 >>> tasks = [Task("a", 0, 2.0, makes=(0,)), Task("b", 0, 1.0, makes=(1,)), Task("c", 1, 3.0, reads=(0,), makes=(2,))]
 >>> result = simulate_tasks(tasks, sizes={0: 4e9, 1: 1e9, 2: 1e9}, link=Link(4e9, 0.5))
@@ -12,7 +13,7 @@ the receiver's way in, its latency and its bytes over the bandwidth, while both 
 ((3.0, 3.0), (4000000000.0, 0.0))
 
 A worker may stand for many devices that do the same at the same time: `simulate(plan)` has one. Its collectives are
-tasks that take its way out alone, so that they run beside other work.
+tasks that occupy only its outgoing link, so that they overlap with other work.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from shardplan.timing.timeline import timeline_html, write_chrome_trace
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of it; times in seconds. It prints as a table, and draws its timeline in a notebook.
+    """The result of a simulation, with times in seconds. It prints as a table, and draws a timeline in a notebook.
 
     Attributes:
         seconds: from the start of the first task to the end of the last one.
-        busy_seconds, sent_bytes, peak_bytes: per worker, the time that it computes, what it sends, and the most that it
-            holds at a time.
-        events: everything that took time, by its start.
+        busy_seconds, sent_bytes, peak_bytes: per worker, its computing time, the bytes that it sends, and the most
+            bytes that it holds at a time.
+        events: all tasks and transfers that took time, by their start.
     """
 
     seconds: float
@@ -97,7 +98,7 @@ Resource = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class _Activity:
-    """A task or a transfer with what it occupies; `tensor` and `receiver` are those of a transfer."""
+    """A task or a transfer, and the resources that it occupies. `tensor` and `receiver` are those of a transfer."""
 
     event: Event
     seconds: float
@@ -107,7 +108,7 @@ class _Activity:
 
 
 class _Simulator:
-    """The state of a simulation: what waits for which resource, and which tensors are where."""
+    """The state of a simulation: the queue of each resource, and the tensors of each worker."""
 
     def __init__(
         self, tasks: Sequence[Task], sizes: Mapping[int, float], link: Link, kept: frozenset[int], overlap: bool
@@ -171,19 +172,19 @@ class _Simulator:
         task = self.tasks[number]
         collective = task.sent_bytes is not None
         event = Event("collective" if collective else "compute", task.name, task.worker, 0.0, 0.0, task.sent_bytes or 0)
-        resource = self._way("out", task.worker) if collective else ("compute", task.worker)
+        resource = self._link_of("out", task.worker) if collective else ("compute", task.worker)
         self._enqueue(_Activity(event, task.seconds, (resource,), number), number)
 
-    def _way(self, direction: str, worker: int) -> Resource:
+    def _link_of(self, direction: str, worker: int) -> Resource:
         return (direction if self.overlap else "compute", worker)
 
     def _send(self, tensor: int, sender: int, receiver: int) -> None:
         size = self.sizes.get(tensor, 0.0)
         maker = self.tasks[self.makers[tensor]].name
         event = Event("transfer", maker, sender, 0.0, 0.0, size, receiver)
-        ways = self._way("out", sender), self._way("in", receiver)
+        ways = self._link_of("out", sender), self._link_of("in", receiver)
         seconds = self.link.latency_seconds + size / self.link.bytes_per_second
-        # What the earliest task waits for goes first.
+        # The tensor of the earliest waiting task goes first.
         self._enqueue(_Activity(event, seconds, ways, None, tensor), self.readers[tensor, receiver][0])
 
     def _enqueue(self, activity: _Activity, priority: int) -> None:
@@ -192,13 +193,13 @@ class _Simulator:
         self.ready[activity.resources[0]] = None
 
     def _start_ready(self) -> None:
-        """Starts what can start now; what became ready at the same time goes by its priority."""
+        """Starts activities that can start now. Those that became ready at the same time go by priority."""
         resources, self.ready = self.ready, {}
         for resource in resources:
-            self._start_waiting(resource)
+            self._start_queue(resource)
 
-    def _start_waiting(self, resource: Resource) -> None:
-        """Starts what waits for a free resource; what needs another one besides, which is taken, waits there."""
+    def _start_queue(self, resource: Resource) -> None:
+        """Starts the queue of a free resource. An activity that also needs an occupied one moves to its queue."""
         queue = self.waiting.get(resource, [])
         while queue and resource not in self.taken:
             priority, count, activity = heappop(queue)
@@ -245,7 +246,7 @@ class _Simulator:
                 self._enqueue_task(number)
 
     def _hold(self, tensor: int, worker: int) -> None:
-        """A tensor takes memory; it stays for its readers here and, where it was made, for those elsewhere."""
+        """A tensor takes memory. It stays for its readers here, and on the worker that made it, for all readers."""
         uses = len(self.readers.get((tensor, worker), ()))
         if tensor not in self.makers or self.tasks[self.makers[tensor]].worker == worker:
             uses += len(self.receivers.get(tensor, ())) + (tensor in self.kept)

@@ -1,17 +1,17 @@
-"""Overlap: which collectives XLA can move beside work, and how long a step takes then.
+"""The model of step time: the collectives that can overlap with work, and the time of the step with them.
 
-XLA:GPU makes every collective asynchronous, and its scheduler puts between the start and the end of one what neither
-leads to it nor waits for it, one collective at a time (docs/xla.md). So a collective *can hide* where enough work is
-independent of the tensor that it moves: a weight is gathered while the layers before it compute, a gradient reduced
-while those before it are differentiated. An activation of the forward pass has nothing beside it: the step waits.
+XLA:GPU makes every collective asynchronous. Its latency-hiding scheduler fills the gap between start and end of one
+collective at a time with independent work (docs/xla.md). So a collective *can hide* where enough work is independent of
+the tensor that it moves. A weight is gathered while the layers before it compute, and a gradient is reduced while the
+layers before it are differentiated. No work is independent of an activation in the forward pass: the step waits for it.
 
-What can hide shares the work that there is, and takes something from it: what is sent is read from the memory that the
-work reads, and what arrives is written there. So a step takes the collectives that it waits for, and the longer one of
-the work with what is taken from it and of the collectives that can hide:
+All collectives that can hide share the same work, and slow it down, since they read and write the same memory. The time
+of a step is the waiting for the other collectives, plus a maximum. Its first argument is the work, with the time that
+collectives take from it. Its second one is the collectives that can hide:
 
->>> StepTime(work=10e-3, waiting=1e-3, beside=4e-3, taken=1e-3).seconds
+>>> StepTime(work=10e-3, waiting=1e-3, overlappable=4e-3, taken=1e-3).seconds
 0.012
->>> StepTime(work=10e-3, waiting=1e-3, beside=15e-3, taken=1e-3).seconds
+>>> StepTime(work=10e-3, waiting=1e-3, overlappable=15e-3, taken=1e-3).seconds
 0.016
 """
 
@@ -23,7 +23,8 @@ from pathlib import Path
 
 from shardplan.hardware import HardwareProfile, load
 from shardplan.layout.collectives import CollectiveKind
-from shardplan.layout.prices import Prices, Timing
+from shardplan.layout.objectives import Prices, Timing
+from shardplan.layout.objectives.step_seconds import StepSeconds
 from shardplan.memory import whole_kernels
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule, Sent
@@ -40,43 +41,43 @@ _READS_A_PART = frozenset({"slice", "dynamic_slice", "gather"})
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Where the time of a step goes by the planner's model, in seconds on each device.
+    """The parts of a step's time by the planner's model, in seconds on each device.
 
     Attributes:
         work: of the operations.
-        waiting: of the collectives that nothing can run beside.
-        beside: of those that work can run beside.
+        waiting: of the collectives that cannot overlap with work.
+        overlappable: of those that can.
         taken: by which these make the work longer.
     """
 
     work: float
     waiting: float
-    beside: float
+    overlappable: float
     taken: float
 
     @property
     def excess(self) -> float:
-        """By how much the collectives that can hide take longer than the work beside them."""
-        return self.beside - self.work - self.taken
+        """The time by which the collectives that can hide exceed the work that they overlap with."""
+        return self.overlappable - self.work - self.taken
 
     @property
     def seconds(self) -> float:
         """Of the step."""
-        return self.waiting + max(self.work + self.taken, self.beside)
+        return self.waiting + max(self.work + self.taken, self.overlappable)
 
     @property
     def exposed(self) -> float:
-        """By how much collectives make the step longer than its work."""
+        """The time by which the step exceeds its work: that of collectives it waits for."""
         return self.seconds - self.work
 
     @property
     def hidden(self) -> float:
-        """Of collectives, by which they do not."""
-        return self.waiting + self.beside - self.exposed
+        """The time of collectives that work hides."""
+        return self.waiting + self.overlappable - self.exposed
 
 
 def step_time(schedule: Schedule) -> StepTime:
-    """The seconds of a schedule: its operations, and its collectives by whether they can hide."""
+    """The seconds of a schedule: its operations, its collectives that can hide, and the others."""
     problem, strategies = schedule.problem, schedule.assignment.strategies
     prices, hidden = time_prices(problem), timing_of(problem).hidden
     seconds = {
@@ -86,24 +87,24 @@ def step_time(schedule: Schedule) -> StepTime:
     }
     left_out = regions_left_out(problem.program, seconds)
     work = sum(s for index, s in seconds.items() if problem.program.operations[index].region not in left_out)
-    waiting = beside = taken = 0.0
+    waiting = overlappable = taken = 0.0
     for sent in schedule.collectives():
         if sent.tensor.index in hidden:
-            beside += sent_seconds(prices, sent)
+            overlappable += sent_seconds(prices, sent)
             taken += sent.times * sent.bytes * prices.memory_seconds_per_byte
         else:
             waiting += sent_seconds(prices, sent)
-    return StepTime(work, waiting, beside, taken)
+    return StepTime(work, waiting, overlappable, taken)
 
 
 def time_prices(problem: Problem, hardware: HardwareProfile | str | Path | None = None) -> Prices:
     """The prices in seconds on a problem's mesh, by default of the hardware that it is planned for."""
-    return Prices("time", problem.prices.hardware if hardware is None else load(hardware), problem.space.mesh)
+    return StepSeconds(problem.prices.hardware if hardware is None else load(hardware), problem.space.mesh)
 
 
 def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree: float = 1) -> float:
-    """The seconds of an operation by one of ``degree`` devices that share it, in all its turns; a loop has none of its
-    own."""
+    """The seconds of an operation on one of ``degree`` devices that share it, in all iterations of its loops. A loop
+    has none of its own."""
     choices = problem.choices.get(operation.index)
     if choices is None or (operation.results and operation.results[0] in problem.generated):
         return 0.0
@@ -112,19 +113,20 @@ def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree:
 
 
 def regions_left_out(program: Program, seconds: Mapping[int, float]) -> set[int]:
-    """The branches, with all inside, of which others take longer. ``seconds`` are those of each operation, by index."""
+    """The branches, and regions inside them, that are not the longest of their conditional. ``seconds`` are those of
+    each operation, by index."""
     regions = program.regions
     return program.regions_left_out({r.index: sum(seconds.get(o, 0.0) for o in r.operations) for r in regions})
 
 
 def sent_seconds(prices: Prices, sent: Sent) -> float:
-    """The seconds of a collective per step, all its turns."""
+    """The seconds of a collective per step, in all iterations of its loops."""
     axes = tuple(sent.step.axes)
     return sent.times * (sent.bytes * prices.per_byte(axes) + prices.per_collective(sent.step.kind, axes))
 
 
 def timing_of(problem: Problem) -> Timing:
-    """What the time of a problem's plans depends on, worked out once."""
+    """The figures that the step time of a problem's plans depends on. They are computed once."""
     if problem.timing is None:
         memory_bytes = memory_traffic(problem)
         problem.timing = Timing(memory_bytes, _values_that_hide(problem, memory_bytes))
@@ -135,10 +137,9 @@ def timing_of(problem: Problem) -> Timing:
 
 
 def memory_traffic(problem: Problem) -> dict[int, int]:
-    """Per operation, the bytes that the kernel around it reads and writes, of whole tensors.
+    """Per operation, the bytes of whole tensors that its kernel reads and writes.
 
-    An operation that becomes part of the kernels which read it moves nothing itself: these read what it is computed
-    from.
+    An operation that is fused into its readers moves nothing itself: these read its operands.
     """
     program = problem.program
     kernels = whole_kernels(problem)
@@ -160,7 +161,7 @@ def memory_traffic(problem: Problem) -> dict[int, int]:
 def _reads_of(
     problem: Problem, operation: Operation, held: Collection[int], read: Mapping[int, dict[int, int]]
 ) -> dict[int, int]:
-    """The tensors in memory that an operation is computed from, with the bytes that are read of each."""
+    """The materialised tensors that an operation is computed from, with the bytes that it reads of each."""
     values = problem.program.values
     found: dict[int, int] = {}
     for operand in operation.operands:
@@ -179,9 +180,9 @@ def _reads_of(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """When a value is ready, and when its first reader starts, in seconds of work since its region began.
+    """The gap between a value and its first reader, in seconds of work since its region began.
 
-    ``ends`` tells that only what the region ends with needs it.
+    ``ends`` tells that only the end of the region needs it.
     """
 
     ready: float
@@ -190,9 +191,9 @@ class _Window:
 
 
 def _values_that_hide(problem: Problem, memory_bytes: Mapping[int, int]) -> frozenset[int]:
-    """The values whose collectives can hide: the work meanwhile takes as long as the dearest way to send them.
+    """The values whose collectives can hide: the work in the gap takes as long as the dearest collective of the value.
 
-    Work counts as if it was split over all devices, sending as an all-reduce of the whole over the slowest mesh axis.
+    The work counts as split over all devices. The collective is an all-reduce of the whole over the slowest mesh axis.
     """
     program, mesh, prices = problem.program, problem.space.mesh, time_prices(problem)
     axes = mesh.splitting
@@ -216,9 +217,10 @@ def _values_that_hide(problem: Problem, memory_bytes: Mapping[int, int]) -> froz
 
 
 def _windows(region: Region, operations: Sequence[Operation], seconds: Mapping[int, float]) -> dict[int, _Window]:
-    """Of a region's values; ``operations`` are in the order in which they run.
+    """The windows of a region's values. ``operations`` are in their execution order.
 
-    What is no product runs when its results are needed. XLA sends nothing beside a loop but what the loop sends.
+    Operations other than products run when their results are needed. No collective overlaps with a loop, except those
+    of its body.
     """
     clock, starts = 0.0, {}
     ready: dict[int, float] = dict.fromkeys(region.inputs, 0.0)
@@ -246,8 +248,8 @@ def _is_place(operation: Operation) -> bool:
 def _sent_last(problem: Problem, windows: Mapping[int, _Window]) -> set[int]:
     """The values that are sent when no work is left: XLA merges the last reductions, up to a size.
 
-    Which of the gradients are reduced last is XLA's choice; the largest are taken to be. What is computed from one (a
-    moment, the new weight) is where it is.
+    XLA chooses the gradients that are reduced last. The model assumes the largest ones. Values computed from one, such
+    as a moment or the new weight, are sent with it.
     """
     values = problem.program.values
     groups: dict[float, list[int]] = {}

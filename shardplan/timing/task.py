@@ -1,4 +1,4 @@
-"""What simulated workers do: tasks, and the events that come of them."""
+"""Tasks of simulated workers, and the events of a simulation."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one worker does in one go.
+    """A unit of work on one worker, which nothing interrupts.
 
     Attributes:
         name: for the timeline.
         worker: its number.
-        seconds: how long it takes.
-        reads, makes: tensors by number; one that no task makes is wherever it is read, from the start.
-        sent_bytes: of a collective, which takes the worker's way out and leaves it free to compute; None for work.
+        seconds: its duration.
+        reads, makes: tensors by number. A tensor that no task makes is on all of its readers from the start.
+        sent_bytes: of a collective, which occupies the worker's outgoing link and leaves it free to compute. None for
+            work.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a worker did: ``kind`` is "compute", "collective" or "transfer" (to the worker ``receiver``)."""
+    """An interval of a worker: ``kind`` is "compute", "collective" or "transfer" (to the worker ``receiver``)."""
 
     kind: str
     name: str

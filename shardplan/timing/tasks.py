@@ -1,7 +1,7 @@
-"""Tasks: what a plan's devices do, for the simulator.
+"""The tasks of a plan's devices, for the simulator.
 
-One worker stands for all devices of a plan. Every operation is a task, as long as the objective "time" says; so is
-every collective. A task reads what the schedule brings to it: the value itself, or what a collective made of it.
+One worker stands for all devices of a plan. Every operation and every collective is a task, with the duration of the
+objective "time". A task reads the value itself, or a resharded copy that a collective of the schedule made of it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from shardplan.timing.task import Task
 
 
 def tasks_of(schedule: Schedule, hardware: HardwareProfile | str | Path | None = None) -> list[Task]:
-    """The tasks of the devices of a plan in the order of the program; a loop's body once, as long as all its turns."""
+    """The tasks of the devices of a plan in the order of the program. A loop's body counts once, with the duration of
+    all iterations."""
     return _Tasks(schedule, hardware).tasks
 
 
 class _Tasks:
-    """Numbers for what tasks read and make: values, and what collectives make of them for some reader."""
+    """Numbers for the tensors of tasks: values, and their resharded copies for some reader."""
 
     def __init__(self, schedule: Schedule, hardware: HardwareProfile | str | Path | None) -> None:
         self.schedule = schedule
         self.problem, self.program = self.schedule.problem, self.schedule.program
         self.prices = time_prices(self.problem, hardware)
         self.numbers: dict[object, int] = {}
-        self.brought: dict[tuple[int, Layout], int] = {}
+        self.resharded: dict[tuple[int, Layout], int] = {}
         self.last: dict[tuple[int | None, int], int] = {}
         self.tasks: list[Task] = []
         self.reading: dict[int | None, list[Sent]] = {}
@@ -63,7 +64,7 @@ class _Tasks:
         strategy = self.schedule.assignment.strategies.get(operation.index)
         layouts = strategy.operands if strategy else (None,) * len(operation.operands)
         reads = tuple(
-            self._found(operation.index, operand, layout)
+            self._operand_tensor(operation.index, operand, layout)
             for operand, layout in zip(operation.operands, layouts, strict=True)
             if isinstance(operand, int)
         )
@@ -73,8 +74,8 @@ class _Tasks:
         for result in sums:
             self._finish(operation, result)
 
-    def _found(self, reader: int | None, value: int, layout: Layout | None) -> int:
-        """What a reader of a value in a layout waits for: the last collective on the way there, or the value itself."""
+    def _operand_tensor(self, reader: int | None, value: int, layout: Layout | None) -> int:
+        """The tensor that a reader of a value in a layout waits for: its last resharded copy, or the value itself."""
         own = self.last.get((reader, value))
         if own is not None:
             return own
@@ -82,20 +83,20 @@ class _Tasks:
         while layout is not None and stored is not None and layout != stored:
             route = self.schedule.route(value, layout)
             for step in reversed(route.steps):
-                if (value, step.layout) in self.brought:
-                    return self.brought[value, step.layout]
+                if (value, step.layout) in self.resharded:
+                    return self.resharded[value, step.layout]
             layout = route.source if route.source != layout else None
         return self._number(value)
 
     def _collective(self, sent: Sent, reader: int | None) -> None:
         value = sent.tensor.index
-        made = self._number(("sent", len(self.tasks)))  # neighbours' rows are sent each way in the same layout
-        self._append(sent, self._found(reader, value, None), made)
+        made = self._number(("sent", len(self.tasks)))  # halos are sent in both directions in the same layout
+        self._append(sent, self._operand_tensor(reader, value, None), made)
         self.last[reader, value] = made
-        self.brought.setdefault((value, sent.step.layout), made)
+        self.resharded.setdefault((value, sent.step.layout), made)
 
     def _finish(self, operation: Operation, result: int) -> None:
-        """The collectives that bring a result to its layout, one after another."""
+        """The collectives that reshard a result to its layout, one after another."""
         steps = [sent for sent in self.making[operation.index] if sent.tensor.index == result]
         before = self._number(("own", result))
         for place, sent in enumerate(steps, start=1):
@@ -109,15 +110,15 @@ class _Tasks:
         self.tasks.append(Task(name, 0, seconds, (source,), (made,), sent.bytes * sent.times))
 
     def _add_loop(self, operation: Operation) -> None:
-        """A loop's inputs become those of its body, and the body's outputs its results."""
+        """Passes a loop's inputs on to its body, and the body's outputs to the loop's results."""
         links = self.problem.links[operation.index]
         for link in links.enter:
             if isinstance(link.source, int):
-                source = self._found(operation.index, link.source, self.schedule.link_layout(link))
-                self._pass((source,), (self._number(link.target),), operation)
+                source = self._operand_tensor(operation.index, link.source, self.schedule.link_layout(link))
+                self._add_forwarding((source,), (self._number(link.target),), operation)
         outputs = [o for body in operation.bodies for o in self.program.regions[body].outputs if isinstance(o, int)]
-        reads = tuple(dict.fromkeys(self._found(operation.index, output, None) for output in outputs))
-        self._pass(reads, tuple(self._number(result) for result in operation.results), operation)
+        reads = tuple(dict.fromkeys(self._operand_tensor(operation.index, output, None) for output in outputs))
+        self._add_forwarding(reads, tuple(self._number(result) for result in operation.results), operation)
 
-    def _pass(self, reads: tuple[int, ...], makes: tuple[int, ...], operation: Operation) -> None:
+    def _add_forwarding(self, reads: tuple[int, ...], makes: tuple[int, ...], operation: Operation) -> None:
         self.tasks.append(Task(f"{operation.scope} {operation.primitive.name}", 0, 0.0, reads, makes))

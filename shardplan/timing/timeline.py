@@ -1,4 +1,4 @@
-"""Timelines of simulations: as a drawing for a notebook, and as a trace for the viewers that browsers have."""
+"""Timelines of simulations: a drawing for a notebook, and a trace for the viewers of browsers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST_DRAWN = 3000
 
 
 def timeline_html(events: Sequence[Event], seconds: float, workers: int) -> str:
-    """A drawing: per worker a line for what it computes and one for what it sends; the longest events have names.
+    """A drawing: per worker a line for its work and one for its transfers. The longest events have names.
 
-    Where there is more than can be drawn, the shortest events are left out.
+    The drawing leaves out the shortest events of a long timeline.
     """
     longest = sorted(events, key=lambda event: event.start - event.end)[:_MOST_DRAWN]
     scale = _WIDTH / seconds if seconds else 0.0

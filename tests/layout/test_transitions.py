@@ -22,7 +22,7 @@ from shardplan.compiled.target import compile_for, gpu_mesh
 from shardplan.hardware import load
 from shardplan.layout.collectives import Step
 from shardplan.layout.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives.bytes_sent import BytesSent
 from shardplan.layout.shortest_paths import cheapest_paths
 from shardplan.layout.transitions import Partial, Reductions, Transitions
 from shardplan.problem.operation_collectives import halo_steps
@@ -44,9 +44,7 @@ class Case:
     def __init__(self, sizes: tuple[int, ...], padded: tuple[int, ...] = ()) -> None:
         self.axes = MeshAxes(NAMES[: len(sizes)], sizes)
         self.mesh: Mesh = gpu_mesh("h100", sizes, self.axes.names)
-        self.transitions = Transitions(
-            LayoutSpace(self.axes, frozenset(padded)), Prices("bytes", load("h100"), self.axes)
-        )
+        self.transitions = Transitions(LayoutSpace(self.axes, frozenset(padded)), BytesSent(load("h100"), self.axes))
         self.reductions = Reductions(self.transitions)
 
     def domain(self, rank: int) -> Domain:
@@ -137,7 +135,7 @@ def check_transitions(case: Case, rank: int, count: int | None, at_once: int) ->
 def test_last_gathered_dimension() -> None:
     """The table agrees with the paths. An all-gather over several axes ends with its own dimension."""
     axes = MeshAxes(NAMES[:2], (2, 4))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((64, 64, 64))
     dims = transitions.last_gathered_dimension(domain)
     assert dims[domain.position[(1,), (), (0,)], domain.position[(), (), ()]] == 0
@@ -151,7 +149,7 @@ def test_last_gathered_dimension() -> None:
 def test_transitions_that_begin_with_a_slice() -> None:
     """The table for all targets agrees with the paths."""
     axes = MeshAxes(NAMES, (2, 2, 2))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain(SHAPES[2])
     for source in domain.layouts:
         begins = transitions.begins_with_slice(domain, source)
@@ -303,7 +301,7 @@ def test_compiled_bytes_of_reductions(sizes: tuple[int, ...]) -> None:
 def test_paths_and_tables(sizes: tuple[int, ...]) -> None:
     """Paths have the prices of the tables, and no detour."""
     axes = MeshAxes(NAMES[: len(sizes)], sizes)
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((16, 32))
     table = transitions.table(domain, domain.layouts, 1 << 20)
     assert (np.diag(table) == 0).all()
@@ -319,7 +317,7 @@ def test_paths_and_tables(sizes: tuple[int, ...]) -> None:
 def test_splits_of_a_replicated_tensor() -> None:
     """They cost nothing."""
     axes = MeshAxes(("x", "y"), (2, 4))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((16, 32))
     row = transitions.table(domain, domain.layouts, 1 << 20)[domain.position[replicated(2)]]
     assert (row < 1e-4).all()  # only that shorter paths go first
@@ -342,7 +340,7 @@ def test_splits_of_a_replicated_tensor() -> None:
 )
 def test_recipes(source: Layout, target: Layout, kinds: list[str], fraction: float) -> None:
     axes = MeshAxes(("x", "y"), (2, 4))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     steps = transitions.path(transitions.space.domain((16, 32)), source, target)
     assert [step.kind for step in steps] == kinds
     assert sum(step.fraction for step in steps) == pytest.approx(fraction)

@@ -1,4 +1,4 @@
-"""Which values are in memory: what fuses, what is stored, and what libraries read from copies."""
+"""The kernels of a schedule: fused and materialised values, and the operand copies of library calls."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 
 from shardplan.memory.convolutions import convolution_copies
 from shardplan.memory.kernels import kernels_of
-from shardplan.memory.operations import computed_in_rows, merged_scatters
+from shardplan.memory.operations import merged_scatters, row_fusion_values
 from shardplan.memory.products import partial_sums, product_operands
 from tests.helpers.memory_programs import MESH, graph_of, planned, shape, stored
 
@@ -44,7 +44,7 @@ def test_a_softmax_stores_no_exponentials():
     plan = planned(attention, SQUARE, SQUARE, SQUARE)
     assert "exp" not in stored(plan)
     exponentials = [o.results[0] for o in plan.program.operations if o.primitive.name == "exp"]
-    assert computed_in_rows(plan.schedule.problem).issuperset(exponentials)
+    assert row_fusion_values(plan.schedule.problem).issuperset(exponentials)
 
 
 def test_a_scatter_into_zeros_adds_to_what_it_is_added_to():

@@ -6,8 +6,8 @@ import pytest
 
 from shardplan.memory.graph import Graph
 from shardplan.memory.kernels import kernels_of
-from shardplan.memory.merging import join, kernels_joined, merge_collectives, ordered, products_merged
-from shardplan.memory.order import Nodes, placed_backwards
+from shardplan.memory.merging import join, joined_kernels, merge_collectives, merged_products, ordered
+from shardplan.memory.order import Nodes, backward_schedule
 from shardplan.memory.timeline import Timeline
 from tests.helpers.memory_programs import MESH, graph_of, planned, shape
 
@@ -59,7 +59,7 @@ def merged_anywhere(schedule):
     kernels, found = kernels_of(schedule), []
     for region in schedule.program.regions:
         graph = Graph(schedule, kernels, region.index, {})
-        found += [[graph.nodes[number].place for number in group] for group in products_merged(graph)]
+        found += [[graph.nodes[number].place for number in group] for group in merged_products(graph)]
     return found
 
 
@@ -98,7 +98,7 @@ def test_updates_of_a_parameter_and_its_moment_are_one_kernel():
         return w - 0.1 * m, m
 
     graph = graph_of(planned(step, shape(256, 256), shape(256, 256), shape(512, 256)))
-    [group] = kernels_joined(graph)
+    [group] = joined_kernels(graph)
     assert {graph.nodes[number].place for number in group} == {3, 5} or len(group) == 2
 
 
@@ -109,7 +109,7 @@ def test_a_sum_runs_with_the_kernel_that_makes_what_it_adds_up():
         return jnp.sum(jnp.tanh(jnp.tanh(x @ w + b) @ w))
 
     graph = graph_of(planned(jax.grad(loss, (0, 1)), shape(512, 512), shape(512), shape(4096, 512)))
-    names = [{graph.program.operations[graph.nodes[n].place].primitive.name for n in g} for g in kernels_joined(graph)]
+    names = [{graph.program.operations[graph.nodes[n].place].primitive.name for n in g} for g in joined_kernels(graph)]
     assert any("reduce_sum" in group and len(group) > 1 for group in names)
 
 
@@ -120,14 +120,14 @@ def test_groups_that_would_wait_for_themselves_are_left_out():
     cyclic, fine = [0, 2], []
     assert join(graph, [group for group in (cyclic, fine) if group], owner) == owner
     assert len(ordered(graph, owner)) == len(graph.nodes)
-    assert not products_merged(graph)
+    assert not merged_products(graph)
 
 
 def test_a_collective_is_hidden_behind_what_needs_it_not():
     """The start of a collective (1) comes before work (3) that does not need its end (2)."""
     needs = {0: set(), 1: {0}, 2: {1}, 3: {0}, 4: {2, 3}}
     takes = {0: 5.0, 1: 50.0, 2: 50.0, 3: 20.0, 4: 5.0}
-    order = placed_backwards(Nodes(needs, takes, {n: n for n in needs}, {2: 1}))[::-1]
+    order = backward_schedule(Nodes(needs, takes, {n: n for n in needs}, {2: 1}))[::-1]
     assert order.index(1) < order.index(3) < order.index(2)
 
 

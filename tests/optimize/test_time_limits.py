@@ -14,7 +14,7 @@ import pytest
 import shardplan
 from shardplan import InfeasibleError
 from shardplan.optimize import repeated_work as repeating
-from shardplan.optimize.solve_once import Found, OutOfTime, Search
+from shardplan.optimize.solve_once import FoundSchedule, Search, TimeLimitReached
 from shardplan.optimize.state import Clock, Task
 from shardplan.problem.cost_network import Problem
 from shardplan.search import Solution
@@ -64,7 +64,7 @@ def test_search_ends_soon_after_its_time(share: float, processor_clock: None, mo
     limit = share * shardplan.plan(step, mesh, *given).peak_bytes
     within = repeating.search_within
 
-    def timed(problem: Problem, search: Search) -> Found:
+    def timed(problem: Problem, search: Search) -> FoundSchedule:
         begun = time.perf_counter()
         try:
             return within(problem, search)
@@ -83,9 +83,9 @@ def test_plan_found_in_time_is_taken(found: int, monkeypatch: pytest.MonkeyPatch
     """Where the time is over once some schedules are within the limit, the best of these is the plan, with its gap."""
     train_step, state, batch = training()
     limit = 0.8 * shardplan.plan(train_step, MESH, state, batch, donate_argnums=0).peak_bytes
-    fitting, count = list[Found](), Task.count
+    fitting, count = list[FoundSchedule](), Task.count
 
-    def watched(task: Task, solution: Solution) -> Found:
+    def watched(task: Task, solution: Solution) -> FoundSchedule:
         own = count(task, solution)
         fitting.extend([own] * (own.peak_bytes <= limit))
         if len(fitting) >= found:
@@ -104,7 +104,7 @@ def test_time_is_over_before_anything_fits(monkeypatch: pytest.MonkeyPatch) -> N
 
     def seconds_left(clock: Clock) -> float:
         clock.late = True
-        raise OutOfTime
+        raise TimeLimitReached
 
     monkeypatch.setattr(Clock, "seconds_left", seconds_left)
     train_step, state, batch = training()

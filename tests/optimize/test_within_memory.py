@@ -11,10 +11,10 @@ import pytest
 
 import shardplan
 from shardplan.optimize import state as states
-from shardplan.optimize.proposals import descent, hold, mixture
-from shardplan.optimize.solve_once import Choices, Search, find
-from shardplan.optimize.state import Clock, State, Task, highest
-from shardplan.optimize.within_memory import STAGES, _fitting, run_stages
+from shardplan.optimize.proposals import descent_proposal, mixture_proposal, solve_in_order
+from shardplan.optimize.solve_once import Choices, Search, solve_network
+from shardplan.optimize.state import Clock, State, Task, highest_positions
+from shardplan.optimize.within_memory import STAGES, propose_within, run_stages
 from shardplan.problem.schedule import Schedule
 from shardplan.search import Network
 from shardplan.search.bounds.lagrangian import Relaxation
@@ -27,7 +27,7 @@ def begun(share: float = 0.8, **options: object) -> tuple[Task, State]:
     step, state, batch = training()
     problem = shardplan.plan(step, MESH, state, batch, donate_argnums=0).schedule.problem
     search = Search("auto", 60.0, math.inf, frozenset(range(len(state))), **options)  # type: ignore[arg-type]
-    solution = find(problem, problem.network, search, 60.0)
+    solution = solve_network(problem, problem.network, search, 60.0)
     task = Task(problem, search, Clock(math.inf), math.inf, budget=1.0, begun=solution.choices)
     free = task.count(solution)
     limit = share * free.peak_bytes
@@ -74,7 +74,7 @@ def test_limit_is_held_at_all_positions_of_an_order() -> None:
     """Though the network has a few of them."""
     task, state = begun()
     free = state.free
-    held = hold(task, state, free.lifetimes, task.limit, free.solution.choices, 1.0)
+    held = solve_in_order(task, state, free.lifetimes, task.limit, free.solution.choices, 1.0)
     assert task.profile(free.lifetimes, free.solution.choices).max() > task.limit
     assert task.profile(free.lifetimes, held.choices).max() == held.peak_bytes <= task.limit
     assert not held.infeasible and held.state.work > 0
@@ -84,7 +84,7 @@ def test_nothing_below_the_arguments_is_infeasible() -> None:
     """The bound is one of the peaks in that order."""
     task, state = begun()
     free = state.free
-    held = hold(task, state, free.lifetimes, 1e5, free.solution.choices, 1.0)
+    held = solve_in_order(task, state, free.lifetimes, 1e5, free.solution.choices, 1.0)
     assert held.infeasible
     assert 1e5 < held.bound <= free.peak_bytes
 
@@ -107,7 +107,7 @@ def test_excess_is_held_within_the_limit() -> None:
     size = task.limit - 0.9 * float(profile[order.place[index]])
     task = replace(task, search=replace(task.search, excess={index: size}))
     assert task.profile(order, choices).max() > task.limit
-    held = hold(task, state, order, task.limit, choices, 1.0)
+    held = solve_in_order(task, state, order, task.limit, choices, 1.0)
     assert held.infeasible or held.peak_bytes <= task.limit
     assert held.choices.tobytes() != choices.tobytes()
 
@@ -129,9 +129,9 @@ def test_overshoot_is_asked_for_less(above: float, less: float, monkeypatch: pyt
         State, "count", lambda state, task, c: (state, replace(state.free, peak_bytes=above * task.limit))
     )
     seen = list[float]()
-    for _ in _fitting(task, state, _propose(task, seen)):
+    for _ in propose_within(task, state, _propose(task, seen)):
         pass
-    assert seen == pytest.approx([less**-number for number in range(states.TRIES)])
+    assert seen == pytest.approx([less**-number for number in range(states.MAX_TRIES)])
 
 
 def test_what_fits_ends_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_what_fits_ends_the_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(task.problem.network), "cost", lambda network, choices: 1.0)
     monkeypatch.setattr(State, "count", lambda state, task, c: (state, replace(state.free, peak_bytes=task.limit)))
     seen = list[float]()
-    for _ in _fitting(task, state, _propose(task, seen)):
+    for _ in propose_within(task, state, _propose(task, seen)):
         pass
     assert seen == [1.0]
 
@@ -149,13 +149,13 @@ def test_mixtures_keep_within_the_limit_in_their_order() -> None:
     """A leaner schedule takes all of the free one where that fits there, and parts of it where it does not."""
     task, state = begun()
     free = state.free
-    held = hold(task, state, free.lifetimes, 0.9 * task.limit, free.solution.choices, 1.0)
+    held = solve_in_order(task, state, free.lifetimes, 0.9 * task.limit, free.solution.choices, 1.0)
     state, own = held.state.count(task, held.choices)
     room = float(task.profile(own.lifetimes, free.solution.choices).max())
-    _, choices = mixture(task, own, state, room)
+    _, choices = mixture_proposal(task, own, state, room)
     assert choices is not None
     assert task.problem.network.cost(choices) == pytest.approx(free.solution.cost)
-    _, choices = mixture(task, own, state, 0.5 * (room + own.peak_bytes))
+    _, choices = mixture_proposal(task, own, state, 0.5 * (room + own.peak_bytes))
     if choices is not None:
         assert task.profile(own.lifetimes, choices).max() <= 0.5 * (room + own.peak_bytes)
 
@@ -167,10 +167,10 @@ def test_descents_keep_within_the_limit_in_their_order() -> None:
     trials = (np.where(np.arange(len(choices)) == v, k, choices) for v in range(len(choices)) for k in range(2))
     dear = next(one for one in trials if 1.1 * state.free.solution.cost < network.cost(one) < math.inf)
     state, own = state.count(task, dear)
-    _, cheaper = descent(task, own, state, math.inf)
+    _, cheaper = descent_proposal(task, own, state, math.inf)
     assert cheaper is not None
     assert network.cost(cheaper) < own.solution.cost
-    _, nothing = descent(task, own, state, 0.0)
+    _, nothing = descent_proposal(task, own, state, 0.0)
     assert nothing is None
 
 
@@ -178,8 +178,8 @@ def test_highest_positions_are_apart() -> None:
     """Of neighbours the highest counts; what is within the limit does not."""
     profile = np.ones(640)
     profile[[100, 101, 300, 301]] = 5.0, 6.0, 4.0, 3.0
-    assert [*highest(profile, 2.0)] == [101, 300]
-    assert [*highest(profile, 7.0)] == []
+    assert [*highest_positions(profile, 2.0)] == [101, 300]
+    assert [*highest_positions(profile, 7.0)] == []
 
 
 def test_bound_is_one_of_all_schedules() -> None:
