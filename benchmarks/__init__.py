@@ -1,6 +1,6 @@
-"""One command a table: `python -m benchmarks.quality` prints it and writes it under `docs/benchmarks/`.
+"""Benchmarks, one command per table: `python -m benchmarks.quality` prints one and writes it under `docs/benchmarks/`.
 
-`python -m benchmarks.all` makes them all. Nothing needs a GPU: programs are compiled for H100 and read back.
+`python -m benchmarks.all` makes them all, without a GPU: programs are compiled for H100 and read back.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""Every table, one after another: `python -m benchmarks.all`.
+"""All tables, one after another: `python -m benchmarks.all`.
 
-Each is written as its rows come. An interrupted run goes on where it was: what was compiled is kept in
-`build/benchmarks`. `--skip large` leaves tables out. On two cores that had other work for a quarter of the time it took
-65 minutes: planning_time 10, quality 27, fidelity 8, tofu 17, all others 3.
+Each table is written row by row. An interrupted run continues: compiled results are in `build/benchmarks`. `--skip
+large` leaves tables out. On two cores that had other work for a quarter of the time it took 65 minutes: planning_time
+10, quality 27, fidelity 8, tofu 17, all others 3.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""Layouts as experts write them by hand, to hold plans against.
+"""Layouts by hand: the published recipes of experts, as references for plans.
 
-An expert says, over a mesh of the axes `data` and `tensor`, how each parameter is split, which part of the state the
-data axis splits besides (ZeRO), and how the activations lie whose dimensions the model names:
+A baseline over a mesh of the axes `data` and `tensor` has the split of each parameter, the part of the state that the
+data axis splits too (ZeRO), and the layouts of activations whose dimensions the model names:
 
     megatron = Baseline("Megatron", data=2, tensor=4, weights=(("*/up/kernel", P(None, "tensor")), ...),
                         activations={"batch": "data", "mlp": "tensor"})
     report = measure(lower(megatron, training, gpu_mesh("h100", (2, 4), AXES)))
 
-The step is the model's own, written as experts do: gradients are reduced into the layout in which the optimizer works,
-and parameters are gathered from there.
+The step is the model's own, written as experts do: gradients are reduced into the layout of the optimizer, and
+parameters are all-gathered from there.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,12 @@ class Baseline:
     """A way to split a step over `data` x `tensor` devices.
 
     Attributes:
-        stage: what the data axis splits of the state: 0 nothing, 1 the optimizer's part (ZeRO-1), 3 all of it (ZeRO-3;
-            weights are gathered to compute).
-        gathered_by_xla: where weights are gathered is left to XLA, which then may send activations instead.
+        stage: the state that the data axis splits: 0 nothing, 1 the optimizer's part (ZeRO-1), 3 all of it (ZeRO-3;
+            weights are all-gathered to compute).
+        gathered_by_xla: XLA chooses where weights are all-gathered, and may send activations instead.
         weights: patterns of parameter paths (`layer_0/mlp/up/kernel`; * is anything) to the split over `tensor`, the
-            first that matches; a dimension that does not divide stays whole.
-        batch: how the batch lies, as far as its leaves have dimensions.
+            first that matches. A dimension that does not divide stays whole.
+        batch: the layout of the batch, cut to the rank of each leaf.
         activations: names of dimensions to mesh axes, as `shardplan.models.logical.logical_axes` takes them.
     """
 
@@ -63,7 +63,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Specs:
-    """PartitionSpecs per parameter: as they compute, as the optimizer works on them, and as they are kept."""
+    """PartitionSpecs per parameter: for computation, for the optimizer, and for storage."""
 
     computing: Any
     updating: Any
@@ -73,7 +73,7 @@ class Specs:
 def specs_of(baseline: Baseline, params: Any, mesh: Mesh) -> Specs:
     """The `Specs` of a tree of parameters."""
     computing = jax.tree.map_with_path(lambda path, leaf: _split_by_rule(baseline, path_text(path), leaf, mesh), params)
-    split = jax.tree.map(lambda leaf, spec: _split_besides(leaf, spec, mesh), params, computing)
+    split = jax.tree.map(lambda leaf, spec: _split_over_data(leaf, spec, mesh), params, computing)
     updating = split if baseline.stage >= 1 else computing
     return Specs(computing, updating, split if baseline.stage >= 3 else computing)
 
@@ -83,7 +83,7 @@ def path_text(path: Any) -> str:
 
 
 def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """`spec` for a tensor: without what lies beyond its rank or does not divide."""
+    """`spec` for a tensor, without entries above its rank or on sizes that do not divide."""
     kept = []
     for size, axes in zip(shape, spec, strict=False):
         names = (axes,) if isinstance(axes, str) else (axes or ())
@@ -96,7 +96,7 @@ def _split_by_rule(baseline: Baseline, path: str, leaf: jax.ShapeDtypeStruct, me
     return fitting(next(found, PartitionSpec()), leaf.shape, mesh)
 
 
-def _split_besides(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+def _split_over_data(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """The largest dimension that is still whole and that the data axis divides, split over it."""
     taken = list(spec) + [None] * (len(leaf.shape) - len(spec))
     if any("data" in ((axes,) if isinstance(axes, str) else axes or ()) for axes in taken):
@@ -113,7 +113,7 @@ def lower(
 ) -> jax.stages.Lowered:
     """The training step under a baseline, the state donated, for the devices of `mesh`, whose axes are `AXES`.
 
-    Weights that the model computes with in `compute_dtype` are gathered in it.
+    Weights that the model computes with in `compute_dtype` are all-gathered in this type.
     """
     state, batch = training.state, training.batch
     _check_batch(baseline, batch, mesh)
@@ -132,7 +132,7 @@ def lower(
 
 
 def _check_batch(baseline: Baseline, batch: Batch, mesh: Mesh) -> None:
-    """Raises `ValueError` where no leaf of the batch can be split as it should: all devices would do the same work."""
+    """Raises `ValueError` if no leaf of the batch can be split as planned: all devices would do the same work."""
     asked = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis in str(baseline.batch)}
     split = str([fitting(baseline.batch, leaf.shape, mesh) for leaf in jax.tree.leaves(batch)])
     missing = [axis for axis in asked if axis not in split]
@@ -162,13 +162,13 @@ def _state_specs(state: State, specs: Specs) -> State:
     return {**found, "params": specs.kept, **opt_state}
 
 
-# What models read in the precision that it is kept in, whatever they compute in.
+# Parameters that models read in their stored precision.
 KEPT_PRECISE = ("*embedding*", "*tokens*", "*positions*", "*router*")
 
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How weights come to where they compute: the devices, and the type that is computed in."""
+    """The all-gather of weights before computation: the mesh, and the element type of the computation."""
 
     mesh: Mesh
     compute_dtype: DTypeLike
@@ -186,12 +186,12 @@ class Gathering:
         return leaf.dtype if precise else self.compute_dtype
 
     def gather(self, params: Any, specs: Specs) -> Any:
-        """Weights to compute with; their gradients go straight to where they are needed, and are never whole first."""
+        """Weights to compute with. Their gradients are reduced into the optimizer's layout, without a whole copy."""
         types = jax.tree.map(lambda x: x.dtype, params)
 
         @jax.custom_vjp
         def gathered(params: Any) -> Any:
-            # Held as they are kept while they are converted, or XLA gathers first and converts what it gathered.
+            # Pinned to the stored layout during the conversion: without the pin XLA converts after the all-gather.
             converted = self.constrain(self.converted(params), specs.kept)
             return self.constrain(converted, specs.computing)
 
@@ -205,9 +205,10 @@ class Gathering:
 def step_by_hand(
     baseline: Baseline, training: Training, specs: Specs, gathering: Gathering
 ) -> Callable[[State, Batch], tuple[State, jax.Array]]:
-    """The model's step with its weights gathered, its gradients reduced and its updates made as the specs say.
+    """The model's step with its weights gathered, its gradients reduced and its updates made in the layouts of the
+    specs.
 
-    Of a model that does not say what its step is made of, the step as it is.
+    The step of a model without its parts stays as it is.
     """
     loss_function, optimizer, constrain = training.loss_function, training.optimizer, gathering.constrain
     if loss_function is None or optimizer is None:

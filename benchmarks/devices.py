@@ -1,6 +1,7 @@
-"""Steps that run on the GPUs that are here, beside what is predicted of them: `python -m benchmarks.devices`.
+"""Steps on the GPUs of this machine, measured and predicted: `python -m benchmarks.devices`.
 
-The only table that needs GPUs. Each step runs in a process of its own, whose allocator then says what it had in use.
+This is the only table that needs GPUs. Each step runs in a process of its own, whose allocator reports the memory in
+use.
 """
 
 import os
@@ -46,12 +47,12 @@ def mesh_here() -> Mesh:
 
 
 def calibrated(path: str) -> tuple[str, str]:
-    """Measures the GPUs into a profile at `path`: what was measured, and of what kind they are."""
+    """Measures the GPUs into a profile at `path`. Returns the measurements, and the GPU type."""
     return str(shardplan.calibrate(mesh_here(), path=path)), jax.devices()[0].device_kind
 
 
 def row(model: str, maker: str, ours: str) -> tuple[str, ...]:
-    """Plans and runs a model's step in this process, which has run nothing else."""
+    """Plans and runs a model's step in this process, which has run no other step."""
     module = load(model)
     training, mesh = module.training(module.BENCHMARK), mesh_here()
     plan = shardplan.plan(training.train_step, mesh, training.state, training.batch, donate_argnums=0, hardware=maker)
@@ -73,7 +74,7 @@ def row(model: str, maker: str, ours: str) -> tuple[str, ...]:
 
 
 def _seconds(step: Any, state: Any, batch: Any) -> float:
-    """Of a step that follows others: the host is ahead of the GPU."""
+    """Seconds of a step in a sequence: the host is ahead of the GPU."""
     state, _ = jax.block_until_ready(step(state, batch))
     rounds = []
     for _ in range(ROUNDS):

@@ -1,6 +1,6 @@
-"""Tables under `docs/benchmarks/`: a title, what the columns mean, how it was made, and the rows.
+"""Tables under `docs/benchmarks/`: a title, the meaning of the columns, the command and versions, and the rows.
 
-A table is written anew with every row that comes, so that what an interrupted run has found is there.
+A table is written again with every new row, so that an interrupted run leaves its rows.
 """
 
 import platform
@@ -27,7 +27,7 @@ def made_with() -> str:
 
 @dataclass(slots=True)
 class Document:
-    """A document that is made of one or several tables; `command` is the module that writes it."""
+    """A document of one or several tables. `command` is the module that writes it."""
 
     name: str
     title: str
@@ -37,12 +37,12 @@ class Document:
     tables: list["Table"] = field(default_factory=list)
 
     def table(self, header: Sequence[str], title: str = "") -> "Table":
-        """A further table, empty yet."""
+        """A new, empty table."""
         self.tables.append(Table(self, title, tuple(header)))
         return self.tables[-1]
 
     def write(self) -> None:
-        """Writes the document as it is by now, unless it is only to be printed."""
+        """Writes the document in its present state, unless it is only printed."""
         if not self.writes:
             return
         parts = [f"# {self.title}", self.introduction, f"`python -m benchmarks.{self.command}`; {made_with()}."]
@@ -60,7 +60,7 @@ class Document:
 
 @dataclass(slots=True)
 class Table:
-    """A header, rows that come one by one, and sentences below."""
+    """A header, rows in the order of their arrival, and sentences below."""
 
     document: Document
     title: str
@@ -73,14 +73,14 @@ class Table:
         self.document.write()
 
     def say(self, notes: Iterable[str]) -> None:
-        """The sentences below the table, in the place of earlier ones."""
+        """Replaces the sentences below the table."""
         self.notes = list(notes)
         self.document.write()
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A line that shows what is done, on the error stream."""
+    """A progress line on the error stream."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as shown:
         yield shown

@@ -1,4 +1,4 @@
-"""How near predictions come to what is compiled, and what compiling costs: `python -m benchmarks.fidelity`."""
+"""Fidelity of predictions against compiled programs, and the cost of compiling: `python -m benchmarks.fidelity`."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from shardplan.common.tables import megabytes
 from shardplan.models import NAMES
 
 AT_ONCE = 2
-"""Rows that are measured at the same time: work is compared, in seconds of all cores."""
+"""The number of rows measured at the same time: the comparison is of work, in seconds of all cores."""
 INTRODUCTION = (
     "Predicted and compiled bytes sent per device and step, those compiled bytes that no planned collective "
     "explains, peak memory, the gap to the lower bound, and seconds: to plan (tracing included), and to lower and "
@@ -35,7 +35,8 @@ def _seconds(of: Planned | Compiled) -> str:
 
 
 def row(model: str, mesh: str) -> tuple[str, ...]:
-    """A plan as predicted and as compiled, beside plain jit and the first layout by hand (data parallelism)."""
+    """A plan as predicted and as compiled, with plain jit and the first layout by hand (data parallelism) for
+    comparison."""
     found = measured(Job(model, mesh, PLAN))
     planned, compiled = found.planned, found.compiled
     if planned is None or compiled is None:

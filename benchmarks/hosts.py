@@ -1,7 +1,8 @@
-"""What crosses between two hosts of eight GPUs, planned with equal links and as they are: `python -m benchmarks.hosts`.
+"""Bytes between two hosts of eight GPUs, planned with equal links and with a slower network: `python -m
+benchmarks.hosts`.
 
-The network between the hosts has a tenth of the bandwidth inside of one. Plans are predictions here: nothing is
-compiled.
+The network between the hosts has a tenth of the bandwidth inside of one. Plans are predictions here, without a
+compilation.
 """
 
 import os
@@ -70,11 +71,11 @@ def rows(model: str) -> list[tuple[str, ...]]:
     """The figures of a model's step in its benchmark configuration, a row for each plan."""
     module = load_model(model)
     training = module.training(module.BENCHMARK)
-    alike = replace(load("h100"), devices_per_host=HOSTS * PER_HOST)
+    equal_links = replace(load("h100"), devices_per_host=HOSTS * PER_HOST)
     found = []
     for name, axes, hardware in (
-        ("16, equal links", {"device": HOSTS * PER_HOST}, alike),
-        ("2 x 8, equal links", {"host": HOSTS, "device": PER_HOST}, alike),
+        ("16, equal links", {"device": HOSTS * PER_HOST}, equal_links),
+        ("2 x 8, equal links", {"host": HOSTS, "device": PER_HOST}, equal_links),
         ("2 x 8 as they are", {"host": HOSTS, "device": PER_HOST}, slower_between_hosts()),
     ):
         sizes = tuple(axes.values())

@@ -1,8 +1,8 @@
-"""Solves every problem of a folder, each in a process of its own: `python -m benchmarks.iopddl FOLDER`.
+"""The ASPLOS / EuroSys 2025 contest: all problems of a folder, each in its own process: `python -m benchmarks.iopddl
+FOLDER`.
 
-Known limits and best published costs of the ASPLOS / EuroSys 2025 contest are used for the problems that have them:
-points are the best published cost over the cost found, so that 1.0 equals the best of the 20 teams.
-`--only A B` solves these problems, and prints alone.
+The table has the contest's known limits and best published costs. Points are the best published cost over the cost
+found, so that 1.0 equals the best of the 20 teams. `--only A B` solves these problems, and prints alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECONDS = {"A": 60, "B": 60, "G": 120, "M": 180, "S": 240}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one problem gave; cost is counted anew from the printed strategies, on the file's own data."""
+    """The result of one problem. Its cost is recomputed from the printed strategies, on the file's own data."""
 
     name: str
     variables: int

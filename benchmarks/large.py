@@ -27,7 +27,7 @@ OPTIMIZER = optax.adamw(1e-3)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Layers, width, batch, the mesh that they are planned over, and how many plans the compiler decides between."""
+    """Layers, width, batch, the planned mesh, and the number of plans among which the compiler decides."""
 
     layers: int
     width: int
@@ -49,6 +49,13 @@ class Config:
             "norm": shape((d,)),
             "layers": layers,
         }
+
+    @property
+    def arguments(self) -> tuple[Any, Any]:
+        """The state and the batch of a training step, as shapes."""
+        tokens = jax.ShapeDtypeStruct((self.batch, SEQUENCE), jnp.int32)
+        state = {"params": self.parameters, "moments": jax.eval_shape(OPTIMIZER.init, self.parameters)}
+        return state, {"tokens": tokens, "labels": tokens}
 
 
 def normalize(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -94,15 +101,12 @@ def train_step(state: Any, batch: dict[str, jax.Array]) -> Any:
 
 def row(config: Config) -> list[str]:
     """Plans, compiles and reads back one configuration."""
-    params = config.parameters
-    state = {"params": params, "moments": jax.eval_shape(OPTIMIZER.init, params)}
-    tokens = jax.ShapeDtypeStruct((config.batch, SEQUENCE), jnp.int32)
+    state, batch = config.arguments
     mesh = gpu_mesh("h100", tuple(config.mesh.values()), tuple(config.mesh))
-    batch = {"tokens": tokens, "labels": tokens}
     options = {"donate_argnums": 0, "refine": config.ways}
     plan, seconds, _ = timed(lambda: shardplan.plan(train_step, mesh, state, batch, **options))
     report = measure(plan.lower())
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state["params"]))
     return [
         f"{count / 1e9:.1f}",
         "x".join(map(str, config.mesh.values())),

@@ -1,6 +1,6 @@
-"""Images that no device holds: `python -m benchmarks.large_images`.
+"""Images larger than a device's memory: `python -m benchmarks.large_images`.
 
-The convolutions of VGG-16 trained on one image of 10,000 x 10,000 pixels in float32: the activations of a step are
+The convolutions of VGG-16 are trained on one image of 10,000 x 10,000 pixels in float32. The activations of a step are
 118 GiB (the case of Xu et al., CC 2022). The image is split over 8 devices of 40 GB, and over 16 of 11 GB, where stages
 are checkpointed. Each is planned within the memory of a device, compiled for as many H100, and read back.
 """

@@ -1,12 +1,12 @@
-"""What is measured of a training step: planned, or split by hand, and compiled for H100 without one.
+"""Measurements of training steps, planned or split by hand, compiled for H100 without one.
 
     job = Job("gpt", "2x4", "plan")
     found = measured(job)               # in a process of its own; kept, until the code that it depends on changes
     found.planned.bytes_sent, found.compiled.bytes_sent
 
-Every job runs in a process of its own, so that it is timed cold. Results are kept in `build/benchmarks`, so that an
-interrupted run goes on where it was. Of what is compiled for its bytes and not for its seconds, no program is compiled
-twice (most plans within a limit are those without one), and kernels are shared between the programs of a model.
+Every job runs in a process of its own, so that its times are cold. Results are kept in `build/benchmarks`, so that an
+interrupted run continues. If only the bytes of a compiled program count, no program is compiled twice (most plans
+within a limit are those without one), and the programs of a model share kernels.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ MESHES = {"8": {"data": 8}, "2x4": {"data": 2, "model": 4}, "2x2x2": {"data": 2,
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "build" / "benchmarks"
 COMPILER = ("shardplan/compiled", "shardplan/gpu_targets")
-"""What says how a program is compiled and read."""
+"""The code on which compilation and reading depend."""
 PLAN, PLAIN, TIGHT = "plan", "plain jit", "tight plan"
 ALLOWED = 1.2
-"""Times the least peak that the planner finds: the limit of a tight plan."""
+"""The limit of a tight plan, as a multiple of the least peak that the planner finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,8 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What planning said and took, tracing included; see `Compiled` for the units. `unexplained` is the audit's."""
+    """The figures and times of planning, tracing included. See `Compiled` for the units. `unexplained` is the
+    audit's."""
 
     bytes_sent: float
     peak: float
@@ -88,7 +89,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a job gave; the `limit` in bytes of a tight plan; `error` where it failed."""
+    """The result of a job. `limit` is the limit of a tight plan in bytes, and `error` is the message of a failure."""
 
     planned: Planned | None = None
     compiled: Compiled | None = None
@@ -97,9 +98,9 @@ class Measured:
 
 
 def measured(job: Job, kernels: str | None = None) -> Measured:
-    """The measurement of a job: the kept one, or a new one in a fresh process. A failure is said, and not kept.
+    """The measurement of a job: the kept one, or a new one in a fresh process. A failure is reported, and not kept.
 
-    `kernels` is a file that jobs whose seconds do not matter share their compiled kernels in.
+    `kernels` is a file in which jobs whose seconds do not matter share their compiled kernels.
     """
     path = KEPT / f"{_key(job)}.json"
     if path.exists():
@@ -152,7 +153,7 @@ def compile_baseline(
 
 
 def compile_once(lower_it: Callable[[], jax.stages.Lowered], kernels: str | None) -> Compiled:
-    """What a program compiles to: as it was kept, where the very same one was compiled before."""
+    """The compiled figures of a program, kept from an earlier compilation of the very same one."""
     lowered, *lowering = timed(lower_it)
     path = _program_path(lowered)
     if path.exists():
@@ -164,7 +165,7 @@ def compile_once(lower_it: Callable[[], jax.stages.Lowered], kernels: str | None
 
 
 def _program_path(lowered: jax.stages.Lowered) -> Path:
-    """Where the result of a program is kept: by its text, which says its mesh, shardings and donation too."""
+    """The file of a program's result. Its name is a digest of the program's text, with mesh, shardings and donation."""
     facts = (lowered.as_text(), code(COMPILER))
     return KEPT / f"program-{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
 
@@ -181,9 +182,10 @@ def _compiled(read: CompiledReport, seconds: float, work: float) -> Compiled:
 
 
 def least_peak(planning: Callable[..., Plan]) -> float:
-    """The least peak that the planner finds, from what it says where nothing fits.
+    """The least peak that the planner finds, from its error without a feasible plan.
 
-    A limit below the arguments alone is refused without a search, with their sum."""
+    A limit below the arguments alone is refused without a search, with their sum.
+    """
     limit = 1.0
     for _ in range(2):
         try:
@@ -194,14 +196,14 @@ def least_peak(planning: Callable[..., Plan]) -> float:
 
 
 def start_compiler(mesh: Mesh) -> None:
-    """Compiles a small program, so that what the compiler does once in a process is not counted as anyone's work."""
+    """Compiles a small program, so that the compiler's start is part of no measurement."""
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     rows = jax.ShapeDtypeStruct((64 * mesh.size, 64), jnp.float32)
     measure(jax.jit(lambda x: jnp.sum(x @ x.T), in_shardings=sharding).lower(rows))
 
 
 def _key(job: Job) -> str:
-    """A name for the results of a job by the code that they depend on, as it is now."""
+    """A name for the results of a job, by the code that they depend on."""
     model = (f"models/{job.model}.py", "models/training.py", "models/logical.py")
     facts: tuple[Any, ...]
     if job.way in (PLAN, PLAIN, TIGHT):
@@ -215,7 +217,7 @@ def _key(job: Job) -> str:
 
 @cache
 def code(places: tuple[str, ...]) -> str:
-    """A digest of the files at some places of the repository, folders with all that is below, and of JAX's version."""
+    """A digest of files of the repository, of all files below folders, and of JAX's version."""
     digest = hashlib.sha256(jax.__version__.encode())
     for place in places:
         path = ROOT / place

@@ -1,7 +1,7 @@
-"""What each effect of the memory model is worth: `python -m benchmarks.memory_ablation`.
+"""Ablation of the memory model: the error without each of its effects: `python -m benchmarks.memory_ablation`.
 
 The recorded choices of `tests/fidelity` are counted again with one effect switched off, without a search and without a
-compiler. An effect is off where the function that finds it finds nothing.
+compiler. The function of a switched-off effect finds nothing.
 """
 
 import argparse
@@ -38,13 +38,13 @@ def _gives(made: Callable[[], Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """An effect, and per function of `shardplan.memory` what stands in its place where it is off."""
+    """An effect, and per function of `shardplan.memory` its replacement when the effect is off."""
 
     name: str
     switches: Mapping[str, Callable[..., Any]]
 
     def switch_off(self) -> None:
-        """Puts what finds nothing in the place of its functions, wherever they were imported."""
+        """Replaces an effect's functions, in all modules that import them."""
         for path, other in self.switches.items():
             module, name = path.split(".")
             mine = getattr(import_module(f"shardplan.memory.{module}"), name)

@@ -1,7 +1,7 @@
-"""How long planning takes, and how it grows: `python -m benchmarks.planning_time`.
+"""Planning time, and its growth: `python -m benchmarks.planning_time`.
 
-Every plan is made in a process of its own, cold. Seconds are by the clock unless said otherwise, tracing included.
-`--tables growth cache` makes only these tables.
+Every plan is made in a process of its own, cold. Seconds are wall-clock seconds, tracing included, unless stated
+otherwise. `--tables growth cache` makes only these tables.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Spent:
 
 
 def spend(program: Program, twice: bool = False) -> Spent:
-    """Plans a program, a second time from a fresh cache where asked."""
+    """Plans a program, on request a second time from a fresh cache."""
     training = program.training()
     state, batch = training.state, training.batch
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +129,7 @@ def _cells(program: Program, spent: Spent) -> Row:
 
 
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""Where memory limits lie between the least peak that is found and that of the plan without a limit."""
+"""Positions of memory limits between the least peak and the peak of the plan without a limit."""
 
 
 def peaks(program: Program) -> tuple[float, float]:
@@ -145,7 +145,7 @@ def peaks(program: Program) -> tuple[float, float]:
 
 
 def _within_limits(program: Program) -> Row:
-    """CPU seconds without a limit, and with one how many times as many, and the gap then."""
+    """CPU seconds without a limit, the factor by which a limit multiplies them, and the gap within the limit."""
     least, most = in_own_process(peaks, program)
     free = in_own_process(spend, dataclasses.replace(program, memory_limit=math.inf))
     cells = []
@@ -177,7 +177,7 @@ def _planned(*programs: Program) -> list[tuple[Program, Callable[[Program], Row]
 
 
 def _scanned(model: str) -> tuple[tuple[str, Any], ...]:
-    """The changes that make a model scan over its layers, where it can."""
+    """The changes that make a model scan over its layers, if it can."""
     fields = {field.name for field in dataclasses.fields(load(model).Config)}
     return (("scan_layers", True),) if "scan_layers" in fields else ()
 
@@ -192,7 +192,7 @@ class Part:
 
 
 def _large() -> Part:
-    """The programs that a planner has to be quick at."""
+    """The programs for which a planner has to be fast."""
     kept, tokens = ("checkpoint", "nothing_saveable"), (("batch", 8), ("sequence", 2048))
     programs = [
         Program("llama", (2, 4), "llama3-8b", tokens),
@@ -232,7 +232,7 @@ def _cache() -> Part:
 
 
 def _limits() -> Part:
-    """What a memory limit adds: how many times as long planning takes then, and the gap."""
+    """The cost of a memory limit: the factor of planning time, and the gap."""
     shares = (f"{100 * share:.0f} % between: times, gap" for share in SHARES)
     header = ("step", "mesh", "CPU seconds without", "least peak / free", *shares)
     models = ("gpt", "llama", "lstm", "mamba", "mlp", "moe", "unet3d", "vit", "wide_resnet")

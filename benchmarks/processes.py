@@ -1,7 +1,7 @@
-"""Work in processes of their own: timed cold, with the memory that it took, whatever went before.
+"""Fresh processes for measurements: cold times, and peak memory, independent of earlier work.
 
-A process is forked off a server that has imported what all of them need and done nothing else: JAX has no devices
-there, and nothing is traced. Importing anew for each would take longer than planning most models.
+A process is forked off a server that has imported the common modules and done nothing else: JAX has no devices there,
+and no traces. Separate imports for each process would take longer than planning most models.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
-os.environ["SHARDPLAN_CACHE_DIR"] = ""  # planning is timed, not the finding of an earlier plan
+os.environ["SHARDPLAN_CACHE_DIR"] = ""  # planning is timed, without the cache of plans
 
 IMPORTED = ("benchmarks.documents", "benchmarks.measuring")
 
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def in_own_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """What a function of a module gives in a fresh process; its exceptions reach the caller."""
+    """The result of a module's function in a fresh process. Its exceptions reach the caller."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
@@ -36,6 +36,6 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float, float]:
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has held so far."""
+    """The most memory of this process so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,8 +1,8 @@
-"""How much plans send beside what experts write by hand: `python -m benchmarks.quality`.
+"""Quality of plans: bytes sent by plans and by experts' layouts by hand: `python -m benchmarks.quality`.
 
-Every model on every mesh, without a memory limit and within 1.2 times the least possible, against the best of the
-model's layouts by hand (`benchmarks.recipes`) that keeps within the same memory. `--list mlp` shows all of these. A
-full run also puts the README's table in its place.
+The table has every model on every mesh, without a memory limit and within 1.2 times the least possible. The reference
+is the best of the model's layouts by hand (`benchmarks.recipes`) within the same memory. `--list mlp` shows all of
+these. A full run also updates the README's table.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from shardplan.common.tables import megabytes, text_table
 from shardplan.models import NAMES
 
 AT_ONCE = 2
-"""Models that are measured at the same time: bytes are read from them, not seconds."""
+"""The number of models measured at the same time: the figures are bytes, not seconds."""
 ByHand = Sequence[tuple[Baseline, Measured]]
 INTRODUCTION = (
     "Bytes that one device sends per step, read from the programs that XLA:GPU compiles for 8 H100: the plan next to "
@@ -39,7 +39,7 @@ HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A plan on a mesh within a limit, beside the best layout by hand."""
+    """A plan on a mesh within a limit, and the best layout by hand."""
 
     mesh: str
     tight: bool
@@ -55,13 +55,13 @@ def suits(baseline: Baseline, mesh: str) -> bool:
 
 
 def by_hand(model: str, meshes: Sequence[str], kernels: str) -> ByHand:
-    """All layouts by hand of a model that one of the meshes has the axes for; see `measured` for `kernels`."""
+    """All layouts by hand of a model that fit the axes of one of the meshes. See `measured` for `kernels`."""
     suiting = [baseline for baseline in baselines_of(model) if any(suits(baseline, mesh) for mesh in meshes)]
     return [(baseline, measured(Job(model, "", baseline.title), kernels)) for baseline in suiting]
 
 
 def best_within(hand: ByHand, mesh: str, limit: float | None) -> tuple[str, Compiled] | None:
-    """The one that sends least, among those that the mesh has the axes for and that keep within the limit."""
+    """The layout that sends least, among those that fit the mesh's axes and the limit."""
     fitting = [
         (baseline.title, found.compiled)
         for baseline, found in hand
@@ -92,8 +92,8 @@ def _row(job: Job, plan: Measured, hand: ByHand) -> Row:
         return Row(mesh, tight, (*start, *cells, "", "none fits", "", peak, ""), None)
     title, other = best
     ratio = plan.compiled.bytes_sent / other.bytes_sent if other.bytes_sent else 1.0
-    beside = (megabytes(other.bytes_sent), title, f"{ratio:.3f}", peak, f"{other.peak / 1e9:.2f}")
-    return Row(mesh, tight, (*start, *cells, *beside), ratio)
+    others = (megabytes(other.bytes_sent), title, f"{ratio:.3f}", peak, f"{other.peak / 1e9:.2f}")
+    return Row(mesh, tight, (*start, *cells, *others), ratio)
 
 
 def means(found: Sequence[Row]) -> Iterator[str]:

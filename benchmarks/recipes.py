@@ -1,8 +1,8 @@
-"""Which layouts by hand a model is held against: the published recipes of its kind, over 8 devices.
+"""Layouts by hand per model: the published recipes of its kind, over 8 devices.
 
-Patterns are of parameter paths. Columns of a product's kernel are split over `tensor` where its results are wanted
-split, rows where its operand is (Shoeybi et al., Megatron-LM, 2019). `baselines_of("gpt")` lists them all; each is a
-mesh of `data` x `tensor` devices, and any mesh of 8 devices can take it, since its axes are made of 2, 4 or 8 devices.
+Patterns are of parameter paths. Columns of a dot's kernel are split over `tensor` if its results are to be split, rows
+if its operand is (Shoeybi et al., Megatron-LM, 2019). `baselines_of("gpt")` lists them all. Each is a mesh of `data` x
+`tensor` devices, and any mesh of 8 devices can take it, since its axes are made of 2, 4 or 8 devices.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ TRANSFORMER: Weights = (
     ("*/down/kernel", ROW),
     *VOCABULARY,
 )
-# The rows of a table that are looked up come split by columns, and are exchanged for whole ones of the own examples.
+# Looked-up rows are split by columns. An all-to-all gives each device whole rows of its own examples.
 TABLE: Weights = (("*tokens*", P(None, (D, T))),)
 INSIDE: Layouts = {"batch": D, "heads": T, "kv_heads": T, "mlp": T, "vocabulary": T}
 # Activations between the blocks are split along the sequence (Korthikanti et al., 2022); inside they are not.
@@ -42,7 +42,7 @@ SEQUENCE: Layouts = {
     ("batch", "sequence", "kv_heads", None, "head_dim"): P(D, None, T),
     ("batch", "sequence", "vocabulary"): P(D, None, T),
 }
-# Of a bottleneck: the 3 x 3 window makes split channels, the 1 x 1 behind it sums over them.
+# A bottleneck: the 3 x 3 convolution has split output channels, and the 1 x 1 after it sums over them.
 CHANNELS: Weights = (
     ("*/window/kernel", P(None, None, None, T)),
     ("*/window_norm/*", P(T)),
@@ -60,7 +60,7 @@ ALTERNATING: Weights = tuple(
 
 
 def data_parallel(activations: Layouts | None = None) -> tuple[Baseline, ...]:
-    """The layouts that need to know no model but its batch: data parallelism, ZeRO-1, ZeRO-3."""
+    """The layouts that depend only on a model's batch: data parallelism, ZeRO-1, ZeRO-3."""
     names: Layouts = {"batch": D} if activations is None else activations
     return (
         Baseline("data parallelism", 8, activations=names),
@@ -72,15 +72,16 @@ def data_parallel(activations: Layouts | None = None) -> tuple[Baseline, ...]:
 
 def two_axes(name: str, weights: Weights, activations: Layouts, batch: P | None = None) -> tuple[Baseline, ...]:
     """Fully sharded over `data`, by these weights over `tensor`."""
-    lies = batch if batch is not None else P(D)
+    batch_spec = batch if batch is not None else P(D)
     return tuple(
-        Baseline(name, data, tensor, stage=3, weights=weights, activations=activations, batch=lies)
+        Baseline(name, data, tensor, stage=3, weights=weights, activations=activations, batch=batch_spec)
         for data, tensor in TWO_AXES
     )
 
 
 def transformer(tied: bool = False) -> tuple[Baseline, ...]:
-    """`tied` where the table of the tokens is the head too, so that its rows are split, not its columns."""
+    """Layouts of transformers. `tied`: the table of the tokens is the head too, so that its rows are split, not its
+    columns."""
     weights = TRANSFORMER if tied else (*TABLE, *TRANSFORMER)
     return (
         *data_parallel(),
@@ -93,7 +94,7 @@ def transformer(tied: bool = False) -> tuple[Baseline, ...]:
 
 
 def mixture() -> tuple[Baseline, ...]:
-    """Besides those of a transformer: experts over the data axis, tokens sent to them and back (GShard)."""
+    """Layouts of transformers, and experts over the data axis, tokens sent to them and back (GShard)."""
     experts: Weights = (("*/experts/gate", P(D)), ("*/experts/up", P(D)), ("*/experts/down", P(D)))
     both: Weights = (
         ("*/experts/gate", P(D, None, T)),
@@ -139,10 +140,10 @@ def multilayer() -> tuple[Baseline, ...]:
 def spatial(name: str, dim: int = 1) -> tuple[Baseline, ...]:
     """Images or volumes split along the space dimension `dim` of that name, with halos (Dryden et al., 2019)."""
     names: Layouts = {"batch": D, name: T}
-    lies = P(D, *[None] * (dim - 1), T)
+    batch_spec = P(D, *[None] * (dim - 1), T)
     return (
-        Baseline(f"spatial, by {name}", 1, 8, activations=names, batch=lies),
-        *(Baseline(f"data x {name}", data, tensor, activations=names, batch=lies) for data, tensor in TWO_AXES),
+        Baseline(f"spatial, by {name}", 1, 8, activations=names, batch=batch_spec),
+        *(Baseline(f"data x {name}", data, tensor, activations=names, batch=batch_spec) for data, tensor in TWO_AXES),
     )
 
 
@@ -151,7 +152,7 @@ def residual() -> tuple[Baseline, ...]:
 
 
 def vgg() -> tuple[Baseline, ...]:
-    """Besides: convolutions by examples, the wide dense layers by their columns (Krizhevsky, One weird trick, 2014)."""
+    """Data parallelism, and convolutions by examples with the wide dense layers by their columns (Krizhevsky, 2014)."""
     dense: Weights = (("hidden_*/kernel", P(None, D)), ("hidden_*/bias", P(D)))
     names: Layouts = {"batch": D, ("batch", "mlp"): P(None, D)}
     return (
@@ -163,7 +164,7 @@ def vgg() -> tuple[Baseline, ...]:
 
 
 def volumes() -> tuple[Baseline, ...]:
-    """Of one volume, so that no examples can be split: blocks along one dimension of space, or two."""
+    """Layouts of a single volume without examples to split: blocks along one dimension of space, or two."""
     blocks: Layouts = {"depth": D, "height": T}
     return (
         Baseline("spatial, by depth", 1, 8, activations={"depth": T}, batch=P(None, T)),
@@ -177,7 +178,7 @@ def volumes() -> tuple[Baseline, ...]:
 
 
 def recurrent() -> tuple[Baseline, ...]:
-    """Besides: the gates' columns split, the hidden state gathered in every step."""
+    """Data parallelism, and the gates' columns split, the hidden state gathered in every step."""
     weights: Weights = (
         ("layer_*/input", P(None, None, T)),
         ("layer_*/state", P(None, None, T)),
@@ -193,8 +194,10 @@ def recurrent() -> tuple[Baseline, ...]:
 
 
 def graph() -> tuple[Baseline, ...]:
-    """Edges split over the devices, with the nodes whole on each of them, split too, or split by their features, which
-    a lookup of rows and a sum over edges leave where they are."""
+    """Edges split over the devices. Nodes are whole on each device, split too, or split by their features.
+
+    Lookups of rows and sums over edges keep a split by features.
+    """
     return (
         *data_parallel({"edges": D, "nodes": D}),
         Baseline("edges split, nodes whole", 8, activations={"edges": D}),
@@ -215,7 +218,7 @@ def tables() -> tuple[Baseline, ...]:
 
 
 def state_space() -> tuple[Baseline, ...]:
-    """Besides: the channels of the state split (as for Mamba in Megatron-LM)."""
+    """Layouts of transformers, and the channels of the state split (as for Mamba in Megatron-LM)."""
     weights: Weights = (
         ("*/in/kernel", COLUMN),
         ("*/convolution/*", P(None, None, T)),
@@ -251,5 +254,5 @@ RECIPES: dict[str, Callable[[], tuple[Baseline, ...]]] = {
 
 
 def baselines_of(model: str) -> tuple[Baseline, ...]:
-    """The layouts by hand of a model; those of a transformer where nothing else is said."""
+    """The layouts by hand of a model, by default those of a transformer."""
     return RECIPES.get(model, transformer)()

@@ -1,6 +1,6 @@
-"""The same model on 8 to 4096 devices: `python -m benchmarks.scaling`.
+"""Scaling: the same model on 8 to 4096 devices: `python -m benchmarks.scaling`.
 
-The batch grows with the devices, as it does in practice; every plan is compiled for its devices, which need not exist.
+The batch grows with the devices, as in practice. Every plan is compiled for its devices, which need not exist.
 """
 
 from dataclasses import replace

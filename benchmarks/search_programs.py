@@ -1,9 +1,9 @@
-"""Solves networks of training steps of growing depth, with and without a memory limit, and compares the methods.
+"""Search methods on networks of training steps of growing depth, with and without a memory limit.
 
     python -m benchmarks.search_programs [growth] [memory] [methods]
 
 The networks are those of `shardplan.search.testing.einsum_networks`. Seconds are of the processor, so that other work
-on the machine hardly disturbs them; a time limit (of the clock) holds all the same.
+on the machine hardly disturbs them. A time limit (of the clock) holds nevertheless.
 """
 
 from __future__ import annotations

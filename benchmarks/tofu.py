@@ -4,7 +4,7 @@ Wang et al., "Supporting Very Large Models using Automatic Dataflow Graph Partit
 memory of the weights (table 1), what the searches send and how long they take (figure 11), and how fast the plans are
 on eight K80 (figures 9 and 10, simulated here). `--only rnn-6-4k` measures these models, and prints alone.
 
-What a model gave is kept in `build/benchmarks`, so that an interrupted run goes on where it was.
+The results of a model are kept in `build/benchmarks`, so that an interrupted run continues.
 """
 
 import argparse
@@ -45,11 +45,11 @@ FACTORS = {"a": 2, "b": 2, "c": 2}
 """Tofu cuts recursively over the factors of the number of devices."""
 ONE_AXIS = {"a": 8}
 SEARCH_SECONDS = 60.0
-"""Of the clock, for every search. Most that do not close end before, by the work that they count."""
+"""Wall-clock limit of every search. Most open searches end earlier, at their budget of work."""
 AT_ONCE = 2
-"""Models that are measured at the same time, each on a core of its own."""
+"""The number of models measured at the same time, each on a core of its own."""
 COMPILED = {"rnn-6-4k": {"layers": 2}, "wresnet-50-4": {}}
-"""What is compiled besides, with these changes."""
+"""Models that are also compiled, with these changes."""
 
 STATED: dict[str, dict[int, tuple[float, ...]]] = {
     "rnn": {6: (8.4, 18.6, 33.0), 8: (11.4, 28.5, 45.3), 10: (14.4, 32.1, 57.0)},
@@ -70,8 +70,11 @@ INTRODUCTION = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A plan or a placement: bytes that a device sends and holds, seconds of a simulated step, and of the search: from
-    the network in hand to the assignment, of the processor."""
+    """A plan or a placement: bytes that a device sends and holds, seconds of a simulated step, and seconds of the
+    search.
+
+    The search's seconds are of the processor, from the network to the assignment.
+    """
 
     bytes_sent: float
     peak: float
@@ -82,7 +85,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a model gave. `planning_seconds` are of all that planning by `exact` over one axis takes. `single_seconds`
+    """The results of a model. `planning_seconds` are of the whole planning by `exact` over one axis. `single_seconds`
     are of a step by one device, `small` is the batch that fits one, with the seconds of its step."""
 
     operations: int
@@ -132,7 +135,7 @@ def way_of(plan: Plan, proven: bool) -> Way:
 
 
 def measure(name: str) -> Found:
-    """Plans a model by every method, and simulates what comes of it."""
+    """Plans a model by every method, and simulates the results."""
     config = config_of(name)
     program, _, tracing = timed(partial(trace, config))
     problem, _, building = timed(partial(built, program, ONE_AXIS))
@@ -179,7 +182,7 @@ def compiled(name: str, method: str) -> tuple[float, float]:
 
 
 def kept(name: str) -> Found:
-    """What a model gave when it was last measured by this code, or gives now, in a process of its own."""
+    """The results of a model: kept from an earlier run of this code, or new ones from a process of its own."""
     digest = code(("models", "benchmarks/tofu.py", "shardplan", "rules", "search"))
     path = KEPT / f"tofu-{name}-{hashlib.sha256(digest.encode()).hexdigest()[:24]}.json"
     if not path.exists():
@@ -193,7 +196,7 @@ def kept(name: str) -> Found:
 
 
 def memory_row(name: str) -> tuple[str, ...]:
-    """Table 1: the paper's GB beside ours, which are GiB."""
+    """Table 1: the paper's GB, and ours, which are GiB."""
     family, layers, width = name.split("-")
     stated = STATED[family][int(layers)][WIDTHS[family].index(width)]
     gibibytes = 12 * training_of(config_of(name)).parameters / 2**30
@@ -213,7 +216,7 @@ def search_rows(name: str, found: Found) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def memory_cells(name: str, found: Found) -> tuple[str, ...]:
-    """GB that a device holds at its peak; what fits a K80 is marked, and what does not fit 80 GB."""
+    """GB of a device's peak. A mark stands for one that fits a K80, another one for one above 80 GB."""
     cells = []
     for method in (*RIVALS, "exact", *PLACEMENT_METHODS):
         peak = found.ways[method].peak
@@ -223,7 +226,7 @@ def memory_cells(name: str, found: Found) -> tuple[str, ...]:
 
 
 def throughput_cells(name: str, found: Found) -> tuple[str, ...]:
-    """Figures 9 and 10: examples per second; in brackets, where the memory of a K80 does not do."""
+    """Figures 9 and 10: examples per second, in brackets above the memory of a K80."""
     ideal = DEVICES * found.batch / found.single_seconds
     cells = [f"{ideal:.1f}", "-"]
     if found.small:

@@ -1,8 +1,9 @@
 """What each rewrite of the applied program gains: `python -m benchmarks.workarounds`.
 
-XLA:GPU is held to an order, a beginning or a reverse where it would take more memory than a plan needs
-(`docs/xla.md`). Each rewrite is switched off for the plans on file of `tests/fidelity`; where the lowered program
-changes, both are compiled for H100, and their peaks and sent bytes compared.
+Some rewrites hold XLA:GPU to a dimension order or a first value, where it would take more memory than a plan needs
+(`docs/xla/rewrites.md`). Each is switched off for the models here, for small layers, and for models that fill their
+devices (`benchmarks.large`). Where the lowered program changes, both are compiled for H100, and their peaks and sent
+bytes are compared.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import shardplan
 from benchmarks.documents import Document, progress
+from benchmarks.large import CONFIGS, train_step
 from benchmarks.measuring import TARGET
 from benchmarks.processes import in_own_process
 from shardplan.compiled.program import measure
@@ -23,10 +25,11 @@ from tests.fidelity.records import read
 from tests.fidelity.steps import MESHES, step_of
 
 INTRODUCTION = (
-    "Compiled peaks and sent bytes without a rewrite, as a multiple of those with it, on the recorded steps whose "
-    "program changes. What is nowhere above 1.02 is not worth its code."
+    "Compiled peaks and sent bytes without a rewrite, as a multiple of those with it, on the steps whose program "
+    "changes. A rewrite that is nowhere above 1.02 is not worth its code."
 )
-_ALL = 10**9
+STEPS = ("zoo/", "layers/", "large/")
+LARGE = {f"large/{config.layers}": config for config in CONFIGS}
 HEADER = ("rewrite", "steps that change", "peak: mean", "at most", "on", "bytes: at most")
 
 
@@ -34,20 +37,12 @@ def _as_it_is(schedule: Any, mesh: Any, operation: Any, operands: Sequence[Any])
     return operands
 
 
-def _brought(schedule: Any, value: int, array: Any, layouts: Any, constrain: Callable[..., Any]) -> Any:
-    return constrain(array, layouts[1])
-
-
 REWRITES: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "held_in_order": lambda schedule: frozenset(),
+        "gathered_slices": lambda schedule: frozenset(),
         "is_gathered_out_of_order": lambda schedule, value, layout: False,
-        "stacked_in_order": lambda links, results, schedule, mesh: results,
         "fill_late": _as_it_is,
         "begun_apart": lambda schedule: {},
-        "awaited": lambda schedule, reader, value: (),
-        "reduced_before_added": lambda schedule: frozenset(),
-        "bring": _brought,
     }
 )
 """The functions of `shardplan.apply.replay`, and what stands in the place of each."""
@@ -64,9 +59,14 @@ class Compiled:
 
 def compiled(step: str, mesh: str) -> Compiled:
     """A step's plan with all rewrites, and without each that changes its program."""
-    found, sizes = step_of(step), MESHES[mesh]
+    donated: tuple[int, ...]
+    if step in LARGE:
+        function, arguments, donated, sizes = train_step, LARGE[step].arguments, (0,), LARGE[step].mesh
+    else:
+        found, sizes = step_of(step), MESHES[mesh]
+        function, arguments, donated = found.function, found.arguments, found.donated
     devices = gpu_mesh(TARGET, tuple(sizes.values()), tuple(sizes))
-    plan = shardplan.plan(found.function, devices, *found.arguments, donate_argnums=found.donated)
+    plan = shardplan.plan(function, devices, *arguments, donate_argnums=donated)
     texts, result = dict[str, str](), Compiled(f"{step} on {mesh}")
     for name in ("", *REWRITES):
         with patch(f"shardplan.apply.replay.{name}", REWRITES[name]) if name else nullcontext():
@@ -87,17 +87,13 @@ def compiled(step: str, mesh: str) -> Compiled:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="PREFIX", help="steps whose names begin so, as flax/")
-    parser.add_argument("--operations", type=int, default=_ALL, metavar="N", help="steps of at most N operations")
-    options = parser.parse_args(arguments)
-    every = not options.only
-    chosen = [one for part in ("fit", "decide") for one in read(part) if one.step.startswith(options.only)]
-    chosen = [one for one in chosen if len(one.live) <= options.operations and one.limit is None]
-    rows = list[Compiled]()
+    only = parser.parse_args(arguments).only
+    recorded = [(one.step, one.mesh) for part in ("fit", "decide") for one in read(part) if one.limit is None]
+    large = [(name, "x".join(map(str, config.mesh.values()))) for name, config in LARGE.items()]
+    chosen = [row for row in (*recorded, *large) if row[0].startswith(only or STEPS)]
     with progress() as shown:
-        for record in shown.track(chosen, description="steps"):
-            rows.append(in_own_process(compiled, record.step, record.mesh))
-    command = "workarounds" if options.operations == _ALL else f"workarounds --operations {options.operations}"
-    document = Document("workarounds", "Rewrites of the applied program", INTRODUCTION, command, writes=every)
+        rows = [in_own_process(compiled, *row) for row in shown.track(chosen, description="steps")]
+    document = Document("workarounds", "Rewrites of the applied program", INTRODUCTION, "workarounds", writes=not only)
     table = document.table(HEADER)
     for name in REWRITES:
         changed = [row for row in rows if name in row.peaks]

@@ -1,8 +1,8 @@
-"""What XLA:GPU makes of small programs by itself, and what only an island gives; prints the tables of `docs/xla.md`.
+"""Behaviour of XLA:GPU on small programs, alone and with islands; prints the tables of `docs/xla/`.
 
     python -m benchmarks.xla
 
-Every program is compiled for eight H100s that need not be there; bytes are what one device sends (ring algorithms).
+Every program is compiled for eight H100 that need not exist. Bytes are what one device sends (ring algorithms).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def reductions() -> list[tuple[str, str, str]]:
-    """A product whose contracted dimension is split, into several layouts: by constraints, and in an island."""
+    """A dot whose contracted dimension is split, into several layouts: by constraints, and in an island."""
     mesh = gpu_mesh("h100", (2, 4), ("x", "y"))
     cases: list[tuple[tuple[str, ...], P, list[tuple[str, int]]]] = [
         (("x",), P(), []),

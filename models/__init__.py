@@ -1,9 +1,9 @@
-"""Models to plan as users plan theirs, each with its Optax optimiser; `NAMES` lists them.
+"""Models written as users write them, each with its Optax optimiser; `NAMES` lists them.
 
-Each module has a `Config` and a function `training(config)`, which gives a `Training`: the step, and what it takes, as
-shapes (enough to plan) or as arrays (to run). The command line takes them too:
-`shardplan plan shardplan.models.gpt:training --mesh data=8`. A module also names some configurations: `CONFIGS` are the
-published ones by name, `SMALL` runs on a CPU in seconds, and `BENCHMARK` has the widths of real ones in few layers.
+Each module has a `Config` and a function `training(config)`, which gives a `Training`: the step, and its arguments as
+shapes (enough to plan) or as arrays (to run). The command line takes them too: `shardplan plan
+shardplan.models.gpt:training --mesh data=8`. A module also names some configurations. `CONFIGS` are the published ones
+by name, `SMALL` runs on a CPU in seconds, and `BENCHMARK` has the widths of real ones in few layers.
 
 >>> import jax
 >>> from shardplan.models import gpt
@@ -46,7 +46,7 @@ NAMES = (
 def load(name: str) -> ModuleType:
     """The module of a model: `load("gpt").training(load("gpt").SMALL)`.
 
-    Raises `ValueError` where there is no such model.
+    Raises `ValueError` for an unknown name.
     """
     if name not in NAMES:
         raise ValueError(f"there is no model `{name}`; there are {', '.join(NAMES)}")

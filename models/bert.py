@@ -1,7 +1,7 @@
 """BERT (Devlin et al., 2018): post-LN transformer blocks over whole sentences, trained on both of its tasks with AdamW.
 
-Masked tokens are predicted by a head that shares the embedding of tokens, at `predictions` places per sequence; whether
-the second segment follows the first, from the first token. Both losses are added.
+A head that shares the embedding of tokens predicts masked tokens, at `predictions` places per sequence. Another one
+predicts from the first token whether the second segment follows the first. The loss is the sum of both.
 
 >>> from shardplan.models import bert
 >>> bert.training(bert.CONFIGS["bert-base"]).parameters // 10**6
@@ -57,7 +57,7 @@ normal = nn.initializers.normal(0.02)
 
 
 class Attention(nn.Module):
-    """Self-attention over the tokens that are there: `[batch, sequence, width]` to the same.
+    """Self-attention over the present tokens: `[batch, sequence, width]` to the same.
 
     `present` is bool `[batch, sequence]`.
     """
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, what each adds normalised together with what it read."""
+    """Attention and MLP, each followed by a residual sum and a normalisation."""
 
     config: Config
 
@@ -98,7 +98,7 @@ class Block(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens to float32 logits: masked ones, `[batch, predictions, vocabulary]`, and what follows, `[batch, 2]`.
+    """Tokens to float32 logits: masked ones, `[batch, predictions, vocabulary]`, and the next sentence, `[batch, 2]`.
 
     `tokens`, `segments` int32 and `present` bool are `[batch, sequence]`, `places` int32 `[batch, predictions]`.
     """

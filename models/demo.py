@@ -1,8 +1,8 @@
 """The demo: `make demo`, or `shardplan demo`.
 
-First it trains a small GPT on real text, planned for 8 emulated CPU devices, and holds its first losses against the
-unplanned step. Then it plans a larger GPT for 8 H100, compiles the plan for them without having one, and puts what the
-compiled program sends beside data parallelism and FSDP.
+The first part trains a small GPT on real text, planned for 8 emulated CPU devices, and compares its first losses with
+the unplanned step. The second part plans a larger GPT for 8 H100, compiles the plan without these GPUs, and compares
+the bytes that the compiled program sends with data parallelism and FSDP.
 """
 
 import argparse
@@ -31,7 +31,7 @@ LARGE = gpt.Config(layers=2, width=1024, heads=16, vocabulary=32768, sequence=10
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs both parts. The exit status is 0 where planned and unplanned losses agree."""
+    """Runs both parts. The exit status is 0 if planned and unplanned losses agree."""
     parser = argparse.ArgumentParser(
         prog="shardplan demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,13 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def emulate_devices(count: int) -> None:
-    """Makes JAX run on `count` emulated CPU devices; JAX refuses where something has used a device already."""
+    """Makes JAX run on `count` emulated CPU devices. JAX refuses if a device has been used already."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
 
 
 def train(console: Console, steps: int) -> bool:
-    """Plans the small GPT, compares its first losses with the unplanned step's, trains on; whether the losses agree."""
+    """Plans the small GPT, compares its first losses with the unplanned step's, trains on. Returns whether the losses
+    agree."""
     training = gpt.training(SMALL)
     corpus = text.load()
     console.rule("[bold]1. Train a GPT on 8 emulated devices")
@@ -81,7 +82,8 @@ def train(console: Console, steps: int) -> bool:
 
 
 def compare_first_steps(console: Console, training: Training, step: Any, batches: list[Batch]) -> tuple[State, bool]:
-    """Runs the same batches through the planned and the unplanned step; the planned state, and whether losses agree."""
+    """Runs the same batches through the planned and the unplanned step. Returns the planned state, and whether losses
+    agree."""
     plain_step = jax.jit(training.train_step)
     planned_state, plain_state = training.init(), training.init()
     worst = 0.0
@@ -99,7 +101,7 @@ def compare_first_steps(console: Console, training: Training, step: Any, batches
 
 
 def train_on(console: Console, step: Any, state: State, batches: Iterator[Batch], steps: int) -> None:
-    """Trains on and prints the loss, the mean since the last line."""
+    """Continues the training and prints the loss, the mean since the last line."""
     every = max(1, steps // 6)
     losses: list[float] = []
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -118,7 +120,7 @@ def train_on(console: Console, step: Any, state: State, batches: Iterator[Batch]
 
 
 def audit(console: Console) -> None:
-    """Plans the large GPT for 8 H100, and compiles it, data parallelism and FSDP for them, where that is possible."""
+    """Plans the large GPT for 8 H100, and compiles it, data parallelism and FSDP for them, if this JAX can."""
     training = gpt.training(LARGE)
     state, batch = training.state, training.batch
     console.print()

@@ -1,4 +1,5 @@
-"""What the demo prints: a plan's layouts and collectives as tables, and the usual ways to split compiled beside it."""
+"""The demo's report: tables of a plan's layouts and collectives, and of compiled data parallelism and FSDP for
+comparison."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,11 @@ from shardplan.plans.report import evidence, layout_groups, memory_text, planned
 
 AXIS = "data"
 PARAMETERS = "0/params/"
-"""The paths of the parameters start so: the state is a step's first argument."""
+"""The start of the parameters' paths: the state is a step's first argument."""
 
 
 def plan_summary(plan: shardplan.Plan, seconds: float) -> str:
-    """Communication, how near the optimum the plan is, memory, and how long planning took."""
+    """Communication, optimality gap, memory, and planning time."""
     return f"planned in {seconds:.1f} s: {evidence(plan)};\n{memory_text(plan)}"
 
 
@@ -74,7 +75,8 @@ def lower_by_hand(
     state: Any,
     batch: Any,
 ) -> jax.stages.Lowered:
-    """A step as people split it by hand: the batch over the devices, the state by `layout`, the rest up to XLA."""
+    """A step with the usual layouts by hand: the batch over the devices, the state by `layout`, the rest left to
+    XLA."""
     devices = mesh.devices.size
     state_layouts = jax.tree.map(lambda leaf: NamedSharding(mesh, layout(leaf, devices)), state)
     batch_layouts = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec(AXIS)), batch)

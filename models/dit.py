@@ -1,8 +1,8 @@
 """DiT (Peebles and Xie, 2022, table 1): a transformer that predicts the noise in images, in Flax NNX with AdamW.
 
-Patches of latent images pass through blocks whose normalisations are shifted, scaled and gated by what is made of the
-time and the class (adaLN-Zero: all gates begin with zero). A step draws its times and its noise from its own key. The
-head predicts the noise alone; the published one predicts variances too, 4 more channels.
+Patches of latent images pass through blocks. A network of the time and the class shifts, scales and gates their
+normalisations (adaLN-Zero: all gates begin with zero). A step draws its times and its noise from its own key. The head
+predicts the noise alone. The published one predicts variances too, with 4 more channels.
 
 >>> from shardplan.models import dit
 >>> dit.training(dit.CONFIGS["dit-xl-2"]).parameters // 10**6
@@ -28,8 +28,8 @@ from shardplan.models.training import Batch, State, Training, make_training, ran
 class Config:
     """Sizes, by default those of DiT-XL/2. Parameters are float32, `compute_dtype` is that of the layers.
 
-    `latent` x `latent` x `channels` is what the encoder makes of an image; `unlabelled` is the part of the classes that
-    is hidden, for guidance without a classifier; noise grows from `first_beta` to `last_beta` over `times` steps.
+    `latent` x `latent` x `channels` is the encoder's result for an image. `unlabelled` is the part of the classes that
+    is hidden, for guidance without a classifier. The noise grows from `first_beta` to `last_beta` over `times` steps.
     """
 
     layers: int = 28
@@ -132,7 +132,7 @@ class DiT(nnx.Module):
         self.time_in = dense(config.frequencies, config.width)
         self.time_out = dense(config.width, config.width)
         normal = nnx.initializers.normal(0.02)
-        # One class more: none is known.
+        # One more class, for unknown ones.
         self.labels = nnx.Embed(config.classes + 1, config.width, embedding_init=normal, rngs=rngs)
         self.blocks = separate_layers(partial(Block, config), config.layers, rngs)
         self.norm = nnx.LayerNorm(

@@ -1,8 +1,8 @@
 """DLRM (Naumov et al., 2019): a recommender of embedding tables, pairwise products and two MLPs, with SGD.
 
-Tables make up nearly all of it: with the categories of the Criteo Terabyte data, 96 GB. A step changes only the rows
-that its batch names: their gradients are scattered into the tables (which for SGD is the same as a gradient of the
-tables' own size), unless `dense_gradients` asks for the latter.
+Nearly all memory is tables: 96 GB with the categories of the Criteo Terabyte data. A step changes only the rows that
+its batch names: their gradients are scattered into the tables. For SGD this is the same as a gradient of the tables'
+own size, which `dense_gradients` selects.
 
 >>> from shardplan.models import dlrm
 >>> dlrm.training(dlrm.CONFIGS["dlrm-kaggle"]).parameters
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
 
 class DLRM(nn.Module):
-    """What follows the tables: float32 `[batch, dense]` and `[batch, tables, embedding]` to logits `[batch]`."""
+    """The layers after the tables: float32 `[batch, dense]` and `[batch, tables, embedding]` to logits `[batch]`."""
 
     config: Config
 

@@ -1,9 +1,9 @@
-"""A graph network as in GraphCast (Lam et al., 2023): encode, process, decode; interaction networks between sets of
-nodes; mean squared error and AdamW.
+"""A graph network as in GraphCast (Lam et al., 2023), of interaction networks between sets of nodes, with AdamW.
 
-Values on a fine grid are carried along edges to the nodes of a coarser mesh, messages are passed between these, and
-edges carry the result back. Each interaction network (Battaglia et al., 2016) has one MLP for edges, which reads an
-edge and the nodes at its two ends, and one for nodes, which reads a node and the sum of its incoming edges.
+An encoder carries values of a fine grid along edges to the nodes of a coarser mesh. A processor passes messages between
+these, and a decoder carries the result back along edges. The loss is the mean squared error. Each interaction network
+(Battaglia et al., 2016) has one MLP for edges, which reads an edge and the nodes at its two ends, and one for nodes,
+which reads a node and the sum of its incoming edges.
 
 The published count, 36.7 million, is a little more than that of the layers described there:
 
@@ -30,8 +30,8 @@ from shardplan.models.training import Batch, State, Training, make_training
 class Config:
     """Sizes: nodes of the grid and of the mesh, edges into, inside and out of the mesh, features of a node and an edge.
 
-    `inputs` and `outputs` are features of a node of the grid, `hidden` those of everything inside; `layers` are the
-    rounds of messages in the mesh. `remat`: the activations inside a round are computed again in the backward pass.
+    `inputs` and `outputs` are features of a node of the grid, `hidden` those of all inner layers. `layers` are the
+    rounds of messages in the mesh. `remat` recomputes the activations inside a round in the backward pass.
     """
 
     grid: int = 721 * 1440
@@ -57,7 +57,7 @@ CONFIGS = {
     "graphcast-small": Config(181 * 360, 10_242, 102_000, 81_900, 195_480, inputs=183, outputs=83),
 }
 SMALL = Config(64, 32, 128, 64, 192, inputs=8, outputs=4, hidden=16, layers=2)
-# Node and edge counts are rounded up to what 8 devices divide, as graphs are padded in practice.
+# Node and edge counts are rounded up to multiples of 8 devices, as graphs are padded in practice.
 BENCHMARK = Config(mesh=40_968, edges_in=1_618_752, edges=327_664, layers=2, compute_dtype=jnp.bfloat16)
 
 
@@ -77,7 +77,7 @@ class MLP(nn.Module):
 
 
 class Interaction(nn.Module):
-    """Messages from `senders` to `receivers` along edges: gives the new receivers and edges, as differences."""
+    """Messages from `senders` to `receivers` along edges: the changes of the receivers and the edges."""
 
     config: Config
 

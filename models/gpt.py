@@ -1,9 +1,9 @@
 """A GPT: pre-LN transformer blocks, learned positions, causal attention, GELU MLP of four times the width, AdamW.
 
 The published sizes are those of GPT-2 (Radford et al., 2019) and GPT-3 (Brown et al., 2020, table 2.1; dense attention
-in every layer). `dropout` is that of GPT-2: of the embeddings, of the attention's weights, and of what each half of a
-block adds. `scan_layers` runs one block over the stacked parameters of all; `checkpoint` keeps of each block only what
-the named policy says, and computes the rest again going backward.
+in every layer). `dropout` is that of GPT-2: of the embeddings, of the attention's weights, and of the residual of each
+half of a block. `scan_layers` runs one block over the stacked parameters of all. `checkpoint` saves the activations of
+the named policy, and recomputes all others in the backward pass.
 
 >>> from shardplan.models import gpt
 >>> gpt.training().parameters // 10**6
@@ -94,7 +94,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalised before and added to what it read."""
+    """Attention and MLP, each with a normalisation before and a residual sum after."""
 
     config: Config
 

@@ -2,7 +2,7 @@
 
 RMSNorm before each half of a block, rotary positions, attention whose query heads share fewer key and value heads
 (grouped queries), an MLP gated by SiLU, and a head of its own. `scan_layers` runs one block over the stacked parameters
-of all; `checkpoint` keeps of each block only what the named policy says, and computes the rest again going backward.
+of all. `checkpoint` saves the activations of the named policy, and recomputes all others in the backward pass.
 
 >>> from shardplan.models import llama
 >>> llama.training(llama.CONFIGS["llama3-8b"]).parameters
@@ -75,15 +75,15 @@ NAMES = ("batch", "sequence", "embed")
 def rotate(x: jax.Array, theta: float) -> jax.Array:
     """Rotary positions (Su et al., 2021): `[batch, sequence, heads, head_dim]` to the same, rotated in float32.
 
-    The numbers `i` and `i + head_dim / 2` of a head make a pair, turned by `position * theta ** (-2 i / head_dim)`.
+    The numbers `i` and `i + head_dim / 2` of a head make a pair, rotated by `position * theta ** (-2 i / head_dim)`.
     """
     half = x.shape[-1] // 2
     speeds = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * speeds
     sine, cosine = jnp.sin(angles), jnp.cos(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -129,7 +129,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each normalised before and added to what it read."""
+    """Attention and MLP, each with a normalisation before and a residual sum after."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         norm = partial(nnx.RMSNorm, config.width, epsilon=config.norm_epsilon, dtype=config.compute_dtype, rngs=rngs)

@@ -1,12 +1,11 @@
-"""Names for the dimensions of activations, by which a layout can be written by hand beside a model, not inside it.
+"""Logical names for the dimensions of activations: layouts by hand are written outside of a model, by these names.
 
-A model says what the dimensions of an activation are, and nothing else:
+A model only names the dimensions of an activation:
 
     x = logical(x, "batch", "sequence", "embed")
 
-That does nothing and leaves no trace in the program, which is how plans are made. Under `logical_axes`, every named
-activation is constrained instead, as an expert would write it: each name is looked up, and the dimension is split by
-the mesh axes that it stands for.
+This has no effect and leaves no trace in the program, and plans are made so. Under `logical_axes`, every named
+activation is constrained instead, as an expert would write it: the mesh axes of each name split the dimension.
 
     with logical_axes(mesh, {"batch": "data", "heads": "model", "mlp": "model"}):
         lowered = jax.jit(train_step, in_shardings=...).lower(state, batch)
@@ -30,14 +29,13 @@ _rules: ContextVar[tuple[Mesh, Layouts] | None] = ContextVar("logical_axes", def
 
 @contextmanager
 def logical_axes(mesh: Mesh, axes: Layouts) -> Iterator[None]:
-    """While it is open, what is traced has its named activations constrained: `axes` maps a name to mesh axes.
+    """A context in which traced programs have constraints on their named activations. `axes` maps a name to mesh axes.
 
-    A name that is not in `axes` splits nothing, nor does one whose mesh axes do not divide the dimension; a mesh axis
-    splits the first dimension of an activation that asks for it. A tuple of all the names of an activation stands for
-    the `PartitionSpec` that just these activations get.
+    A name without an entry in `axes` splits nothing, nor does one whose mesh axes do not divide the dimension. A mesh
+    axis splits the first dimension of an activation that has its name. A tuple of all the names of an activation stands
+    for the `PartitionSpec` of just these activations.
 
-    JAX keeps what it has traced by the function alone, so its caches are cleared at either end: nothing that was traced
-    under other names is taken for this.
+    JAX caches traces by the function alone. Its caches are therefore cleared at both ends of the context.
     """
     token = _rules.set((mesh, axes))
     jax.clear_caches()
@@ -49,9 +47,9 @@ def logical_axes(mesh: Mesh, axes: Layouts) -> Iterator[None]:
 
 
 def logical(x: jax.Array, *names: str | None) -> jax.Array:
-    """`x`, whose dimensions have these names (None for one without a name), constrained where `logical_axes` is open.
+    """`x` with these names of its dimensions (None for one without a name), constrained inside of `logical_axes`.
 
-    Raises `ValueError` where there are not as many names as dimensions.
+    Raises `ValueError` unless there are as many names as dimensions.
     """
     if len(names) != x.ndim:
         raise ValueError(f"`logical` needs a name per dimension: got {names} for the shape {x.shape}")

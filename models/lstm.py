@@ -1,7 +1,7 @@
 """An LSTM language model after Jozefowicz et al. (2016), in the sizes of the Tofu paper: SGD with momentum.
 
-Words are embedded and projected, both 1024 wide, and go through the layers of an LSTM; a word is predicted from what
-the last layer says at each step.
+Words are embedded and projected, both 1024 wide, and pass through the layers of an LSTM. The last layer's state at each
+step predicts the next word.
 
 `CONFIGS` are the models of "Supporting Very Large Models using Automatic Dataflow Graph Partitioning" (Wang et al.,
 EuroSys 2019, section 7, table 1), unrolled over 20 timesteps: a layer whose input is as wide as its state holds
@@ -67,7 +67,7 @@ class Layer(nn.Module):
     def __call__(self, inputs: list[jax.Array]) -> list[jax.Array]:
         config = self.config
         batch, width = inputs[0].shape
-        # The gates are a dimension of their own, so that splitting the state splits each gate alike.
+        # The gates are a dimension of their own, so that a split of the state splits all gates in the same way.
         kernel = nn.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         input_kernel = self.param("input", kernel, (width, GATES, config.hidden))
         state_kernel = self.param("state", kernel, (config.hidden, GATES, config.hidden))

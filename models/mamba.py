@@ -94,7 +94,8 @@ def selective_scan(x: jax.Array, step: jax.Array, a: jax.Array, b: jax.Array, c:
 
 
 class Block(nn.Module):
-    """Normalised, mixed along the sequence, and added to what it read: `[batch, sequence, width]` to the same."""
+    """A mixing of the sequence with a normalisation before and a residual sum after: `[batch, sequence, width]` to the
+    same."""
 
     config: Config
 

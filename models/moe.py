@@ -1,8 +1,8 @@
 """A mixture-of-experts language model in the shape of Mixtral (Jiang et al., 2024), in Flax NNX, with AdamW.
 
 Decoder blocks with RMSNorm, rotary positions, grouped-query attention and experts with SwiGLU. A router sends every
-token to `chosen` of the `experts` and adds up what they give, weighted by the softmax of the chosen experts' scores.
-`Config.routing` says how tokens reach them:
+token to `chosen` of the `experts` and adds up their results, weighted by the softmax of the chosen experts' scores.
+`Config.routing` selects how tokens reach them:
 
 - `"capacity"` (GShard, Lepikhin et al., 2020; Switch, Fedus et al., 2021): tokens are cut into groups, and each expert
   takes at most `capacity_factor * tokens * chosen / experts` tokens of a group; products with one-hot tensors bring
@@ -127,8 +127,8 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * speeds
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -218,7 +218,7 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and experts, each normalised before and added to what it read; with it the load-balancing loss."""
+    """Attention and experts, each with a normalisation before and a residual sum after, and the load-balancing loss."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.attention_norm, self.attention = RMSNorm(config), Attention(config, rngs)

@@ -1,6 +1,6 @@
-"""Equal layers of Flax NNX, made all at once: their parameters stacked, to scan over, or each a module of its own.
+"""Equal layers of Flax NNX, initialised together: parameters stacked for a scan, or one module per layer.
 
-Made one by one they would be traced one by one, which for 80 layers takes longer than planning them.
+Separate initialisation would trace each layer, which for 80 layers takes longer than planning them.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Layer = TypeVar("Layer", bound=nnx.Module)
 
 
 def stacked_layers(make: Callable[[nnx.Rngs], Layer], count: int, rngs: nnx.Rngs) -> Layer:
-    """`count` layers as one module whose parameters have a first dimension more, as `nnx.scan` takes it."""
+    """`count` layers as one module whose parameters have an additional first dimension, as `nnx.scan` takes it."""
     return nnx.split_rngs(splits=count)(nnx.vmap(make))(rngs)
 
 

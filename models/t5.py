@@ -1,4 +1,4 @@
-"""T5 (Raffel et al., 2019, sizes of section 3.7): an encoder and a decoder that looks at it, trained with Adafactor.
+"""T5 (Raffel et al., 2019, sizes of section 3.7): an encoder and a decoder that attends to it, trained with Adafactor.
 
 RMSNorm before each part of a block, no biases, learned biases of relative positions, which all layers of a stack share,
 attention whose heads need not make up the width, ReLU, and one embedding for both stacks and the head.
@@ -27,8 +27,8 @@ from shardplan.models.training import Batch, State, Training, make_training
 class Config:
     """Sizes. Parameters are float32; `compute_dtype` is that of the layers (lookup, softmax and loss: float32).
 
-    `layers` are those of each stack, `sequence` and `targets` the tokens that encoder and decoder read, `buckets` the
-    distances that are told apart, up to `max_distance`; `dropout` is the part that is dropped.
+    `layers` are those of each stack, `sequence` and `targets` the tokens of encoder and decoder. `buckets` is the
+    number of distinct distances, up to `max_distance`. `dropout` is the part that is dropped.
     """
 
     layers: int = 12
@@ -62,8 +62,8 @@ NAMES = ("batch", "sequence", "embed")
 def buckets_of_distances(queries: int, keys: int, both_ways: bool, config: Config) -> jax.Array:
     """The bucket of each key's distance from each query, int32 `[queries, keys]`.
 
-    Half of the buckets are for one distance each, the others for logarithmically growing ranges; where keys may lie
-    ahead (`both_ways`), half of all are for those.
+    Half of the buckets are for one distance each, the others for logarithmically growing ranges. If keys may be ahead
+    of queries (`both_ways`), half of all are for those.
     """
     distance = jnp.arange(queries)[:, None] - jnp.arange(keys)
     buckets, ahead = config.buckets, jnp.zeros((), jnp.int32)
@@ -79,7 +79,7 @@ def buckets_of_distances(queries: int, keys: int, both_ways: bool, config: Confi
 
 
 class RelativeBias(nn.Module):
-    """What is added to the scores, by distance: float32 `[heads, queries, keys]`."""
+    """The bias of the scores by distance: float32 `[heads, queries, keys]`."""
 
     config: Config
     both_ways: bool
@@ -137,7 +137,7 @@ class Block(nn.Module):
 
 
 class T5(nn.Module):
-    """Two int32 `[batch, sequence]`, what is read and what is written so far, to float32 logits of what comes next."""
+    """The source and the target so far, both int32 `[batch, sequence]`, to float32 logits of the next target token."""
 
     config: Config
 
@@ -168,8 +168,8 @@ class T5(nn.Module):
 def training(config: Config | None = None) -> Training:
     """The training step: mean cross-entropy of the next target token, Adafactor.
 
-    The batch is `inputs`, int32 `[batch, sequence]`, and `targets`, int32 `[batch, targets]`; the decoder reads the
-    targets behind a 0.
+    The batch is `inputs`, int32 `[batch, sequence]`, and `targets`, int32 `[batch, targets]`. The decoder reads the
+    targets after a 0.
     """
     config = config or Config()
     model = T5(config)

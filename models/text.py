@@ -16,16 +16,16 @@ VOCABULARY = 256
 
 
 def load() -> np.ndarray:
-    """All topics in the order of their names, as uint8: several hundred thousand, by the version of CPython."""
+    """All topics in the order of their names, as uint8: several hundred thousand bytes, by the version of CPython."""
     joined = "\n\n".join(topics[name] for name in sorted(topics))
     return np.frombuffer(joined.encode("utf-8"), np.uint8)
 
 
 def batches(corpus: np.ndarray, batch: int, sequence: int, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Endless batches from random places of the corpus; the same ones in the same order for the same seed.
+    """Endless batches from random places of the corpus, the same sequence of batches for the same seed.
 
     Each has `inputs` and `labels`, int32 `[batch, sequence]`: the labels are the inputs one byte later. Raises
-    `ValueError` where the corpus is shorter than a sequence and its last label.
+    `ValueError` if the corpus is shorter than a sequence and its last label.
     """
     if len(corpus) < sequence + 1:
         raise ValueError(f"the corpus has {len(corpus)} bytes, too few for a sequence of {sequence} and its last label")

@@ -1,7 +1,7 @@
-"""What the models have in common: a training step that is a pure function of plain pytrees.
+"""Training steps of all models: pure functions of plain pytrees.
 
-The state is a dictionary (`params`, `opt_state`, `step`, and `batch_stats` where a model has them), so that a leaf's
-path says what it is: `params/layer_0/mlp/up/kernel`.
+The state is a dictionary (`params`, `opt_state`, `step`, and `batch_stats` if a model has them). A leaf's path
+therefore tells its role: `params/layer_0/mlp/up/kernel`.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ LossFunction = Callable[[Any, State, Batch], tuple[jax.Array, State]]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training step with what it takes.
+    """A training step with its arguments.
 
     `train_step(state, batch) -> (state, loss)` is pure and not yet jitted. `make_state` and `make_batch` make its
-    arguments from a random key; `parameters` counts the trained numbers. `loss_function` and `optimizer` are what the
-    step is made of, for who writes the same step in another way by hand; None where it is made of something else.
-    With a `seed`, the loss takes the batch of `batch_for(state, batch)`, which has the step's random key.
+    arguments from a random key. `parameters` counts the trained numbers. `loss_function` and `optimizer` are the parts
+    of the step, for other versions of the same step by hand, and None for a step of other parts. With a `seed`, the
+    loss takes the batch of `batch_for(state, batch)`, which has the step's random key.
     """
 
     train_step: Callable[[State, Batch], tuple[State, jax.Array]]
@@ -35,12 +35,12 @@ class Training:
     seed: int | None = None
 
     def batch_for(self, state: State, batch: Batch) -> Batch:
-        """The batch as the loss takes it: with a `seed`, `key` is another one for each number of `step`."""
+        """The batch for the loss. With a `seed` its `key` is another one for each number of `step`."""
         return batch if self.seed is None else _with_key(state, batch, self.seed)
 
     @property
     def state(self) -> State:
-        """The state as `jax.ShapeDtypeStruct`s: nothing is computed or allocated, and no device is asked for."""
+        """The state as `jax.ShapeDtypeStruct`s, without computation, allocation or a device."""
         return jax.eval_shape(lambda: self.make_state(jax.random.key(0)))
 
     @property
@@ -63,9 +63,9 @@ class Training:
 
 
 def checkpoint_policy(name: str) -> Callable[..., Any]:
-    """What `jax.checkpoint` keeps, by its name in `jax.checkpoint_policies`: `nothing_saveable`, `dots_saveable`, ...
+    """The policy of `jax.checkpoint` by its name in `jax.checkpoint_policies`: `nothing_saveable`, `dots_saveable`, ...
 
-    Raises `ValueError` where there is no such policy.
+    Raises `ValueError` for an unknown name.
     """
     found = getattr(jax.checkpoint_policies, name, None)
     if found is None:
@@ -81,11 +81,11 @@ def make_training(
     optimizer: optax.GradientTransformation,
     seed: int | None = None,
 ) -> Training:
-    """A `Training` of a model that is given by its initial variables and its loss.
+    """The `Training` of a model from its initial variables and its loss.
 
-    `init(key)` gives the variables: `params` and others that the step carries on.
+    `init(key)` gives the variables: `params`, and others that the step updates without gradients.
     `loss_function(params, others, batch)` gives the loss, a scalar, and the new others. With a `seed`, for dropout and
-    other noise, it finds a random key in `batch["key"]`: another one for each number of `step`, and always the same.
+    other noise, it finds a random key in `batch["key"]`: another one for each number of `step`, the same in each run.
     """
 
     def make_state(key: jax.Array) -> State:
@@ -115,7 +115,7 @@ def make_training(
 
 
 def random_tokens(key: jax.Array, batch_size: int, sequence: int, vocabulary: int) -> Batch:
-    """`inputs` and `labels`, int32 `[batch_size, sequence]`: random tokens, and those one later."""
+    """`inputs` and `labels`, int32 `[batch_size, sequence]`: random tokens, and the same tokens one position later."""
     tokens = jax.random.randint(key, (batch_size, sequence + 1), 0, vocabulary)
     return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
@@ -136,11 +136,10 @@ def next_token_training(
     optimizer: optax.GradientTransformation,
     seed: int | None = None,
 ) -> Training:
-    """A `Training` of a language model: mean cross-entropy of the next token.
+    """The `Training` of a language model: mean cross-entropy of the next token.
 
-    `logits(params, batch)` gives float `[batch, sequence, vocabulary]`; `sizes` are these three. The batch is that of
-    `random_tokens`. For `init` and `seed` see
-    `make_training`.
+    `logits(params, batch)` gives float `[batch, sequence, vocabulary]`, with these three numbers in `sizes`. The batch
+    is that of `random_tokens`. For `init` and `seed` see `make_training`.
     """
 
     def loss_function(params: Any, others: State, batch: Batch) -> tuple[jax.Array, State]:

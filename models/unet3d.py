@@ -49,7 +49,7 @@ CONFIGS = {
     "unet3d-256": Config(volume=(256, 256, 256), batch=1),
     "unet3d-512": Config(volume=(512, 512, 512), batch=1, norm="group", remat=True),
 }
-# Biases before a normalisation have gradients that are nothing but rounding, of which Adam makes full steps.
+# The gradients of biases before a normalisation are rounding errors, of which Adam makes full steps.
 SMALL = Config(levels=2, width=8, volume=(32, 16, 16), batch=1, learning_rate=1e-4)
 BENCHMARK = Config(volume=(256, 256, 256), batch=1)
 
@@ -74,7 +74,7 @@ class Convolutions(nn.Module):
         return x
 
 
-def cropped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def crop(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The middle of `x`, of a shape: only the three dimensions of space differ."""
     start = [(size - wanted) // 2 for size, wanted in zip(x.shape[1:4], shape[1:4], strict=True)]
     region = tuple(slice(first, first + size) for first, size in zip(start, shape[1:4], strict=True))
@@ -103,7 +103,7 @@ class UNet3D(nn.Module):
             x = logical(
                 nn.ConvTranspose(x.shape[-1], **twice, dtype=config.compute_dtype, name=f"grow_{level}")(x), *NAMES
             )
-            x = jnp.concatenate([cropped(skip, x.shape), x], axis=-1)
+            x = jnp.concatenate([crop(skip, x.shape), x], axis=-1)
             x = convolutions((skip.shape[-1], skip.shape[-1]), name=f"up_{level}")(x)
         return nn.Conv(config.classes, (1, 1, 1), dtype=config.compute_dtype, name="head")(x).astype(jnp.float32)
 

@@ -5,8 +5,7 @@
 138357544
 
 Without `classifier` the convolutions alone are trained, by mean squared error against a map of features, on images of
-any size: so VGG-16 at 10,000 x 10,000 pixels is used to show what splitting an image over devices is worth (Xu et al.,
-CC 2022).
+any size. VGG-16 at 10,000 x 10,000 pixels is an example in which an image is split over devices (Xu et al., CC 2022).
 
 >>> vgg.training(vgg.CONFIGS["vgg-16-10k"]).parameters
 14714688
@@ -61,18 +60,16 @@ BENCHMARK = Config()
 
 
 @jax.custom_vjp
-def finished_together(tensors: Any) -> Any:
-    """`tensors`, whose gradients are all computed before anything reads one of them.
+def finish_together(tensors: Any) -> Any:
+    """`tensors`, whose gradients are all computed before any of them is read.
 
-    A scheduler likes to leave the gradients of weights to the end, where nobody waits for them, and to hold until then
-    the activations that they are computed from.
+    A scheduler tends to leave the gradients of weights to the end, since they have no readers before, and keeps the
+    activations for them until then.
     """
     return tensors
 
 
-finished_together.defvjp(
-    lambda tensors: (tensors, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),)
-)
+finish_together.defvjp(lambda tensors: (tensors, None), lambda _, gradients: (jax.lax.optimization_barrier(gradients),))
 
 
 class Convolution(nn.Module):
@@ -87,7 +84,7 @@ class Convolution(nn.Module):
         kernel = self.param("kernel", nn.initializers.he_normal(), (3, 3, x.shape[-1], self.channels))
         bias = self.param("bias", nn.initializers.zeros_init(), (self.channels,))
         if self.config.remat:
-            x, kernel, bias = finished_together((x, kernel, bias))
+            x, kernel, bias = finish_together((x, kernel, bias))
         numbers = ("NHWC", "HWIO", "NHWC")
         y = jax.lax.conv_general_dilated(x, kernel.astype(dtype), (1, 1), "SAME", dimension_numbers=numbers)
         return logical(nn.relu(y + bias.astype(dtype)), "batch", "height", "width", "channels")

@@ -1,7 +1,7 @@
 """A vision transformer in Equinox (Dosovitskiy et al., 2020, table 1): patches and a class token, pre-LN blocks, Adam.
 
-The layers of Equinox are for one vector; here they are mapped over batch and sequence. The state holds the module's
-arrays, a pytree of its own type; what is not an array is put back when the step runs.
+The layers of Equinox are for one vector. Here they are mapped over batch and sequence. The state has the module's
+arrays, a pytree of its own type. The step adds the other leaves again.
 
 >>> from shardplan.models import vit
 >>> vit.training(vit.CONFIGS["vit-b16"]).parameters
@@ -66,7 +66,7 @@ def each(layer: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 class Block(eqx.Module):
-    """Attention and MLP, each normalised before and added to what it read."""
+    """Attention and MLP, each with a normalisation before and a residual sum after."""
 
     attention_norm: eqx.nn.LayerNorm
     query: eqx.nn.Linear

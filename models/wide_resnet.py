@@ -48,7 +48,7 @@ BENCHMARK = Config(blocks=(1, 1, 1, 1))
 def training(config: Config | None = None) -> Training:
     """The training step of `shardplan.models.resnet`, with wide layers.
 
-    Raises `ValueError` where there is no ResNet of so many layers.
+    Raises `ValueError` for an unknown number of layers.
     """
     config = config or Config()
     if config.blocks is None and config.layers not in BLOCKS:

@@ -1,8 +1,7 @@
-"""Rules: what an operation computes, as an index expression, and every way to split it that follows."""
+"""Rules: the index expression that an operation computes, and every split that follows from it."""
 
 from shardplan.rules.analysis import Slot as Slot
 from shardplan.rules.analysis import Split as Split
-from shardplan.rules.apart import stands_apart as stands_apart
 from shardplan.rules.coverage import coverage as coverage
 from shardplan.rules.coverage import coverage_markdown as coverage_markdown
 from shardplan.rules.coverage import coverage_records as coverage_records
@@ -24,3 +23,4 @@ from shardplan.rules.rule import derive as derive
 from shardplan.rules.verify import Verdict as Verdict
 from shardplan.rules.verify import verify as verify
 from shardplan.rules.verify import verify_linear as verify_linear
+from shardplan.rules.without_rule import is_without_rule as is_without_rule

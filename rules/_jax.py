@@ -1,7 +1,7 @@
-"""Everything that reaches below JAX's public interface, in one place.
+"""JAX internals of the rules: every use of what is below JAX's public interface.
 
-``whole_call`` is a primitive of our own: a described function that stays one operation in a jaxpr. It runs and lowers
-as the function that it holds; differentiating or batching it takes the function apart again.
+``whole_call`` is a primitive of this library: a described function that stays one operation in a jaxpr. It runs and
+lowers as its function. Differentiation and batching replace it by its function.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def experimental(module: str) -> Any:
-    """A module of ``jax.experimental``, imported where it is used: Pallas takes a while."""
+    """A module of ``jax.experimental``, imported at its first use: the import of Pallas is slow."""
     return import_module(f"jax.experimental.{module}")
 
 
@@ -52,12 +52,12 @@ _ours = {whole_call_p}
 
 
 def take_as_ours(primitive: Primitive) -> None:
-    """Keeps a primitive of this library out of those that JAX has."""
+    """Removes a primitive of this library from those that JAX has."""
     _ours.add(primitive)
 
 
 def lowered_primitives() -> list[Primitive]:
-    """Every primitive for which JAX has a lowering on some platform, Pallas included, by name.
+    """Every primitive with a lowering in JAX on some platform, Pallas included, by name.
 
     Further modules of ``jax.experimental``, and programs, may add their own.
     """
@@ -69,5 +69,5 @@ def lowered_primitives() -> list[Primitive]:
 
 
 def convertible_extended_dtype() -> Any:
-    """An extended dtype that arrays can be converted to and from, of which JAX has none in public."""
+    """An extended dtype that arrays can be converted to and from: JAX has none in public."""
     return primal_tangent_dtype(np.dtype(np.int32), np.dtype(np.float32))

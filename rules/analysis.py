@@ -1,9 +1,12 @@
-"""The one analysis: which index can be split over n equal blocks, and what each block then reads and gives.
+"""The split analysis: which index can be split over n equal blocks, and the part of each tensor in each block.
 
 Block ``k`` of ``n`` of an index of size ``N`` runs from ``k*N/n`` to ``(k+1)*N/n - 1``. A position in a tensor then
-covers an interval whose ends are linear in ``k``; :func:`interval` computes it. If it advances by exactly one nth of
-the dimension per block, the operand is split there, with as many rows of halo as the interval sticks out; if it does
-not move, the operand is needed whole; anything else is refused. No interval is ever widened to make it fit.
+covers an interval whose ends are linear in ``k``; :func:`interval` computes it. There are three cases:
+
+- The interval advances by exactly one nth of the dimension per block. The operand is split there, and the rows by which
+  the interval exceeds a block are halo.
+- The interval does not move. The operand is needed whole.
+- Anything else is refused. No interval is ever widened to make it fit.
 
 >>> from shardplan.rules.expression import index
 >>> x, dx = index("x"), index("dx")
@@ -42,11 +45,11 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one block holds of one tensor.
+    """The part of one tensor in one block.
 
-    ``dim``: the dimension that is split in n blocks, ``None`` for the whole tensor. ``halo``: rows more that an
-    operand's block needs below and above (clipped at the ends of the tensor). ``reducer``: for a result of which every
-    block gives a partial result, how to combine them.
+    ``dim``: the dimension that is split in n blocks, ``None`` for the whole tensor. ``halo``: additional rows below and
+    above an operand's block (clipped at the ends of the tensor). ``reducer``: for a partial result of every block, the
+    function that combines them.
     """
 
     dim: int | None = None
@@ -59,7 +62,7 @@ WHOLE = Slot()
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way to run an operation as n blocks: the index that is split, and what each block holds of every tensor."""
+    """One way to run an operation as n blocks: the split index, and the slot of every tensor."""
 
     index: str
     operands: tuple[Slot, ...]
@@ -67,13 +70,13 @@ class Split:
 
 
 class Refusal(Exception):
-    """Why an index can not be split; a sentence without its subject."""
+    """The reason why an index cannot be split: a sentence without its subject."""
 
 
 def interval(position: Affine, split: str, block: int, sizes: Mapping[str, int], n: int) -> Interval:
     """The positions that one block of ``split`` covers while all other indices take all their values.
 
-    ``block``: size of one block of the split index, of which there are ``n``. Raises :class:`Refusal` where the ends
+    ``block`` is the size of one block of the split index, of which there are ``n``. Raises :class:`Refusal` if the ends
     of the interval are not linear in the number of the block.
     """
     step, low, high = 0, position.offset, position.offset
@@ -123,14 +126,13 @@ def _quotient_interval(quotient: Quotient, split: str, block: int, sizes: Mappin
 
 @dataclass(slots=True)
 class Facts:
-    """What the analysis collects from an expression once, for all indices and block counts.
+    """Facts about an expression, collected once for all indices and block counts.
 
     ``reads``: per operand, every read of it. ``read_by``: per operand, the indices in these reads. ``mentions``: per
-    result, the indices in its value.
-    ``placed``: per result, the dimension that each index takes part in. ``reducers``: per result, for each index that
-    its value reduces over, the reducer that combines partial results, or ``None`` where they can not be combined.
-    ``involved``: per result, all indices that it has to do with. ``hidden``: indices that pick an element out of what
-    an opaque function gives.
+    result, the indices in its value. ``placed``: per result, the dimension that each index takes part in. ``reducers``:
+    per result, for each index that its value reduces over, the reducer that combines partial results, or ``None`` for
+    none. ``involved``: per result, all its indices. ``hidden``: indices that select an element of an opaque function's
+    result.
     """
 
     reads: list[list[Read]]
@@ -167,7 +169,7 @@ the other arguments entering once."""
 
 
 def _visit(term: Term, outer: frozenset[str], facts: Facts) -> None:
-    """``outer``: the reducers which, found here, can be moved out to the result."""
+    """Visits a term. ``outer``: reducers at this place that can be moved out to the result."""
     mentions, reducers = facts.mentions[-1], facts.reducers[-1]
     match term:
         case Read(operand, at):
@@ -206,7 +208,7 @@ def _visit(term: Term, outer: frozenset[str], facts: Facts) -> None:
 
 
 def split(expression: Expression, facts: Facts, name: str, n: int) -> Split:
-    """The way to run the operation with index ``name`` in ``n`` blocks; raises :class:`Refusal` if there is none."""
+    """The split of the index ``name`` into ``n`` blocks. Raises :class:`Refusal` if there is none."""
     size = expression.sizes[name]
     if n < 1 or size < n or size % n:
         raise Refusal(f"its {size} values do not divide into {n} equal blocks")
@@ -230,11 +232,10 @@ def split(expression: Expression, facts: Facts, name: str, n: int) -> Split:
 
 
 def padded_split(expression: Expression, facts: Facts, name: str) -> Split:
-    """The way to run the operation with index ``name`` in blocks of any one size, the last of which are shorter or
-    empty; raises :class:`Refusal` if there is none.
+    """The split of the index ``name`` into blocks of any one size, the last of which are shorter or empty.
 
-    That needs the index to be a whole dimension by itself wherever it is read or written. Then no block differs from
-    one of a single row but in the number of its rows.
+    Raises :class:`Refusal` if there is none. The index must be a whole dimension by itself in every read and result.
+    Blocks then differ from one of a single row in the number of their rows alone.
 
     >>> from shardplan.rules.expression import Result
     >>> i, j = index("i"), index("j")
@@ -258,7 +259,7 @@ def padded_split(expression: Expression, facts: Facts, name: str) -> Split:
 
 
 def _operand_slot(expression: Expression, operand: int, reads: list[Read], name: str, block: int, n: int) -> Slot:
-    """What one block needs of an operand, over all reads of it."""
+    """The slot of an operand, over all reads of it."""
     found: Slot | None = None
     whole = False
     for read in reads:

@@ -1,8 +1,8 @@
-"""Fused attention, as the cuDNN kernels compute it: batches and heads are free, positions and features are hidden.
+"""Fused attention of the cuDNN kernels: batches and heads are free, positions and features are hidden.
 
 Query heads come in as many groups as there are key heads: ``out[b, t, k*G + g, h]`` needs ``q[b, :, k*G + g, :]`` and
-``key[b, :, k, :]``. Splitting sequences would be possible on paper (every query position stands alone), but the kernels
-take whole sequences. With dropout the kernels draw their own noise on every device, with and without a plan.
+``key[b, :, k, :]``. A split of sequences exists on paper (query positions are independent), but the kernels take whole
+sequences. With dropout the kernels draw their own noise on every device, with and without a plan.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _SCALES = ("descale", "scale")
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """Sizes of one attention, and where its batches and heads are."""
+    """Sizes of one attention, and the dimensions of its batches and heads."""
 
     heads_first: bool
     batch: int
@@ -47,7 +47,7 @@ class _Heads:
         return index("k") * self.group + index("g") if self.group > 1 else index("k")
 
     def read(self, operand: int, name: str, shape: Shape, paged: bool) -> Read:
-        """What head ``k*G + g`` of batch ``b`` needs of an operand. Absent operands have no elements."""
+        """The slice of an operand for head ``k*G + g`` of batch ``b``. Absent operands have no elements."""
         b, head = index("b"), self.query_head if name in ("q", "out", "d_out") else index("k")
         if prod(shape) == 0 or name.startswith(_SCALES):
             return Read(operand, (None,) * len(shape))
@@ -70,7 +70,7 @@ class _Heads:
     def head_result(
         self, number: int, function: str, shape: Shape, reads: tuple[Read, ...], flops: int
     ) -> tuple[Result, dict[str, int]]:
-        """A result laid out like queries (``out``, ``dq``) or like keys and values (``dk``, ``dv``)."""
+        """A result in the dimensions of queries (``out``, ``dq``) or of keys and values (``dk``, ``dv``)."""
         t, h = index(f"t{number}"), index(f"h{number}")
         of_key = function in ("dk", "dv")
         head = index("k") if of_key else self.query_head
@@ -102,7 +102,7 @@ class _Heads:
 
 
 def _attention(names: tuple[str, ...], outputs: tuple[str, ...]) -> Semantics:
-    """``outputs``: what the kernel may give, in order; it may leave out the last ones."""
+    """A family of attention kernels. ``outputs``: the possible results, in order. The last ones may be missing."""
 
     def rule(equation: Equation) -> Expression:
         heads = _Heads.of(equation)

@@ -1,4 +1,4 @@
-"""Calls: what a whole jaxpr computes, by putting the expressions of its equations into each other.
+"""Calls: the expression of a whole jaxpr, by substitution of the expressions of its equations.
 
 >>> import jax
 >>> from shardplan.rules import describe, rule_of
@@ -6,8 +6,8 @@
 >>> print(rule_of(layer, jax.numpy.ones((4, 6)), jax.numpy.ones((6, 8))).expression)
 out[i0, i1] = tanh(Sum(k0) x[i0, k0] * y[k0, i1])
 
-The planner plans the bodies of calls that it can take apart and needs no rule for them. These rules are for those that
-stay whole: kernels, solvers, and functions described as a whole without saying how.
+The planner inlines the bodies of most calls and needs no rule for them. These rules are for calls that stay whole:
+kernels, solvers, and functions described as a whole without an expression.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,8 +34,8 @@ from shardplan.rules.expression import (
 )
 from shardplan.rules.work import floating_point_operations
 
-_MOST_TERMS = 20_000
-"""Longer expressions are given up: nobody could read them, and analysing them would take seconds."""
+_MAX_TERMS = 20_000
+"""The most terms of an expression. Longer ones are unreadable, and their analysis takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Value:
 
 @dataclass
 class Composer:
-    """Puts expressions into each other. ``sizes``: of all indices so far, which all have names of their own."""
+    """Substitution of expressions into each other. ``sizes``: of all indices so far, each with a unique name."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     fresh: Any = field(default_factory=count)
@@ -126,7 +126,7 @@ class Composer:
     ) -> Term:
         """The term with its indices replaced, bound ones renamed, and its operands (if ``given``) put in."""
         self.terms += 1
-        if self.terms > _MOST_TERMS:
+        if self.terms > _MAX_TERMS:
             raise Unknown("its body is too long for one expression.")
 
         if isinstance(term, Read) and given is not None:
@@ -154,7 +154,7 @@ def _is_number(value: Any) -> bool:
 
 
 def compose(equation: Equation, values: Sequence[_Value], composer: Composer) -> Expression:
-    """The expression of a call with these results, its indices named for readers: ``i`` of results, ``k`` of
+    """The expression of a call with these results. Its indices are named for readers: ``i`` of results, ``k`` of
     reductions."""
     named: dict[tuple[int, int], Affine] = {}
     sizes: dict[str, int] = {}
@@ -204,7 +204,8 @@ def _relabelled(body: Term, names: Mapping[str, Affine]) -> Term:
 
 
 def _call(*parameters: str) -> Semantics:
-    """``parameters``: the first of these that there is holds the body; JAX 0.11 and later have other names."""
+    """A call with a body. ``parameters``: the first existing one of these has the body. JAX 0.11 and later use other
+    names."""
 
     def rule(equation: Equation) -> Expression:
         composer = Composer()

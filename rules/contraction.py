@@ -61,8 +61,7 @@ def _placed(rank: int, *groups: tuple[Dims | list[int], tuple[Affine, ...]]) -> 
 
 
 def _scaled_dot(equation: Equation) -> Expression:
-    """As ``dot_general``; each operand is multiplied by its scales, of which each serves a run of the contracted
-    index."""
+    """A ``dot_general`` whose operands are multiplied by scales, each for a run of the contracted index."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = equation.params["dimension_numbers"]
     return _scaled(equation, (tuple(lhs_contract), tuple(rhs_contract)), (tuple(lhs_batch), tuple(rhs_batch)))
 

@@ -1,9 +1,8 @@
-"""Convolutions, with strides, padding, both dilations, and feature and batch groups; their gradients are convolutions
-too.
+"""Convolutions: strides, padding, both dilations, feature and batch groups. Their gradients are convolutions too.
 
-In one dimension ``out[b, co, x] = Sum(ci, dx) data[b, ci, x*stride + dx*dilation - pad] * filters[co, ci, dx]``, where
-positions outside of the data contribute nothing. Dilating the data divides its position by the dilation, where that
-goes.
+In one dimension ``out[b, co, x] = Sum(ci, dx) data[b, ci, x*stride + dx*dilation - pad] * filters[co, ci, dx]``.
+Positions outside of the data contribute nothing. Dilation of the data divides its position by the dilation where it is
+a multiple.
 """
 
 from shardplan.rules.contraction import contract
@@ -12,7 +11,7 @@ from shardplan.rules.expression import Affine, Apply, Expression, Read, Result, 
 
 
 def window_position(x: Affine, dx: Affine, stride: int, dilation: int, pad: int, base_dilation: int) -> Affine:
-    """Where element ``dx`` of window ``x`` lies in the (undilated) data."""
+    """The position of element ``dx`` of window ``x`` in the (undilated) data."""
     return (x * stride + dx * dilation - pad).exactly(base_dilation)
 
 

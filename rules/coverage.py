@@ -1,4 +1,4 @@
-"""The coverage document: every primitive that JAX can lower, what it computes, and what splits or why nothing does."""
+"""The coverage document: every primitive that JAX can lower, with its expression, and its splits or why it has none."""
 
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -9,10 +9,10 @@ import numpy as np
 
 from shardplan.rules._jax import Primitive, lowered_primitives
 from shardplan.rules.analysis import Split
-from shardplan.rules.apart import APART
 from shardplan.rules.operations import all_equations
 from shardplan.rules.rule import Rule, derive
 from shardplan.rules.table import TABLE
+from shardplan.rules.without_rule import WITHOUT_RULE
 
 _BLOCKS = 2
 _TRIED_DTYPES = (np.float32, np.int32, np.bool_, np.uint32, np.complex64)
@@ -51,7 +51,7 @@ function."""
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One primitive. ``splits``: the indices of its example that split, each with what it takes; ``reason``: why
+    """One primitive. ``splits``: the split indices of its example, each with its halos and reducer. ``reason``: why
     none."""
 
     name: str
@@ -63,8 +63,8 @@ class Row:
 
 def coverage() -> list[Row]:
     """A row for every primitive that JAX can lower, by name."""
-    apart = {name: reason for reason, names in APART.items() for name in names}
-    return [_row(primitive, apart.get(primitive.name)) for primitive in lowered_primitives()]
+    reasons = {name: reason for reason, names in WITHOUT_RULE.items() for name in names}
+    return [_row(primitive, reasons.get(primitive.name)) for primitive in lowered_primitives()]
 
 
 def coverage_records() -> list[dict[str, Any]]:
@@ -72,10 +72,10 @@ def coverage_records() -> list[dict[str, Any]]:
     return [asdict(row) for row in coverage()]
 
 
-def _row(primitive: Primitive, apart: str | None) -> Row:
+def _row(primitive: Primitive, reason: str | None) -> Row:
     name = primitive.name
-    if apart is not None:
-        return Row(name, "apart", None, (), apart)
+    if reason is not None:
+        return Row(name, "apart", None, (), reason)
     rule = _example(primitive)
     family = TABLE[name].__module__.rpartition(".")[2] if name in TABLE else "elementwise"
     if rule is None or rule.expression is None:
@@ -102,7 +102,7 @@ def _samples() -> dict[str, Any]:
 
 
 def _example(primitive: Primitive) -> Rule | None:
-    """The rule of the primitive's example, or of the first operands on which it turns out to be elementwise."""
+    """The rule of the primitive's example, or of the first operands on which it is elementwise."""
     sample = _samples().get(primitive.name)
     if sample is not None:
         closed = jax.make_jaxpr(sample.function)(*sample.operands)
@@ -158,7 +158,7 @@ def coverage_markdown() -> str:
         ]
         lines.append("")
     lines += ["## Without a split", "", "| reason | primitives |", "|---|---|"]
-    for reason in APART:
+    for reason in WITHOUT_RULE:
         names = ", ".join(f"`{row.name}`" for row in rows if row.reason == reason)
         if names:  # this JAX has some of them
             lines.append(f"| {reason} | {names} |")

@@ -1,4 +1,4 @@
-"""Describing operations that JAX does not know: custom primitives, foreign functions, functions taken as a whole.
+"""Descriptions of operations that JAX does not know: custom primitives, foreign functions, whole functions.
 
 >>> import jax
 >>> from shardplan.rules import describe, rule_of
@@ -40,22 +40,22 @@ def describe(
     replace: bool = False,
     sizes: Mapping[str, int] | None = None,
 ) -> Target:
-    """Say what an operation computes, so that it can be split.
+    """Describes what an operation computes, so that it can be split.
 
     ``target``: a ``jax.extend.core.Primitive``; the name of a foreign function's target (for ``ffi_call``); or any
     function of arrays, ``custom_vjp`` functions and functions with Pallas kernels included. Primitives and names are
-    registered and returned; of a function, a new one is returned that stays a single operation when it is traced.
-    Differentiating that one differentiates the function inside, so describe forward and backward functions of a
+    registered and returned. For a function, a new one is returned that stays a single operation when it is traced.
+    Differentiating it differentiates the function inside: describe the forward and backward functions of a
     ``custom_vjp`` on their own to keep them whole in training.
 
     ``expression``: text in either notation (see :mod:`shardplan.rules.notation`), or a lambda (see
     :mod:`shardplan.rules.lambdas`), which gets the primitive's parameters that it names. Without one, a function's
-    expression is put together from those of the operations inside of it. ``sizes``: sizes of indices that shapes do not
-    tell.
+    expression is composed from its operations. ``sizes``: sizes of indices that shapes do not determine.
+
     ``check``: run the operation, whole and in every split that follows, on ``operands`` (or on operands made up to fit
     the text), and refuse a description that this refutes. ``replace``: allow a second description of the same thing.
 
-    Raises :class:`RuleError` for text that can not be understood, a second description, or a refuted one.
+    Raises :class:`RuleError` for unreadable text, a second description, or a refuted one.
     """
     if isinstance(expression, str):
         check_syntax(expression)
@@ -64,7 +64,7 @@ def describe(
     description = Description(expression, tuple((sizes or {}).items())) if expression is not None else None
     if description is not None and isinstance(target, Primitive | str):
         if isinstance(target, Primitive) and not replace and target.name in TABLE:
-            raise RuleError(f"`{target}` has a rule of this library: pass `replace=True` to describe it anew")
+            raise RuleError(f"`{target}` has a rule of this library: pass `replace=True` to describe it again")
         before = described(target)
         register(target, description, replace)
         forget_rules()
@@ -80,7 +80,7 @@ def describe(
         return target
     if getattr(target, _MARK, False):
         if not replace:
-            raise RuleError(f"`{target.__name__}` is described already: pass `replace=True` to describe it anew")  # type: ignore[union-attr]
+            raise RuleError(f"`{target.__name__}` is described already: pass `replace=True` to describe it again")  # type: ignore[union-attr]
         target = target.__wrapped__  # type: ignore[union-attr]
     whole = _whole(cast("Callable[..., Any]", target), description)
     if check:

@@ -1,9 +1,9 @@
-"""Elementwise operations: one rule for all of them, found by asking JAX itself.
+"""Elementwise operations: one rule for all of them, found by batching and differentiation in JAX.
 
-An operation is elementwise if applying it to arrays is the same as mapping it over their elements. JAX knows: batching
-the operation on scalars must give the operation itself. ``sin`` batched twice is ``sin`` of a matrix, with equal
-parameters; a ``cumsum`` does not even exist on scalars. In the same way it is linear in some operands if its derivative
-there is the operation itself: the derivative of ``a / b`` along ``da`` is ``da / b``.
+An operation is elementwise if applying it to arrays is the same as mapping it over their elements. The test batches the
+operation on scalars: the result must be the operation itself. ``sin`` batched twice is ``sin`` of a matrix, with equal
+parameters. A ``cumsum`` does not exist on scalars. An operation is linear in some operands if its derivative there is
+the operation itself: the derivative of ``a / b`` along ``da`` is ``da / b``.
 
 >>> import jax
 >>> from shardplan.rules import rule_of
@@ -23,7 +23,7 @@ from shardplan.rules.equation import Equation, Tensor, expression, letters, size
 from shardplan.rules.expression import ZERO, Apply, Expression, Read, Result, Shape
 from shardplan.rules.freeze import frozen
 
-_MOST_OPERANDS = 6
+_MAX_OPERANDS = 6
 
 
 def maps_elements(equation: Equation) -> bool:
@@ -97,7 +97,7 @@ def _maps_itself(equation: Equation) -> bool:
 def _linear(equation: Equation) -> tuple[frozenset[int], ...]:
     """Sets of operands along which the derivative is the operation itself."""
     differentiable = [n for n, t in enumerate(equation.inputs) if jnp.issubdtype(t.dtype, jnp.inexact)]
-    if len(differentiable) > _MOST_OPERANDS:
+    if len(differentiable) > _MAX_OPERANDS:
         return ()
     subsets = (c for count in range(1, len(differentiable) + 1) for c in combinations(differentiable, count))
     return tuple(frozenset(subset) for subset in subsets if _is_own_derivative(equation, subset))

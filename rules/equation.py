@@ -1,4 +1,4 @@
-"""What a rule gets to see of an equation: parameters, shapes and dtypes; and small helpers to write rules with."""
+"""Equations as rules see them: parameters, shapes and dtypes, with small helpers to write rules."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class Equation:
 
 
 class Unknown(Exception):
-    """Nobody described the operation; a sentence that says how to."""
+    """An operation without a description; the message is a sentence that tells how to describe it."""
 
 
 Semantics = Callable[[Equation], Expression]
-"""What a family says of a primitive: the expression of one of its equations."""
+"""A family's function for a primitive: the expression of one of its equations."""
 
 
 @lru_cache(maxsize=4096)

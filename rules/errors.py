@@ -1,6 +1,6 @@
-"""The errors of the package: one base class, and the one that the rules raise.
+"""The errors of the package: one base class, and the error of the rules.
 
-The base class lives here because the rules stand below everything else and may not import upwards.
+The base class is here because the rules are below all other packages and may not import them.
 """
 
 

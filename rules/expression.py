@@ -1,7 +1,7 @@
 """Index expressions: what an operation computes, element by element.
 
 An operation's result is a lambda over named indices (the tensor description language of Wang et al., EuroSys 2019,
-section 3). Indices range over ``0 <= index < size``; a position in a tensor is an affine function of them, with ``//``,
+section 3). Indices range over ``0 <= index < size``. A position in a tensor is an affine function of them, with ``//``,
 ``%`` and exact ``/`` by constants. A matrix product reads:
 
 >>> i, j, k = index("i"), index("j"), index("k")
@@ -86,7 +86,7 @@ class Affine:
         return self._quotient("%", by)
 
     def exactly(self, by: int) -> "Affine":
-        """The quotient by ``by`` where ``by`` divides; elsewhere the position does not exist."""
+        """The quotient by ``by`` where ``by`` divides. Elsewhere the position does not exist."""
         return self._quotient("/", by)
 
     def _quotient(self, kind: str, by: int) -> "Affine":
@@ -186,11 +186,11 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """A function of its arguments, which sees nothing but them.
+    """A function of its arguments alone.
 
     ``linear``: sets of argument positions in which the function is jointly linear, as far as that is known from
-    outside; the arithmetic of ``+``, ``-``, ``*``, ``where``, ``overwrite``, ``pad`` and ``concat`` is known to the
-    analysis.
+    outside. The analysis itself knows the arithmetic of ``+``, ``-``, ``*``, ``where``, ``overwrite``, ``pad`` and
+    ``concat``.
     """
 
     function: str
@@ -200,10 +200,10 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A function that is not expressible: of whole slices, and giving whole slices.
+    """A function without an expression, of whole slices, with whole slices as results.
 
-    ``at`` picks the element out of what the function gives; indices in it can not be split.
-    ``flops``: floating point operations of all of it together, 0 if unknown.
+    ``at`` selects the element of the function's result. Its indices cannot be split. ``flops``: floating point
+    operations of the whole function, 0 if unknown.
     """
 
     function: str
@@ -218,7 +218,7 @@ Term = Read | Constant | Position | Compare | Guard | Reduce | Apply | Opaque
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One result of an operation: where the element with these indices lies, and its value."""
+    """One result of an operation: the position of the element with these indices, and its value."""
 
     at: tuple[Affine, ...]
     body: Term

@@ -1,5 +1,4 @@
-"""Operations that bring a rule of their own: functions described as a whole, or with ``custom_partitioning``, foreign
-calls."""
+"""Operations with a rule of their own: described functions, ``custom_partitioning``, foreign calls."""
 
 from typing import Any
 
@@ -9,11 +8,11 @@ from shardplan.rules.expression import ZERO, Affine, Apply, Expression, Opaque, 
 from shardplan.rules.registry import described
 
 _ELLIPSIS = "…"
-"""How a parsed sharding rule of JAX spells ``...``."""
+"""The name of ``...`` in a parsed sharding rule of JAX."""
 
 
 def _whole_call(equation: Equation) -> Expression:
-    """A function that was described as a whole: as the user said, or from its body."""
+    """A function described as a whole: by the user's expression, or from its body."""
     statement = equation.params["statement"]
     return statement.expression(equation) if statement is not None else calls.RULES["jit"](equation)
 
@@ -30,7 +29,7 @@ def _ffi_call(equation: Equation) -> Expression:
 
 
 def _custom_partitioning(equation: Equation) -> Expression:
-    """The function's own sharding rule: factors shared with a result split it; reduction factors give partial sums."""
+    """The function's own sharding rule: factors of a result are splits, reduction factors give partial sums."""
     rule = equation.params["sharding_rule"]
     if callable(rule):  # it is made for the shapes at hand
         rule = rule(*equation.params["static_args"], None, list(equation.inputs), list(equation.outputs))

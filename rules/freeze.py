@@ -19,8 +19,7 @@ class _Identity:
 
 
 def frozen(value: Any) -> Any:
-    """A hashable stand-in for a parameter: equal for equal lists, dicts and sets, and the object itself for anything
-    else."""
+    """A hashable stand-in for a parameter: equal for equal lists, dicts and sets, the object itself for all others."""
     if isinstance(value, Mapping):
         return tuple((k, frozen(v)) for k, v in value.items())
     if isinstance(value, (list, tuple)):

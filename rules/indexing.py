@@ -1,9 +1,8 @@
 """Reads and writes at positions that are data: gather, scatter, dynamic slices.
 
-Looking up a row is a contraction with a one-hot, ``out[b, d] = Sum(v) (ids[b] == v) * table[v, d]``, and adding to
-rows is its transpose, ``out[v, d] = x[v, d] + Sum(b) (ids[b] == v) * updates[b, d]``. So splitting the rows, the ids
-and the features follows from the analysis. A window that spans its whole dimension has nowhere to move, so it is read
-at its place.
+A row lookup is a contraction with a one-hot, ``out[b, d] = Sum(v) (ids[b] == v) * table[v, d]``. Adding to rows is its
+transpose, ``out[v, d] = x[v, d] + Sum(b) (ids[b] == v) * updates[b, d]``. The splits of rows, ids and features
+therefore follow from the analysis. A window over its whole dimension has one possible place, at which it is read.
 """
 
 from collections.abc import Sequence
@@ -33,9 +32,9 @@ At = tuple[Affine, ...]
 
 
 def lookup(dtype: Any, sums: tuple[str, ...], conditions: Sequence[Term], body: Term) -> Term:
-    """The element for which all conditions hold: a sum over one-hots, which partial sums can make up.
+    """The element for which all conditions hold: a sum over one-hots, which may be a partial sum.
 
-    Booleans are combined by ``or``. Random keys can not be added: they are picked, by no one but the holder.
+    Booleans are combined by ``or``. Random keys cannot be added: their holder alone selects them.
     """
     if not sums:
         return body
@@ -101,11 +100,10 @@ def _starts(equation: Equation, *names: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a gather or a scatter relates its three tensors, in one vocabulary for both.
+    """The relation of the three tensors of a gather or a scatter, in one vocabulary for both.
 
-    ``data``: the operand that is indexed; ``window``: the gathered result or the updates, of which ``window_dims`` are
-    taken from inside the window and the others from the indices. ``dropped``: dimensions of ``data`` that the window
-    lacks.
+    ``data``: the indexed operand. ``window``: the gathered result or the updates. Its dimensions ``window_dims`` are
+    inside the window, and the others come from the indices. ``dropped``: dimensions of ``data`` that the window lacks.
     """
 
     data: Tensor
@@ -171,14 +169,14 @@ def _gather(equation: Equation) -> Expression:
 
 
 def _filling(value: Any, dtype: Any) -> str:
-    """What fills places outside of the data: nothing that adds up (not a number, or 0), or some other value."""
+    """The fill of places outside of the data: NaN or 0, which have no effect on a sum, or another value."""
     if value is None:
         return "missing" if jnp.issubdtype(dtype, jnp.inexact) else "fill"
     return "missing" if value == 0 or value != value else "fill"
 
 
 def _scatter_by(combine: str, reducer: str) -> Semantics:
-    """``combine``: how the operand and the reduced updates are put together."""
+    """A scatter. ``combine``: the function of the operand and the reduced updates."""
 
     def rule(equation: Equation) -> Expression:
         params, (data, indices, updates) = equation.params, equation.inputs

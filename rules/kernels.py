@@ -1,12 +1,12 @@
-"""Pallas kernels: what every program of the grid reads and writes follows from the block index maps.
+"""Pallas kernels: the reads and writes of every program of the grid follow from the block index maps.
 
 A kernel with grid ``(4,)`` whose blocks of 8 rows move along with the grid computes
 
     ``out[8*g0 + e0, e1] = Opaque.kernel(All(r0, r1) x[8*g0 + r0, r1])[e0, e1]``
 
-so the grid splits wherever every result's blocks move with it. Grid dimensions over which a result's block stays in
-place (an accumulation) do not split, nor do those of a kernel with scratch memory, through which programs can see each
-other, unless the kernel declares them ``"parallel"``.
+The grid splits in the dimensions along which every result's blocks move. It does not split where a result's block stays
+in place (an accumulation). Programs of a kernel with scratch memory can see each other: its grid does not split, unless
+the kernel declares the dimension ``"parallel"``.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def _tied(params: Any, rank: int, scratch: bool) -> tuple[int, ...]:
 
 
 def _block_read(operand: int, block: Any, grid: tuple[Affine, ...], shape: Shape, sizes: dict[str, int]) -> Term:
-    """All elements of the block that a program is given; whole dimensions where its place is not affine in the grid."""
+    """All elements of a program's block, or of whole dimensions where its position is not affine in the grid."""
     starts = _starts(block, grid)
     at: list[Affine | None] = []
     inside, padded = [], False
@@ -75,7 +75,7 @@ def _block_read(operand: int, block: Any, grid: tuple[Affine, ...], shape: Shape
 def _result_position(
     number: int, block: Any, grid: tuple[Affine, ...], shape: Shape, sizes: dict[str, int]
 ) -> tuple[tuple[Affine, ...], tuple[Affine, ...]]:
-    """Where the elements of a result's block lie, and their indices inside of the block."""
+    """The positions of a result's block, and the indices inside of the block."""
     starts = _starts(block, grid)
     at, inside = [], []
     for dim, (start, extent) in enumerate(zip(starts, shape, strict=True)):
@@ -119,7 +119,7 @@ def _starts(block: Any, grid: tuple[Affine, ...]) -> list[Affine | None]:
 
 
 def _evaluate(jaxpr: Any, values: dict[Any, Affine | None]) -> list[Affine | None]:
-    """Results of an index map as positions, ``None`` for what is not affine."""
+    """Results of an index map as positions, ``None`` for results that are not affine."""
 
     def read(atom: Any) -> Affine | None:
         if hasattr(atom, "val"):

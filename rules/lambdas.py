@@ -59,7 +59,7 @@ class Value:
         return Value(ex.Compare(">=", self.term, _term(other)))
 
     def __getitem__(self, at: Any) -> Value:
-        """An element out of what an opaque function gives."""
+        """An element of an opaque function's result."""
         if not isinstance(self.term, ex.Opaque):
             raise RuleError(f"only what an `Opaque` function gives can be indexed, not `{type(self.term).__name__}`")
         places = tuple(p for p in _positions(at) if p is not None)
@@ -68,8 +68,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """An operand to read elements or slices of. ``sizes`` collects the sizes of indices that stand alone in a
-    position."""
+    """An operand to read elements or slices of. ``sizes`` collects the sizes of indices that are a whole position."""
 
     number: int
     name: str
@@ -86,7 +85,7 @@ class Operand:
 
     @property
     def or_nothing(self) -> Operand:
-        """The operand, of which elements outside contribute nothing."""
+        """The operand, whose elements outside contribute nothing."""
         return Operand(self.number, self.name, self.shape, self.sizes, padded=True)
 
 

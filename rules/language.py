@@ -1,9 +1,8 @@
-"""A parser for the language in which expressions print; what it reads prints as it was written.
+"""A parser for the language in which expressions print. Printing its result gives the text back.
 
-Operands are numbered in the order in which the text names them first, or as it lists them: ``x, y: out[i] = y[i] -
-x[i]``.
-``x[...]?`` allows positions outside of ``x``,
-which contribute nothing; ``:`` reads a whole dimension; ``body if (condition)`` is a guard; other names are functions.
+Operands are numbered in the order of their first use, or as the text lists them: ``x, y: out[i] = y[i] - x[i]``.
+``x[...]?`` allows positions outside of ``x``, which contribute nothing. ``:`` reads a whole dimension. ``body if
+(condition)`` is a guard. Other names are functions.
 """
 
 from dataclasses import dataclass, field

@@ -1,11 +1,8 @@
-"""Through which operands a pending sum may pass, read off an expression.
+"""Linearity: the operands through which a deferred sum may pass, derived from an expression.
 
-A sum over devices that has not been carried out yet may pass an operation ``f`` if ``f(sum of parts) = sum of
-f(part)``:
-``f`` must be linear, jointly, in the operands that are pending. ``a + b`` is linear in both together but in neither
-alone;
-``a * b`` in each alone. What is missing (zeros or no numbers, where there is nothing to look up) is the same however
-often it is added.
+A deferred sum over devices may pass an operation ``f`` if ``f(sum of parts) = sum of f(part)``. ``f`` must be linear,
+jointly, in the partial operands. ``a + b`` is linear in both together but in neither alone. ``a * b`` is linear in each
+alone. A fill value (zeros or NaN for lookups outside) is the same however often it is added.
 """
 
 from itertools import product
@@ -13,12 +10,12 @@ from itertools import product
 from shardplan.rules.expression import Apply, Compare, Expression, Guard, Opaque, Read, Reduce, Term
 
 _JOINTLY = frozenset({"+", "-", "where", "overwrite", "pad", "concat", "stack"})
-"""Functions that pick or add up their arguments; the first argument of those in ``_SELECTED`` says which."""
+"""Functions that select or add up their arguments. The first argument of those in ``_SELECTED`` selects."""
 
 _SELECTED = frozenset({"where", "stack"})
 
 _Sets = list[frozenset[int]]
-_MOST_COMBINATIONS = 64
+_MAX_COMBINATIONS = 64
 
 
 def linear_sets(expression: Expression) -> tuple[frozenset[int], ...]:
@@ -33,11 +30,11 @@ def linear_sets(expression: Expression) -> tuple[frozenset[int], ...]:
 
 
 def _unions(parts: list[_Sets]) -> _Sets:
-    """One set from each part, united; nothing if a part offers nothing or there are absurdly many."""
+    """One set from each part, united. Empty if a part has none, or if there are too many combinations."""
     count = 1
     for part in parts:
         count *= len(part)
-    if not 0 < count <= _MOST_COMBINATIONS:
+    if not 0 < count <= _MAX_COMBINATIONS:
         return []
     return [frozenset().union(*choice) for choice in product(*parts)]
 

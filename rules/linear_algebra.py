@@ -1,6 +1,6 @@
-"""Matrix decompositions and solvers: the matrices themselves are only known as a whole, everything before them is free.
+"""Matrix decompositions and solvers: the matrices are hidden, the dimensions before them are free.
 
-Solvers treat every column of the right-hand side alike, so columns split too.
+Solvers treat the columns of the right-hand side independently, so that columns split too.
 """
 
 from math import prod

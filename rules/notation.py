@@ -1,9 +1,8 @@
 """Text to expressions, in two notations.
 
-The einsum-like one names the dimensions of every operand and result; a name that a result lacks is summed
-over, ``(a b)`` is a dimension that ``a`` and ``b`` make up, ``...`` stands for leading dimensions,
-and
-``:`` for a dimension that is only known as a whole:
+The einsum-like one names the dimensions of every operand and result. A name that no result has is summed over. ``(a
+b)`` is a dimension that ``a`` and ``b`` make up. ``...`` are leading dimensions, and ``:`` is a dimension that is only
+known as a whole:
 
 >>> print(parse("i k, k j -> i j", [(4, 6), (6, 8)], [(4, 8)]))
 out[i, j] = Sum(k) x[i, k] * y[k, j]
@@ -35,10 +34,10 @@ def parse(
     *,
     sizes: Mapping[str, int] | None = None,
 ) -> Expression:
-    """The expression that ``text`` describes, for these shapes.
+    """The expression of ``text`` for these shapes.
 
-    ``sizes``: sizes of indices that the shapes do not tell. Raises :class:`RuleError` that quotes the text and marks
-    the place.
+    ``sizes``: sizes of indices that the shapes do not determine. Raises :class:`RuleError` that quotes the text and
+    marks the place.
     """
     operand_shapes = [tuple(map(int, shape)) for shape in operand_shapes]
     result_shapes = [tuple(map(int, shape)) for shape in result_shapes]
@@ -132,7 +131,7 @@ class _Einsum:
         return tensors if found else []
 
     def _expanded(self, tensors: list[list[Dim]], shapes: list[Shape], what: str) -> list[list[Dim]]:
-        """With ``...`` replaced by names of their own, as many as the shapes leave."""
+        """Dimensions with ``...`` replaced by names, as many as the shapes leave."""
         if len(tensors) != len(shapes):
             fail(self.text, None, f"it names {len(tensors)} {what}s, but there are {len(shapes)}: {_list(shapes)}")
         expanded = []
@@ -218,8 +217,8 @@ class _Einsum:
         return Result(tuple(at), Reduce("sum", tuple(summed), body) if summed else body)
 
     def _product(self, function: str, reads: tuple[Read, ...]) -> Term:
-        """What is summed: the product of the operands, as in einsum. Functions of several results say no more than
-        which."""
+        """The summand: the product of the operands, as in einsum. A function of several results only has the result's
+        number."""
         if len(self.result_shapes) > 1:
             return Apply(function, reads)
         return reads[0] if len(reads) == 1 else Apply("*", reads)
@@ -230,7 +229,7 @@ def _list(shapes: Sequence[Shape]) -> str:
 
 
 def check_syntax(text: str) -> None:
-    """Raise :class:`RuleError` for text that no shapes could make sense of."""
+    """Raises :class:`RuleError` for text that fits no shapes."""
     if "->" not in text:
         if "=" not in text:
             fail(text, None, "expected `operands -> results`, or `out[...] = ...`")

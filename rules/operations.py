@@ -1,4 +1,4 @@
-"""The operations of a function with the values that flow into them, and the rule of each."""
+"""The operations of a function with their operands, and the rule of each."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

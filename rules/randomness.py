@@ -1,7 +1,7 @@
-"""Random numbers. What they are must not depend on how they are laid out.
+"""Random numbers: their values must not depend on their layout.
 
-Threefry computes every number from the key and the number's own position, so any split gives the same numbers. Other
-generators draw one sequence for the whole array, for all keys together: those results do not split.
+Threefry computes every number from the key and the number's own position, so that any split gives the same numbers.
+Other generators draw one sequence for the whole array, for all keys together. Their results do not split.
 """
 
 from shardplan.rules.equation import Equation, Semantics, Tensor, expression, letters, sizes_of
@@ -32,7 +32,7 @@ def _draw(name: str) -> Semantics:
 
 
 def _per_key(name: str) -> Semantics:
-    """A function of each key and of scalars or arrays beside it, alike."""
+    """A function of each key and of its scalars or arrays, the same for all keys."""
 
     def rule(equation: Equation) -> Expression:
         out = equation.outputs[0]
@@ -49,8 +49,10 @@ def _per_key(name: str) -> Semantics:
 
 
 def _gamma(equation: Equation) -> Expression:
-    """A number for each parameter. All are drawn in one loop over them in a row, of keys that are split in their order:
-    only where the outermost dimension is split are parts of the row next to each other."""
+    """A number for each parameter, all drawn in one loop over them in a row, with keys split in their order.
+
+    Parts of the row are contiguous only for a split of the outermost dimension.
+    """
     out = equation.outputs[0]
     at = letters("i", len(out.shape))
     outer = next((n for n, size in enumerate(out.shape) if size > 1), 0)
@@ -64,7 +66,7 @@ def _gamma(equation: Equation) -> Expression:
 
 
 def _words(name: str, into_key: bool) -> Semantics:
-    """Keys from their words of 32 bits (in trailing dimensions), or back."""
+    """Keys from their words of 32 bits (in trailing dimensions), or the words of keys."""
 
     def rule(equation: Equation) -> Expression:
         source, out = equation.inputs[0].shape, equation.outputs[0].shape

@@ -18,7 +18,7 @@ def _reduce_by(reducer: str) -> Semantics:
 
 
 def _position_of(name: str) -> Semantics:
-    """The position of an extreme: blocks could not be put together without the extremes themselves."""
+    """The position of an extreme. Blocks cannot be combined without the extremes themselves."""
 
     def rule(equation: Equation) -> Expression:
         shape, axes = equation.inputs[0].shape, equation.params["axes"]
@@ -32,7 +32,7 @@ def _position_of(name: str) -> Semantics:
 
 
 def _reduce(equation: Equation) -> Expression:
-    """A reduction by a function of the user: several operands at once, each with its initial value."""
+    """A reduction by a user's function: several operands at once, each with its initial value."""
     dimensions, count = equation.params["dimensions"], len(equation.outputs)
     shape = equation.inputs[0].shape
     at = letters("i", len(shape))

@@ -1,4 +1,4 @@
-"""What users have described, and the whole functions that carry their description with them."""
+"""The registry of users' descriptions, and whole functions with their description."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from shardplan.rules.notation import parse
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What an operation computes, as the user said it.
+    """A user's description of an operation.
 
-    ``said``: text in one of the notations, or a lambda. ``sizes``: sizes of indices that shapes do not tell.
+    ``said``: text in one of the notations, or a lambda. ``sizes``: sizes of indices that shapes do not determine.
     """
 
     said: str | Callable[..., Any]
@@ -38,7 +38,7 @@ def described(key: Hashable) -> Description | None:
 
 
 def everything_described() -> dict[Hashable, Description]:
-    """All descriptions there are."""
+    """All descriptions."""
     return dict(_described)
 
 

@@ -1,5 +1,4 @@
-"""Operations that move elements without changing them: reshape, transpose, broadcast, pad, slice, concatenate, and so
-on."""
+"""Operations that move elements without a change: reshape, transpose, broadcast, pad, slice, concatenate and others."""
 
 from collections.abc import Iterator
 
@@ -22,8 +21,7 @@ from shardplan.rules.indexing import lookup
 
 
 def regroup(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]]]:
-    """Minimal runs of dimensions of both shapes that hold equally many elements, in order; dimensions of size 1 left
-    out.
+    """Minimal runs of dimensions of both shapes with equally many elements, in order, without dimensions of size 1.
 
     >>> list(regroup((6, 1, 4), (2, 3, 4)))
     [([0], [0, 1]), ([2], [2])]
@@ -44,7 +42,7 @@ def regroup(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]
 
 
 def _reshape(equation: Equation) -> Expression:
-    """Flattened, both sides agree; a run of dimensions is taken apart by ``//`` and ``%``."""
+    """Both sides agree when they are flattened; a run of dimensions is divided by ``//`` and ``%``."""
     order = equation.params["dimensions"] or range(len(equation.inputs[0].shape))  # transposed so, before flattening
     source, target = tuple(equation.inputs[0].shape[dim] for dim in order), equation.outputs[0].shape
     at = letters("i", len(target))
@@ -101,7 +99,7 @@ def _rev(equation: Equation) -> Expression:
 
 
 def _slice(equation: Equation) -> Expression:
-    """A part that fits into one of two blocks is looked up: the block that has it gives it, and the other zeros."""
+    """A part that fits into one of two blocks is a lookup: one block gives it, and the other one zeros."""
     shape, starts = equation.outputs[0].shape, equation.params["start_indices"]
     at = letters("i", len(shape))
     strides = equation.params["strides"] or (1,) * len(shape)
@@ -208,7 +206,7 @@ def _same_values(equation: Equation) -> Expression:
 
 
 def _bitcast(equation: Equation) -> Expression:
-    """Of elements of another width: a last dimension holds the parts."""
+    """A bitcast to elements of another width: the parts are a last dimension."""
     source, target = equation.inputs[0].shape, equation.outputs[0].shape
     at, shared = letters("i", len(target)), min(len(source), len(target))
     whole = (*at[:shared], *([None] * (len(source) - shared)))

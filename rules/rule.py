@@ -1,4 +1,4 @@
-"""From an equation to its rule: the expression, every split, and what the planner wants to know besides.
+"""The rule of an equation: its expression, every split, and further facts for the planner.
 
 >>> import jax
 >>> from shardplan.rules import rule_of
@@ -27,14 +27,15 @@ from shardplan.rules.table import express
 from shardplan.rules.uneven import uneven_split
 from shardplan.rules.work import floating_point_operations
 
-_MOST_CACHED = 100_000
+_MAX_CACHED = 100_000
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of one operation, for one set of parameters and shapes.
+    """The rule of one operation, for one set of parameters and shapes.
 
-    ``expression`` is ``None`` exactly where ``known`` is false: nobody described the primitive, ``missing`` says so.
+    ``expression`` is ``None`` exactly if ``known`` is false: the primitive has no description, and ``missing`` tells
+    so.
     """
 
     primitive: str
@@ -79,12 +80,12 @@ class Rule:
         return tuple(s for s in found if any(slot is not WHOLE for slot in s.operands + s.results))
 
     def size(self, name: str) -> int:
-        """How many values an index has."""
+        """The number of values of an index."""
         assert self.expression is not None
         return self.expression.sizes[name]
 
     def refusals(self, n: int) -> dict[str, str]:
-        """For every index that can not be split over ``n`` equal blocks: why."""
+        """For every index that cannot be split over ``n`` equal blocks, the reason."""
         tried = {name: self._try(name, n) for name in self._indices}
         return {name: outcome for name, outcome in tried.items() if isinstance(outcome, str)}
 
@@ -104,7 +105,7 @@ class Rule:
 
     @cached_property
     def reason(self) -> str | None:
-        """Why nothing splits, or ``None`` where something does for some number of blocks."""
+        """Why nothing splits, or ``None`` if an index splits for some number of blocks."""
         if self.expression is None:
             return self.missing
         if not self.expression.sizes:
@@ -129,7 +130,7 @@ class Rule:
 
     @cached_property
     def linear(self) -> tuple[frozenset[int], ...]:
-        """Sets of operands through which a pending sum may pass jointly."""
+        """Sets of operands through which a deferred sum may pass jointly."""
         return linear_sets(self.expression) if self.expression else ()
 
     @cached_property
@@ -156,8 +157,8 @@ def derive(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any], o
     """The rule of one equation.
 
     ``primitive``: a ``jax.extend.core.Primitive``; ``in_avals`` and ``out_avals``: anything with ``shape`` and
-    ``dtype``, one per operand and result. Equal equations are analysed once. What nobody described gives
-    a rule with ``known == False``; a user's description that does not fit the equation raises :class:`RuleError`.
+    ``dtype``, one per operand and result. Equal equations are analysed once. A primitive without a description has a
+    rule with ``known == False``. A user's description that does not fit the equation raises :class:`RuleError`.
     """
     key = (
         primitive,
@@ -170,7 +171,7 @@ def derive(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any], o
         key = (primitive, frozen(params), key[2])
         found = _cache.get(key)
     if found is None:
-        if len(_cache) >= _MOST_CACHED:
+        if len(_cache) >= _MAX_CACHED:
             _cache.clear()
         found = _cache[key] = _derive(primitive, params, in_avals, out_avals)
     return found
@@ -192,5 +193,5 @@ def _derive(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any], 
 
 
 def forget() -> None:
-    """Drop all cached rules: descriptions have changed."""
+    """Drops all cached rules, after a change of descriptions."""
     _cache.clear()

@@ -1,7 +1,7 @@
-"""One example of every primitive that is not elementwise: what the coverage document shows.
+"""Samples for the coverage document: one example of every primitive that is not elementwise.
 
-Operands are written as ``f32[8,4]``. Elementwise primitives need no example: any shape and a dtype that they take will
-do.
+Operands are written as ``f32[8,4]``. Elementwise primitives need no example: any shape and any dtype that they take
+serves.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ def _primitives() -> dict[str, Primitive]:
 
 
 def _bind(primitive_name: str, operands: str, /, **params: Any) -> Sample:
-    """Of a primitive without a public function, or one that only some platforms have."""
+    """An example of a primitive without a public function, or of one that only some platforms have."""
 
     def run(*given: Any) -> Any:
         primitive = _primitives()[primitive_name]
@@ -66,8 +66,8 @@ def _bind(primitive_name: str, operands: str, /, **params: Any) -> Sample:
     return _sample(run, operands)
 
 
-def _stay(x: jax.Array) -> Any:
-    """A value brought to where it is."""
+def _reshard_in_place(x: jax.Array) -> Any:
+    """A reshard to the value's own layout."""
     return _primitives()["reshard"].bind(x, dst_sharding=jax.typeof(x).sharding, concrete_mesh=None)
 
 
@@ -190,7 +190,7 @@ def _moves() -> dict[str, Sample]:
         "sharding_constraint": _bind(
             "sharding_constraint", "f32[8,8]", sharding=None, layout=None, context_mesh=None, unconstrained_dims=None
         ),
-        "reshard": _sample(_stay),
+        "reshard": _sample(_reshard_in_place),
         "with_memory_space_constraint": _bind(
             "with_memory_space_constraint", "f32[8,8]", memory_space=jax.memory.Space.Device
         ),
@@ -333,7 +333,7 @@ def _foreign() -> dict[str, Sample]:
 
 
 def samples() -> dict[str, Sample]:
-    """All examples by the name of their primitive, of those that this JAX has."""
+    """All examples by the name of their primitive, for the primitives of this JAX."""
     families = (_contractions, _attention, _reductions, _moves, _random, _linear_algebra, _foreign, _elements, _calls)
     found = {name: sample for family in families for name, sample in family().items()}
     return {name: sample for name, sample in found.items() if name in _primitives()}

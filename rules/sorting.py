@@ -1,11 +1,11 @@
-"""Sorting and its kin: the sorted dimension is only known as a whole, the others are free."""
+"""Sorts and top-k: the sorted dimension is hidden, the others are free."""
 
 from shardplan.rules.equation import Equation, Semantics, expression, letters, sizes_of
 from shardplan.rules.expression import Expression, Opaque, Read, Result
 
 
 def _sort(equation: Equation) -> Expression:
-    """All operands are put in the order of the first ``num_keys``."""
+    """All operands are permuted into the order of the first ``num_keys``."""
     dim, shape = equation.params["dimension"], equation.inputs[0].shape
     at = letters("i", len(shape))
     reads = tuple(Read(n, (*at[:dim], None, *at[dim + 1 :])) for n in range(len(equation.inputs)))

@@ -1,4 +1,4 @@
-"""The one table that names all primitives: each family module contributes its own, and no name may appear twice."""
+"""The table of all primitives, merged from those of the family modules: each name may appear once."""
 
 from collections.abc import Mapping
 from types import ModuleType
@@ -20,10 +20,10 @@ from shardplan.rules import (
     sorting,
     windows,
 )
-from shardplan.rules.apart import APART
 from shardplan.rules.equation import Equation, Semantics, Unknown
 from shardplan.rules.expression import Expression
 from shardplan.rules.registry import described
+from shardplan.rules.without_rule import WITHOUT_RULE
 
 FAMILIES: tuple[ModuleType, ...] = (
     attention,
@@ -54,13 +54,13 @@ def _merged() -> dict[str, Semantics]:
     return table
 
 
-_APART = {name: reason for reason, names in APART.items() for name in names}
+_WITHOUT_RULE = {name: reason for reason, names in WITHOUT_RULE.items() for name in names}
 
 TABLE: Mapping[str, Semantics] = _merged()
 
 
 def express(equation: Equation) -> Expression:
-    """What an equation computes; raises :class:`Unknown` for a primitive that nobody described."""
+    """The expression of an equation. Raises :class:`Unknown` for a primitive without a description."""
     description = described(equation.primitive)
     if description is not None:
         return description.expression(equation)
@@ -70,8 +70,8 @@ def express(equation: Equation) -> Expression:
         return rule(equation)
     if elementwise.maps_elements(equation):
         return elementwise.express(equation)
-    if name in _APART:
-        raise Unknown(f"`{name}` has no rule: {_APART[name]}.")
+    if name in _WITHOUT_RULE:
+        raise Unknown(f"`{name}` has no rule: {_WITHOUT_RULE[name]}.")
     raise Unknown(
         f"nobody described the primitive `{name}`: say what it computes with "
         f'`shardplan.describe(primitive, "b i, i j -> b j")`.'

@@ -1,9 +1,9 @@
-"""Windows over blocks that do not divide: what each block then reads of its neighbours.
+"""Uneven windows: the rows that each block reads of its neighbours if blocks do not divide the dimension.
 
-Split over n devices, a dimension of `size` rows gives each the next whole number of rows, `ceil(size / n)`, and fewer
-to the last one. A window that moves by a stride then shifts against the blocks that it reads: pooling halves 200 rows
-over 8 devices from blocks of 25 to blocks of 13, and block k needs rows 26k to 26k + 25 where it has 25k to 25k + 24.
-So all but the last read up to 7 rows of their right neighbour:
+Split over n devices, a dimension of `size` rows has blocks of the next whole number of rows, `ceil(size / n)`, and a
+shorter last one. A window that moves by a stride then shifts against the blocks that it reads. Pooling halves 200 rows
+over 8 devices from blocks of 25 to blocks of 13: block k needs rows 26k to 26k + 25, and has 25k to 25k + 24. All
+blocks but the last therefore read up to 7 rows of their right neighbour:
 
 >>> from shardplan.rules.analysis import collect
 >>> from shardplan.rules.expression import Read, Reduce, Result, index
@@ -24,8 +24,10 @@ Range = tuple[int, int]
 
 
 def uneven_split(expression: Expression, facts: Facts, name: str, n: int) -> Split:
-    """The way to run the operation with index `name` in `n` blocks of which the last is shorter, or that read such
-    blocks; raises `Refusal` if there is none."""
+    """The split of the index `name` into `n` blocks of which the last is shorter, or which read such blocks.
+
+    Raises `Refusal` if there is none.
+    """
     size = expression.sizes[name]
     if name in facts.hidden:
         raise Refusal(f"`{facts.hidden[name]}` gives them only together")
@@ -105,8 +107,9 @@ def _result_slot(expression: Expression, facts: Facts, number: int, name: str) -
 
 
 def reach(position: Affine, ranges: Mapping[str, Range]) -> Range:
-    """The least and the greatest value of a position, its indices within inclusive ranges; raises `Refusal` where it
-    has none.
+    """The least and the greatest value of a position, with its indices in inclusive ranges.
+
+    Raises `Refusal` if it has none.
 
     >>> from shardplan.rules.expression import index
     >>> reach((index("v") + 1 - index("w")).exactly(2), {"v": (25, 49), "w": (0, 1)})

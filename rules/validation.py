@@ -1,4 +1,4 @@
-"""What a description must keep: known indices, right ranks, reads inside of their operands, results that fill their
+"""Validation of descriptions: known indices, right ranks, reads inside of their operands, results of the whole
 shape."""
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ from shardplan.rules.tokens import Token
 
 
 def validate(expression: Expression, text: str | None = None) -> None:
-    """Raise :class:`RuleError` with everything that is wrong with an expression, one line each.
+    """Raises :class:`RuleError` with every problem of an expression, one line each.
 
-    ``text``: what the user wrote, to be quoted; places in it are marked.
+    ``text``: the user's text, which the message quotes with marked places.
     """
     text = text if text is not None else str(expression)
     problems = [line for problem, place in _problems(expression) for line in _marked(text, problem, place)]
@@ -38,7 +38,7 @@ def _marked(text: str, problem: str, place: str) -> list[str]:
 
 
 def _problems(expression: Expression) -> Iterator[tuple[str, str]]:
-    """Problems, each with the piece of text that it is about."""
+    """Problems, each with its piece of text."""
     for number, (result, shape) in enumerate(zip(expression.results, expression.result_shapes, strict=True)):
         if len(result.at) != len(shape):
             yield f"result {number} has {len(result.at)} positions, but its shape is {shape}", ""
@@ -71,7 +71,7 @@ def _filled(expression: Expression, number: int) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(expression: Expression, term: Term, bound: set[str]) -> Iterator[tuple[str, str]]:
-    """Indices that neither the result nor an enclosing reduction gives a value."""
+    """Indices without a value from the result or an enclosing reduction."""
     positions: tuple[Affine | None, ...] = ()
     match term:
         case Read(_, at):

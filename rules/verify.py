@@ -1,9 +1,9 @@
-"""Proof by execution: run an operation whole, run it block by block as a split says, put together, compare.
+"""Proof by execution: an operation runs whole and block by block, and the combined result is compared.
 
-Block ``k`` is given exactly what the split lets it have. Everything else is destroyed first: overwritten with noise
-where the blocks' results are to be concatenated, and with the reducer's identity where partial results are to be
-combined. The operation then runs on what is left, and only what the split says that the block yields is taken from its
-result. So the proof runs the primitive itself, not the description that the split was derived from.
+Block ``k`` gets exactly its part by the split. All other elements are destroyed first: they become noise if the blocks'
+results are concatenated, and the reducer's identity if partial results are combined. The operation then runs on the
+rest, and only the block's own part of the result is used. The proof runs the primitive itself, not the description from
+which the split was derived.
 
 >>> import numpy as np
 >>> from jax import lax
@@ -29,13 +29,13 @@ from shardplan.rules.operations import Operation, operations
 
 BLOCKS = (2, 3, 4, 8)
 _TOLERANCE = 1e-5
-"""Relative to the largest magnitude in a result: sums of blocks round differently from the sum of the whole."""
+"""Relative to the largest magnitude in a result: sums of blocks have another rounding than the sum of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether one split of one operation gave what the whole operation gives; if not, ``problem`` says what
-    differed."""
+    """Whether one split of one operation gave the result of the whole operation. If not, ``problem`` is the
+    difference."""
 
     operation: str
     shapes: tuple[tuple[int, ...], ...]
@@ -56,10 +56,10 @@ class Verdict:
 def verify(
     function: Callable[..., Any], *operands: Any, blocks: Sequence[int] = BLOCKS, uneven: bool = False
 ) -> tuple[Verdict, ...]:
-    """Run every operation of ``function`` on these operands whole and in every derived split, or every uneven one.
+    """Runs every operation of ``function`` on these operands whole and in every derived split, or every uneven one.
 
-    Returns a verdict for each operation, index and number of blocks; nothing is raised for a split that is wrong.
-    ``operands``: arrays of any shapes; values matter as indices do, for instance.
+    Returns a verdict for each operation, index and number of blocks. A wrong split raises no error. ``operands``:
+    arrays of any shapes. Their values matter, for instance those of indices.
     """
     verdicts: list[Verdict] = []
     for operation in operations(function, *operands):
@@ -68,7 +68,7 @@ def verify(
 
 
 def verify_or_raise(function: Callable[..., Any], *operands: Any, blocks: Sequence[int] = BLOCKS) -> None:
-    """As :func:`verify`, but raises :class:`RuleError` that lists every split that is wrong."""
+    """The same as :func:`verify`, but raises :class:`RuleError` that lists every wrong split."""
     wrong = [str(verdict) for verdict in verify(function, *operands, blocks=blocks) if not verdict.holds]
     if wrong:
         raise RuleError("refuted by execution:\n" + "\n".join(wrong))
@@ -90,11 +90,10 @@ def verify_operation(operation: Operation, blocks: Sequence[int], uneven: bool =
 
 
 def verify_linear(function: Callable[..., Any], *operands: Any) -> tuple[Verdict, ...]:
-    """Check for every operation of ``function`` that a pending sum may pass through it as its rule says.
+    """Checks for every operation of ``function`` that a deferred sum may pass through it as its rule says.
 
-    The operands of each such set are taken apart into two summands each; the results for both must add up to the whole.
-    Where a summand gives no finite number (a division by 0, say) nothing is compared. ``index`` of a verdict is the
-    set.
+    The operands of each such set are divided into two summands each. The results for both must add up to the whole. A
+    summand without a finite result (a division by 0, say) is not compared. ``index`` of a verdict is the set.
     """
     verdicts = []
     for operation in operations(function, *operands):
@@ -129,7 +128,7 @@ def _linear_problem(operation: Operation, pending: frozenset[int]) -> str | None
 def _problem(
     operation: Operation, run: Callable[..., Any], whole: list[np.ndarray], split: Split, n: int
 ) -> str | None:
-    """What differs between the whole results and those put together from blocks, or ``None``."""
+    """The difference between the whole result and the one from blocks, or ``None``."""
     reducers = {slot.reducer for slot in split.results if slot.reducer}
     if len(reducers) > 1:
         return f"its results are combined by several reducers: {sorted(reducers)}"
@@ -140,28 +139,29 @@ def _problem(
     parts = []
     for block in range(n):
         held = [
-            _held(operand, slot, block, n, reducer, noise)
+            _masked(operand, slot, block, n, reducer, noise)
             for operand, slot in zip(operation.operands, split.operands, strict=True)
         ]
         parts.append([_host(result) for result in run(*held)])
     empty = None
     if reducer in ("sum", "prod"):
         held = [
-            _held(operand, slot, None, n, reducer, noise)
+            _masked(operand, slot, None, n, reducer, noise)
             for operand, slot in zip(operation.operands, split.operands, strict=True)
         ]
         empty = [_host(result) for result in run(*held)]
     for number, (expected, slot) in enumerate(zip(whole, split.results, strict=True)):
         each = [part[number] for part in parts]
-        found = _together(each, slot, None if empty is None else empty[number])
+        found = _combined(each, slot, None if empty is None else empty[number])
         if not _equal(expected, found):
             return f"result {number} differs"
     return None
 
 
-def _held(operand: Any, slot: Slot, block: int | None, n: int, reducer: str | None, noise: np.random.Generator) -> Any:
-    """The operand with everything destroyed that a block does not hold; ``block=None`` holds nothing of split
-    operands."""
+def _masked(
+    operand: Any, slot: Slot, block: int | None, n: int, reducer: str | None, noise: np.random.Generator
+) -> Any:
+    """The operand with everything destroyed outside of a block. ``block=None`` destroys all of split operands."""
     if slot.dim is None:
         return operand
     shape = np.shape(operand)
@@ -218,8 +218,8 @@ _COMBINE = {
 }
 
 
-def _together(parts: list[np.ndarray], slot: Slot, empty: np.ndarray | None) -> np.ndarray:
-    """The whole result from the blocks'. ``empty``: what a block without elements gives, which counts only once."""
+def _combined(parts: list[np.ndarray], slot: Slot, empty: np.ndarray | None) -> np.ndarray:
+    """The whole result from the blocks'. ``empty``: the result of a block without elements, which counts once."""
     if slot.dim is not None:
         extent = parts[0].shape[slot.dim]
         size = -(-extent // len(parts))
@@ -238,7 +238,7 @@ def _together(parts: list[np.ndarray], slot: Slot, empty: np.ndarray | None) -> 
 
 
 def _equal(expected: np.ndarray, found: np.ndarray, scale: float | None = None) -> bool:
-    """Equal, or as near as rounding leaves sums. ``scale``: the magnitude to which that is relative."""
+    """Whether results are equal up to rounding. ``scale``: the magnitude to which the tolerance is relative."""
     if expected.shape != found.shape:
         return False
     if not jnp.issubdtype(expected.dtype, jnp.inexact):

@@ -1,4 +1,4 @@
-"""Pooling: reductions over sliding windows, and the scattering of gradients back into them."""
+"""Pooling: reductions over sliding windows, and the scatter of gradients back into them."""
 
 from shardplan.rules.convolution import window_position
 from shardplan.rules.equation import Equation, Semantics, Tensor, expression, letters, name_of
@@ -10,7 +10,7 @@ At = tuple[Affine, ...]
 def _windows(
     equation: Equation, operand: Tensor, result: Tensor
 ) -> tuple[At, At, bool, dict[str, int], dict[str, int]]:
-    """Result positions, positions read, whether those may lie outside, sizes of the result's and of the windows'
+    """Result positions, positions read, whether those may be outside, sizes of the result's and of the windows'
     indices."""
     params, rank = equation.params, len(result.shape)
     ones = (1,) * rank
@@ -40,7 +40,7 @@ def _reduce_window_by(reducer: str) -> Semantics:
 
 
 def _reduce_window(equation: Equation) -> Expression:
-    """By a function of the user: several operands at once, each with its initial value."""
+    """A reduction by a user's function: several operands at once, each with its initial value."""
     count = len(equation.outputs)
     xs, read, padded, sizes, windows = _windows(equation, equation.inputs[0], equation.outputs[0])
     reads = tuple(Read(n, read, padded) for n in range(count)) + tuple(Read(n) for n in range(count, 2 * count))
@@ -53,7 +53,7 @@ def _select_and_scatter_add(equation: Equation) -> Expression:
 
 
 def _select_and_scatter(equation: Equation) -> Expression:
-    """With functions of the user's own that choose and collect, and an initial value."""
+    """A scatter with a user's functions that select and combine, and an initial value."""
     plain = _collect(equation, source=1, operand=0)
     (result,) = plain.results
     body = Apply("scatter", (Read(2), _unsummed(result.body)))
@@ -65,10 +65,10 @@ def _unsummed(body: Term) -> Term:
 
 
 def _collect(equation: Equation, source: int, operand: int) -> Expression:
-    """The gradient of max pooling: an element collects the sources of the windows in which it is the chosen one.
+    """The gradient of max pooling: an element collects the sources of the windows in which it is the selected one.
 
-    Window ``(v + pad - w) / stride`` is the one in which element ``v`` stands at place ``w``. ``source`` and
-    ``operand``: numbers of the operands.
+    Window ``(v + pad - w) / stride`` has element ``v`` at place ``w``. ``source`` and ``operand`` are the numbers of
+    the operands.
     """
     params, shape = equation.params, equation.inputs[operand].shape
     rank = len(shape)
@@ -97,7 +97,7 @@ def _collect(equation: Equation, source: int, operand: int) -> Expression:
 
 
 def _select_and_gather_add(equation: Equation) -> Expression:
-    """From every window, the tangent at the place of the window's extreme."""
+    """The tangent at the place of each window's extreme."""
     xs, read, padded, sizes, windows = _windows(equation, equation.inputs[0], equation.outputs[0])
     body = Reduce("chosen", tuple(windows), Apply("at", (Read(0, read, padded), Read(1, read, padded))))
     return expression(equation, sizes | windows, [Result(xs, body)], ("tangents", "x"))

@@ -1,8 +1,8 @@
-"""How much an operation computes, read off its expression.
+"""Floating point operations of an operation, counted in its expression.
 
-A contraction counts 2 per multiply-add, everything else 1 per element. An index that is only looked up (compared with
-a value or with another index, as in a gather, a scatter or a cumulative sum) costs nothing of its own: no
-implementation runs over all its values.
+A contraction counts 2 per multiply-add, everything else 1 per element. An index that is only looked up (compared with a
+value or with another index, as in a gather, a scatter or a cumulative sum) costs nothing of its own: no implementation
+runs over all its values.
 """
 
 from math import prod

@@ -23,16 +23,16 @@ from shardplan.errors import (
     InfeasibleError,
     warn,
 )
-from shardplan.frameworks import adapted
+from shardplan.frameworks import adapt_call
 from shardplan.hardware import HardwareProfile
-from shardplan.layout.mesh import GivenMesh, Unsaid, as_mesh, mesh_of_context
+from shardplan.layout.mesh import GivenMesh, NoMesh, as_mesh, mesh_of_context
 from shardplan.options import Options
 from shardplan.plans import planned_call, processes, result_layouts, runner
 from shardplan.plans.explicit_types import axis_types_of
 from shardplan.plans.jit_options import with_options_of
 from shardplan.plans.like import as_pins, layouts_kept, layouts_like
 from shardplan.plans.plan import Plan
-from shardplan.plans.planned_call import UNSAID, calls_of, plan_call, resolved_call
+from shardplan.plans.planned_call import NO_MESH, calls_of, plan_call, resolved_call
 from shardplan.plans.processes import planning_alone
 from shardplan.plans.report import mesh_text
 from shardplan.plans.runner import Runner
@@ -45,12 +45,12 @@ for _module in (call_arguments, program, planned_call, processes, result_layouts
 
 
 @overload
-def auto(fn: Callable[..., Any], mesh: GivenMesh | Unsaid = UNSAID, **options: Any) -> AutoFunction: ...
+def auto(fn: Callable[..., Any], mesh: GivenMesh | NoMesh = NO_MESH, **options: Any) -> AutoFunction: ...
 @overload
-def auto(fn: None = None, mesh: GivenMesh | Unsaid = UNSAID, **options: Any) -> Callable[..., AutoFunction]: ...
+def auto(fn: None = None, mesh: GivenMesh | NoMesh = NO_MESH, **options: Any) -> Callable[..., AutoFunction]: ...
 def auto(  # type: ignore[misc]
     fn: Callable[..., Any] | None = None,
-    mesh: GivenMesh | Unsaid = UNSAID,
+    mesh: GivenMesh | NoMesh = NO_MESH,
     *,
     memory_limit: float | str | None = None,
     objective: str = "bytes",
@@ -132,14 +132,14 @@ def plan(fn: Callable[..., Any], mesh: GivenMesh, *args: Any, **options: Any) ->
 class AutoFunction:
     """The callable of ``auto``: called like ``jax.jit(fn)``, with a plan per shapes of the arguments."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: GivenMesh | Unsaid, options: Options) -> None:
+    def __init__(self, fn: Callable[..., Any], mesh: GivenMesh | NoMesh, options: Options) -> None:
         if not callable(fn):
             raise ArgumentError(f"a function was expected, got `{fn!r}` of type `{type(fn).__name__}`")
         options.check()
         functools.update_wrapper(self, fn, updated=())
         self.__wrapped__ = fn
         self._fn = fn
-        self._given_mesh = mesh if isinstance(mesh, Unsaid) else as_mesh(mesh)
+        self._given_mesh = mesh if isinstance(mesh, NoMesh) else as_mesh(mesh)
         self.options = with_options_of(fn, options)
         self._calls = calls_of(_jax.inside_of_jit(fn), self.options)
         self._planned: dict[Any, Runner[Plan]] = {}
@@ -147,12 +147,12 @@ class AutoFunction:
     @functools.cached_property
     def mesh(self) -> GivenMesh:
         """The given mesh, or the default one at this time."""
-        return mesh_of_context() if isinstance(self._given_mesh, Unsaid) else self._given_mesh
+        return mesh_of_context() if isinstance(self._given_mesh, NoMesh) else self._given_mesh
 
     def __repr__(self) -> str:
         mesh, count = self._given_mesh, len(self._planned)
         text = f"({mesh_text({**mesh.shape})})" if isinstance(mesh, (Mesh, AbstractMesh)) else mesh
-        text = "of all devices" if isinstance(mesh, Unsaid) else text
+        text = "of all devices" if isinstance(mesh, NoMesh) else text
         return f"<shardplan.auto of {name_of(self._fn)} over mesh {text}, {count} plan{'s' * (count != 1)}>"
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -162,25 +162,25 @@ class AutoFunction:
     @_jax.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for arguments of these shapes (arrays or ``jax.ShapeDtypeStruct``s)."""
-        return self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs).plan
+        return self._runner(adapt_call(self._calls.take(args, kwargs)), args, kwargs).plan
 
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered like ``jax.jit(fn).lower``."""
-        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
+        runner = self._runner(adapt_call(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
     @_jax.api_boundary
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """The planned step, traced like ``jax.jit(fn).trace``. ``jax.export.export`` takes this function too."""
-        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
+        runner = self._runner(adapt_call(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.trace(runner.mesh)
 
     @_jax.api_boundary
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and types of the results, without a plan, like ``jax.jit(fn).eval_shape``."""
         self._calls.check(args, kwargs)
-        call = adapted(self._calls.take(args, kwargs))
+        call = adapt_call(self._calls.take(args, kwargs))
         shapes, named = call.shapes()
         return call.finished(_jax.trace(call.fn, shapes, named).out_info, of_shapes=True)
 
@@ -192,7 +192,7 @@ class AutoFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, _jax.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._unplanned(args, kwargs)
-        call = adapted(self._calls.take(args, kwargs))
+        call = adapt_call(self._calls.take(args, kwargs))
         try:
             runner = self._runner(call, args, kwargs)
         except EnclosingTraceError:
@@ -234,7 +234,7 @@ class AutoFunction:
     def traced(self, *args: Any, **kwargs: Any) -> tuple[Program, Options]:
         """The program for arguments of these shapes, without a plan, and its resolved options."""
         self._calls.check(args, kwargs)
-        return resolved_call(adapted(self._calls.take(args, kwargs)), self.mesh, self.options, typed=False)
+        return resolved_call(adapt_call(self._calls.take(args, kwargs)), self.mesh, self.options, typed=False)
 
     @property
     def first_plan(self) -> Plan | None:

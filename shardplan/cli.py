@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.common.quiet_imports import without_cuda_notice
+from shardplan.layout.objectives import OBJECTIVES
 
 with without_cuda_notice():
     import jax
@@ -154,7 +155,7 @@ def _add_step(parser: argparse.ArgumentParser, from_file: bool = False) -> None:
     if from_file:
         mesh.add_argument("--plan", metavar="FILE", help="a saved plan of this step, instead of planning")
     parser.add_argument("--memory-limit", metavar="SIZE", help="per device, as 80GB (default: the hardware's)")
-    parser.add_argument("--objective", choices=("bytes", "time"), default="bytes", help="(default: %(default)s)")
+    parser.add_argument("--objective", choices=(*OBJECTIVES,), default="bytes", help="(default: %(default)s)")
     parser.add_argument(
         "--hardware", help=f"a profile, {', '.join(profiles())}, or a file (default: that of the devices)"
     )

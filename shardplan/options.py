@@ -16,6 +16,7 @@ from numpy import dtype
 from shardplan._jax import is_float
 from shardplan.errors import ArgumentError, warn
 from shardplan.hardware import HardwareProfile, load
+from shardplan.layout.objectives import OBJECTIVES
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -54,8 +55,10 @@ class Options:
 
     def check(self) -> None:
         """Raises ArgumentError for options that no program could be planned with."""
-        if self.objective not in ("bytes", "time"):
-            raise ArgumentError(f"there is no objective `{self.objective}`: choose 'bytes' or 'time'")
+        if self.objective not in (*OBJECTIVES,):
+            raise ArgumentError(
+                f"there is no objective `{self.objective}`: choose {' or '.join(map(repr, OBJECTIVES))}"
+            )
         if not _is_positive(self.time_limit):
             raise ArgumentError(f"a time limit is a number of seconds above 0, got `{self.time_limit!r}`")
         if self.memory_limit is not None and not _is_positive(self.memory_limit):

@@ -18,27 +18,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardplan import _jax
 from shardplan.apply.islands import Island, made_in, run_on_blocks
 from shardplan.apply.wire_dtype import sent_dtype, sent_in
-from shardplan.apply.workarounds.early_reduction_barriers import reduced_before_added
 from shardplan.apply.workarounds.loop_carry_init import fill_late
 from shardplan.apply.workarounds.loop_stack_init import begun_apart, scan_begun
-from shardplan.apply.workarounds.pin_dimension_order import in_order, is_gathered_out_of_order, ordered
-from shardplan.apply.workarounds.regather_barriers import awaited, wait_behind
+from shardplan.apply.workarounds.pin_dimension_order import gathered_slices, in_order, is_gathered_out_of_order, ordered
+from shardplan.apply.workarounds.regather_barriers import behind_barrier
 from shardplan.apply.workarounds.separate_padding import padded_apart
 from shardplan.layout.collectives import CollectiveKind, Step, ends_of
 from shardplan.layout.layout import Layout, replicated, to_spec
 from shardplan.problem.loop_carry_sums import in_parts
 from shardplan.problem.maxima import bind_integers, compared_as_integers, from_integers
-from shardplan.problem.ops.gather import adding_block, filled, fills, starting_inside, unfilled_params
+from shardplan.problem.ops.gather import adding_block, clamp_start, filled, fills, unfilled_params
 from shardplan.problem.ops.ragged_dot import on_blocks, splits_rows_or_groups
 from shardplan.problem.ops.slice import read_block, reads_place
 from shardplan.problem.ops.update_slice import splits_places, update_block
 from shardplan.problem.schedule import Schedule
 from shardplan.problem.strategy import Strategy
-from shardplan.problem.wire_dtype import unrounded
-from shardplan.problem.xla_limits import axes_apart, params_of_block, runs_apart
+from shardplan.problem.wire_dtype import widened_terms
+from shardplan.problem.xla_limits import needs_shard_map, params_of_block, shard_map_axes
 from shardplan.program.control_flow import Link, Links, scope_of_trips
 from shardplan.program.program import Constant, Operation
-from shardplan.program.regions._jax import by_hand
+from shardplan.program.regions._jax import manual_region
 
 
 class Replay:
@@ -50,8 +49,8 @@ class Replay:
         self._mesh = mesh
         self._held: dict[tuple[int, Layout], Any] = {}
         self._makers = self._program.makers
-        self._behind = reduced_before_added(schedule) if schedule.problem.islands else frozenset[int]()
-        self._unrounded = unrounded(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
+        self._pinned_slices = gathered_slices(schedule)
+        self._unrounded = widened_terms(self._program) if mesh.devices.flat[0].platform == "cpu" else frozenset[int]()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Runs the program on traced inputs; returns its results in the order of the flattened outputs."""
@@ -119,7 +118,7 @@ class Replay:
         constants, carries = params["num_consts"], params["num_carry"]
 
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
-            inputs = (*operands[:constants], *carry, *slices)
+            inputs = (*operands[:constants], *carry, *self._pinned(operation, slices))
             results = self._body(operation.bodies[0], links.inside, inputs)
             return tuple(results[:carries]), tuple(results[carries:])
 
@@ -129,6 +128,13 @@ class Replay:
         entering, slices = tuple(operands[constants : constants + carries]), tuple(operands[constants + carries :])
         carry, stacks = jax.lax.scan(body, entering, slices, **settings)
         return (*carry, *stacks)
+
+    def _pinned(self, operation: Operation, slices: Sequence[Any]) -> Iterator[Any]:
+        """The slices that a scan runs over, pinned to the order of their stacks where XLA would copy these."""
+        values = self._program.regions[operation.bodies[0]].inputs
+        for value, one in zip(values[len(values) - len(slices) :], slices, strict=True):
+            layout = self._schedule.assignment.values.get(value, ())
+            yield in_order(one, layout, self._schedule, self._mesh) if value in self._pinned_slices else one
 
     def _while(self, operation: Operation, links: Links, operands: Sequence[Any]) -> Sequence[Any]:
         condition, body = operation.bodies
@@ -177,7 +183,7 @@ class Replay:
 
     def _run(self, operation: Operation) -> None:
         strategy = self._schedule.assignment.strategies[operation.index]
-        operands = starting_inside(operation, self._read_operands(operation, strategy))
+        operands = clamp_start(operation, self._read_operands(operation, strategy))
         travelling = self._schedule.island_dtype(operation)
         linear = self._linear(operation, strategy)
         filling = travelling is None and fills(operation) and self._scatters(operation)
@@ -187,11 +193,11 @@ class Replay:
             results, done = self._run_island(operation, strategy, operands, travelling)
         elif linear:
             results, done = self._run_partial(operation, strategy, operands, linear)
-        elif self._schedule.problem.islands and runs_apart(operation, strategy):
+        elif self._schedule.problem.islands and needs_shard_map(operation, strategy):
             results = self._run_apart(operation, strategy, operands)
         elif splits_places(operation, strategy):
             results = self._update_place(operation, strategy, operands)
-        elif apart := axes_apart(operation, strategy, self._schedule.space.mesh.splitting):
+        elif apart := shard_map_axes(operation, strategy, self._schedule.space.mesh.splitting):
             results = self._run_over_axes(operation, strategy, operands, apart)
         elif extreme:
             results = bind_integers(operation, operands, extreme)
@@ -213,7 +219,7 @@ class Replay:
             planned = self._schedule.assignment.values[index]
             if filling:
                 held = self._constrain(filled(operation, operands[0].shape, operands[1], held), planned)
-            self._held[index, planned] = self._apart(index, held, planned)
+            self._held[index, planned] = held
 
     def _scatters(self, operation: Operation) -> bool:
         """Whether the partial results of an operation with one result are scattered."""
@@ -223,11 +229,10 @@ class Replay:
         for operand, layout in zip(operation.operands, strategy.operands, strict=True):
             if isinstance(operand, int) and layout is not None and operand not in self._schedule.assignment.generated:
                 stored = self._schedule.assignment.values[operand]
-                if (operand, layout) in self._held and self._schedule.gathered_anew(operand, layout):
+                if (operand, layout) in self._held and self._schedule.is_regathered(operand, layout):
                     # else XLA merges equal reshards; constrained again, or Shardy gives what is read here to later ones
-                    waiting = [self._read(*read) for read in awaited(self._schedule, operation, operand)]
-                    anew = wait_behind(self._held[operand, stored], waiting, sent_dtype(self._schedule, operand))
-                    self._held[operand, stored] = self._constrain(anew, stored)
+                    passed = behind_barrier(self._held[operand, stored], sent_dtype(self._schedule, operand))
+                    self._held[operand, stored] = self._constrain(passed, stored)
                     for step in self._schedule.route(operand, layout).steps:
                         self._held.pop((operand, step.layout), None)
         read = list(map(self._read, operation.operands, strategy.operands))
@@ -236,7 +241,7 @@ class Replay:
     def _bind(self, operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
         primitive, params = operation.primitive, operation.params
         if primitive.name == "shard_map":
-            primitive, params = by_hand(operation.equation)
+            primitive, params = manual_region(operation.equation)
         return _jax.bind_again(operation.equation, primitive, params, operands)
 
     def _run_island(
@@ -314,7 +319,7 @@ class Replay:
             return read_block(operation, strategy, self._schedule.space.mesh)
         if operation.primitive.name == "scatter-add":
             return adding_block(strategy, self._schedule.space.mesh, run)
-        return (lambda *local: ordered(run(*local))) if self._schedule.is_scattered_behind(operation) else run
+        return (lambda *local: ordered(run(*local))) if self._schedule.scatters_inner_dimension(operation) else run
 
     def _linear(self, operation: Operation, strategy: Strategy) -> tuple[int, ...]:
         """The operands that are parts of sums which the operation passes on, none where it does not."""
@@ -363,8 +368,8 @@ class Replay:
         held, steps = self._read(value, route.source), list(route.steps)
         if self._schedule.is_partial(value, route.source) and steps:
             reducing = [step for step in steps if step.kind.reduces]
-            reduced = self._reduced(value, held, route.source, reducing)
-            held = self._held[value, reducing[-1].layout] = self._apart(value, reduced, reducing[-1].layout)
+            held = self._reduced(value, held, route.source, reducing)
+            self._held[value, reducing[-1].layout] = held
             steps = steps[len(reducing) :]
         for step in ends_of(steps):
             if (value, step.layout) not in self._held:
@@ -389,12 +394,10 @@ class Replay:
     def _reduced(self, value: int, parts: Any, layout: Layout, steps: Sequence[Step]) -> Any:
         """A value whose parts are stacked, reduced by these steps."""
         pending, *own = layout
-        island = Island(self._mesh, self._schedule.space.mesh, pending, steps, self._schedule.problem.travelling(value))
+        island = Island(
+            self._mesh, self._schedule.space.mesh, pending, steps, self._schedule.problem.deferred_sum_dtype(value)
+        )
         return island.reduce_stacked(parts, tuple(own))
-
-    def _apart(self, value: int, array: Any, layout: Layout) -> Any:
-        """A value, behind a barrier where XLA would not make it before others are added to it."""
-        return self._constrain(jax.lax.optimization_barrier(array), layout) if value in self._behind else array
 
     def _in_own_memory(self, value: int, array: Any) -> Any:
         """A value in the memory that its type says: collectives bring it to other layouts in that of the devices."""

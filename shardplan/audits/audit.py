@@ -30,7 +30,7 @@ from shardplan.compiled.program import measure as measure
 from shardplan.compiled.target import gpu_mesh, only_described
 from shardplan.errors import ArgumentError, no_plan
 from shardplan.plans.plan_data import PlanData
-from shardplan.program.missing_libraries import saying_what_is_missing
+from shardplan.program.missing_libraries import name_missing_library
 from shardplan.timing.step_time import StepTime
 
 
@@ -224,7 +224,7 @@ def audit(plan: AuditedPlan, target: str = "h100", mesh: Mesh | None = None) -> 
         if dict(mesh.shape) != axes:
             raise ArgumentError(f"the plan is for a mesh of axes `{axes}`, and this one has `{dict(mesh.shape)}`.")
     planned = plan if isinstance(plan, PlanData) else None
-    with only_described(), saying_what_is_missing(planned.program if planned else None):
+    with only_described(), name_missing_library(planned.program if planned else None):
         report = measure(plan.lower(mesh), axes)
     return Audit(
         target=target,

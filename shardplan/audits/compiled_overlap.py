@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardplan.compiled.hlo.collectives import CompiledCollective
 from shardplan.compiled.program import CompiledReport, operations_of
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives import Prices
 from shardplan.plans.plan_data import PlanData
 from shardplan.timing.step_time import time_prices, work_seconds
 

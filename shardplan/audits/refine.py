@@ -22,6 +22,7 @@ from shardplan.common.tables import size_text
 from shardplan.compiled.target import gpu_mesh, targets
 from shardplan.errors import InfeasibleError, ShardplanError, warn
 from shardplan.hardware import load
+from shardplan.layout.objectives import OBJECTIVES
 from shardplan.options import Options
 from shardplan.plans.plan_data import PlanData
 
@@ -55,7 +56,7 @@ def refined(make: Callable[[Options], PlanData], options: Options) -> PlanData:
         if way is None:
             break
         compared.add(*way)
-    measure = "compiled_seconds" if options.objective == "time" else "compiled_bytes"
+    measure = OBJECTIVES[options.objective].compiled_measure
     chosen = compared.best(measure)
     return replace(chosen, statistics={**chosen.statistics, "refined": compared.rows})
 
@@ -124,9 +125,9 @@ def _first_of_best(plans: list[tuple[PlanData, dict[str, Any]]], measure: str) -
 
 def _ways(options: Options, first: PlanData) -> Iterator[tuple[str, Options]]:
     """Names and options of the further variants, the simplest first."""
-    other = "bytes" if options.objective == "time" else "time"
     less = _LESS_MEMORY * min(first.peak_bytes, options.memory_limit or first.peak_bytes)
-    changes: list[tuple[str, dict[str, Any]]] = [(f"objective {other}", {"objective": other})]
+    others = [name for name in OBJECTIVES if name != options.objective]
+    changes: list[tuple[str, dict[str, Any]]] = [(f"objective {one}", {"objective": one}) for one in others]
     if options.reduce_dtype is None and options.islands:
         changes.append(("no islands", {"islands": False}))
     changes.append((_peak_below(less), {"memory_limit": less}))

@@ -1,1 +1,1 @@
-"""What every package uses and no reader of the pipeline needs: files, texts, progress."""
+"""Helpers that every package uses: atomic files, entries of files, text tables, progress, quiet imports."""

@@ -1,14 +1,14 @@
-"""Writing files whole or not at all, however the process ends.
+"""Atomic writes of files: a target has its old content or the new one, however the process ends.
 
-What is written goes into a file of another name beside the wanted one, and then takes its place. A process that is
-killed leaves that file behind: the next one that writes there removes it. Whether the writer of such a file lives, a
-lock on it tells, which the system takes away with the process.
+The new content goes into a temporary file in the target's folder, which is then renamed to the target. The temporary
+file of a killed process stays in the folder, and the next writer to that folder removes it. A lock tells whether the
+writer of a temporary file lives: the system releases it when the process ends.
 
 >>> import tempfile
 >>> target = Path(tempfile.mkdtemp()) / "plan.json"
 >>> left = target.with_name(".plan.json.dead.part")
 >>> left.touch()
->>> with replacing(target) as file:
+>>> with atomic_write(target) as file:
 ...     _ = file.write("{}")
 >>> target.read_text(), left.exists()
 ('{}', False)
@@ -26,59 +26,59 @@ from typing import TextIO
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks: what is left behind there stays
+except ImportError:  # Windows has no such locks: abandoned files stay there
     fcntl = None  # type: ignore[assignment]
 
-_mine: set[Path] = set()
-"""What this process is writing: over some network file systems, locks are those of a process, not of a file."""
+_own_files: set[Path] = set()
+"""Temporary files of this process. On some network file systems a lock belongs to a process, not to a file."""
 
 
 @contextmanager
-def replacing(target: Path, others: str | None = None) -> Iterator[TextIO]:
-    """A file to write, which takes the place of ``target`` at the end, unless an error comes first.
+def atomic_write(target: Path, others: str | None = None) -> Iterator[TextIO]:
+    """A file to write. It takes the place of ``target`` at the end, unless an exception is raised.
 
-    ``others``: a glob of targets in the same folder whose files are removed too where nobody is writing them any more.
+    ``others`` is a glob of further targets in the same folder, whose abandoned temporary files are removed as well.
     """
-    _remove_left(target.parent, others or glob.escape(target.name))
-    path, file = _begun(target)
+    _remove_abandoned(target.parent, others or glob.escape(target.name))
+    path, file = _create_locked(target)
     try:
         with file:
             yield file
             file.flush()
-            if fcntl is not None:  # while the lock is held, or it could be taken for left behind
+            if fcntl is not None:  # while the lock is held: without it the file counts as abandoned
                 os.replace(path, target)
         if fcntl is None:
             os.replace(path, target)
     finally:
-        _mine.discard(path)
+        _own_files.discard(path)
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
-def _begun(target: Path) -> tuple[Path, TextIO]:
-    """A new file with a lock; one whose lock another process had first, which then removed the file, is given up."""
+def _create_locked(target: Path) -> tuple[Path, TextIO]:
+    """A new temporary file with a lock. A file is given up if another process locked and removed it first."""
     while True:
         path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
-        _mine.add(path)
+        _own_files.add(path)
         try:
             file = open(path, "x", encoding="utf-8")  # noqa: SIM115
         except OSError:
-            _mine.discard(path)
+            _own_files.discard(path)
             raise
         if fcntl is None:
             return path, file
-        with suppress(OSError):  # a file system without locks: nothing is removed there either
+        with suppress(OSError):  # a file system without locks, where no file is removed
             fcntl.flock(file, fcntl.LOCK_EX)
         if path.exists():
             return path, file
         file.close()
-        _mine.discard(path)
+        _own_files.discard(path)
 
 
-def _remove_left(folder: Path, targets: str) -> None:
-    """Removes files in a folder that were to take the place of these targets, and that no living process is writing."""
+def _remove_abandoned(folder: Path, targets: str) -> None:
+    """Removes the temporary files of these targets in a folder that no living process writes."""
     for path in folder.glob(f".{targets}.*.part") if fcntl is not None else ():
-        if path not in _mine:
+        if path not in _own_files:
             with suppress(OSError), open(path, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

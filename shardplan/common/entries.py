@@ -1,7 +1,7 @@
-"""Entries of files: plain data, as JSON has it, read as the types that are expected.
+"""Entries of files: plain JSON data, checked against type annotations and converted to these types.
 
-A file may have been written by anybody, whatever its checksum says. So each value is taken as the annotations of the
-class say that it becomes, and what is missing, unknown or of another type is named by its place.
+The author of a file is unknown, whatever its checksum says. Each value is therefore checked against the annotation of
+its class. An error names the path of the entry that is missing, unknown or of another type.
 
 >>> from dataclasses import dataclass
 >>> @dataclass
@@ -27,26 +27,27 @@ from typing import Any, NotRequired, Union, get_args, get_origin, get_type_hints
 
 from jax.sharding import PartitionSpec
 
-_MOST = 2.0**63
-"""What no count, size or position in a file reaches."""
+_MAX_NUMBER = 2.0**63
+"""The upper limit of counts, sizes and positions in a file."""
 
 FREE = "*"
-"""What stands for a dimension of a ``PartitionSpec`` that is left open."""
+"""The entry of an unconstrained dimension of a ``PartitionSpec``."""
 
-_DEEPEST = 20
-"""Levels of plain data of any kind."""
+_MAX_DEPTH = 20
+"""The most levels of nested plain data."""
 
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
 _SHOWN = 60
 
 
 class MalformedError(ValueError):
-    """An entry is not what is expected; the message says where, and what is."""
+    """An entry that has not the expected type or value. The message has its path and the expectation."""
 
 
 def read(kind: Any, entry: Any, where: str) -> Any:
-    """An entry as a type: of numbers, texts, tuples, mappings by text, ``PartitionSpec``, dataclasses, typed
-    dictionaries and unions of these. ``Any`` is plain data that is not too deep. Raises MalformedError."""
+    """An entry as a type: numbers, texts, tuples, mappings by text, ``PartitionSpec``, dataclasses, typed dictionaries
+    and unions of these. ``Any`` is plain data of limited depth. Raises MalformedError.
+    """
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return _first_of(inner, entry, where)
@@ -54,7 +55,7 @@ def read(kind: Any, entry: Any, where: str) -> Any:
         named = read(tuple[str | tuple[str, ...] | None, ...], entry, where)
         return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if one == FREE else one for one in named))
     if kind is Any:
-        return _plain(entry, where, _DEEPEST)
+        return _plain(entry, where, _MAX_DEPTH)
     if origin is tuple:
         return _tuple(inner, entry, where)
     if is_dataclass(kind) or is_typeddict(kind):
@@ -63,30 +64,30 @@ def read(kind: Any, entry: Any, where: str) -> Any:
         return {name: read(inner[1], value, f"{where}.{name}") for name, value in _section(entry, where).items()}
     if kind not in _NAMES:
         raise TypeError(f"no entry is read as `{kind}`")
-    if not _is(kind, entry):
+    if not _matches(kind, entry):
         raise _unexpected(entry, where, _NAMES[kind])
     return entry
 
 
 def check(holds: bool, where: str, entry: Any, expected: str) -> None:
-    """Raises MalformedError where a condition on an entry does not hold."""
+    """Raises MalformedError if a condition on an entry is false."""
     if not holds:
         raise _unexpected(entry, where, expected)
 
 
-def _is(kind: Any, entry: Any) -> bool:
+def _matches(kind: Any, entry: Any) -> bool:
     if kind is float:
-        return (isinstance(entry, float) and not math.isnan(entry)) or _is(int, entry)
+        return (isinstance(entry, float) and not math.isnan(entry)) or _matches(int, entry)
     if kind is int:
-        return isinstance(entry, int) and not isinstance(entry, bool) and abs(entry) < _MOST
+        return isinstance(entry, int) and not isinstance(entry, bool) and abs(entry) < _MAX_NUMBER
     return kind in _NAMES and isinstance(entry, kind)
 
 
 def _first_of(kinds: Sequence[Any], entry: Any, where: str) -> Any:
-    """The entry as the first of several types that it may be."""
+    """The entry as the first of several types that fits."""
     for kind in kinds:
         is_list, is_section = get_origin(kind) is tuple or kind is PartitionSpec, kind not in _NAMES
-        if is_list if isinstance(entry, list) else is_section if isinstance(entry, dict) else _is(kind, entry):
+        if is_list if isinstance(entry, list) else is_section if isinstance(entry, dict) else _matches(kind, entry):
             return read(kind, entry, where)
     named = ("a list" if get_origin(kind) is tuple else _NAMES.get(kind, "a section") for kind in kinds)
     raise _unexpected(entry, where, " or ".join(named))
@@ -102,7 +103,7 @@ def _tuple(inner: tuple[Any, ...], entry: Any, where: str) -> tuple[Any, ...]:
 
 
 def _fields(kind: Any, entry: Any, where: str) -> Any:
-    """A dataclass, which has all its fields and no others; or a typed dictionary, which may have others."""
+    """A dataclass with exactly its fields, or a typed dictionary, which may have further ones."""
     section, types = _section(entry, where), get_type_hints(kind)
     for name, said in get_type_hints(kind, include_extras=True).items():
         if name not in section and get_origin(said) is not NotRequired:

@@ -1,7 +1,7 @@
-"""What planning says of itself while it runs: a line in the log when it has ended, and a display where it takes long.
+"""Progress of a planning: one log line at its end, and a display on a terminal while it runs.
 
-The log is that of ``logging`` under the name ``shardplan``: one line of level INFO per planning. The display is a line
-on a terminal, from the second second on, which goes when planning has ended.
+The logger is ``logging.getLogger("shardplan")``. Each planning logs one line of level INFO. The display is one line,
+shown after two seconds and erased at the end.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ LOG = logging.getLogger("shardplan")
 _SECONDS_BEFORE = 2.0
 _SECONDS_BETWEEN = 0.5
 
-_doing = "tracing"
+_stage = "tracing"
 
 
-def doing(what: str) -> None:
-    """Says what planning is at, for the display."""
-    global _doing
-    _doing = what
+def set_stage(what: str) -> None:
+    """Sets the stage of planning that the display shows."""
+    global _stage
+    _stage = what
 
 
 @contextmanager
-def shown(name: str) -> Iterator[None]:
-    """Shows on a terminal what the planning of a function is at, where it takes more than two seconds."""
-    doing("tracing")
+def show_progress(name: str) -> Iterator[None]:
+    """Shows the stage of a function's planning on a terminal, from the third second on."""
+    set_stage("tracing")
     stream = sys.stderr
     if stream is None or not stream.isatty():
         yield
@@ -41,7 +41,7 @@ def shown(name: str) -> Iterator[None]:
         wait, shown = _SECONDS_BEFORE, False
         while not over.wait(wait):
             seconds = time.perf_counter() - started
-            stream.write(f"\r\x1b[Kshardplan: planning {name}, {_doing}, {seconds:.0f} s")
+            stream.write(f"\r\x1b[Kshardplan: planning {name}, {_stage}, {seconds:.0f} s")
             stream.flush()
             wait, shown = _SECONDS_BETWEEN, True
         if shown:
@@ -58,6 +58,6 @@ def shown(name: str) -> Iterator[None]:
 
 
 def log_planning(line: str, seconds: float, cached: bool) -> None:
-    """The line of a planning: what was planned, how long that took, what it sends, how near the optimum it is."""
+    """Logs the line of a planning, with its seconds and whether the plan came from the cache."""
     if LOG.isEnabledFor(logging.INFO):
         LOG.info("%s (%.2f s%s)", line, seconds, ", from the cache" if cached else "")

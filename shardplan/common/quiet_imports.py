@@ -1,7 +1,7 @@
-"""Quiet imports: JAX's CUDA plugin says on stderr, from C++, that it found no driver, each time it is loaded.
+"""Quiet imports: JAX is loaded without the notice of its CUDA plugin that no driver was found.
 
-Nothing in the environment silences that. Where this package is what imports JAX, or what first starts its backends, as
-on the command line, the notice is left out.
+The plugin writes the notice to stderr from C++ each time it is loaded, and no environment variable silences it. The
+notice is filtered where this package imports JAX or starts its backends first, as on the command line.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ _NOTICES = (b"cudart_stub.cc", b"log messages before absl::InitializeLog()")
 
 @contextmanager
 def without_cuda_notice(anyhow: bool = False) -> Iterator[None]:
-    """Runs what may load the plugin, whose notice is left out of stderr: all else that is written there follows when
-    it has ended. Where JAX is imported already nothing is done, unless ``anyhow``."""
+    """Filters the plugin's notice out of stderr; all other output follows at the end of the context.
+
+    If JAX is imported already, stderr stays as it is, unless ``anyhow``.
+    """
     if "jax" in sys.modules and not anyhow:
         yield
         return

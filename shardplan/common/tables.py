@@ -1,4 +1,4 @@
-"""Aligned text tables and their HTML form, for everything that the library prints.
+"""Text tables: aligned, in HTML and in Markdown, with cells for sizes in bytes.
 
 >>> print(text_table(("kind", "MB"), [("all-reduce", "12.0"), ("total", "12.0")], numbers=(1,)))
 kind          MB
@@ -50,7 +50,7 @@ def markdown_table(header: Sequence[str], rows: Rows) -> str:
 
 
 def megabytes(size: float) -> str:
-    """Bytes in units of 10^6; two digits of what would be rounded to nothing.
+    """Bytes in units of 10^6, with two digits where rounding to a decimal would leave nothing.
 
     >>> megabytes(234_881_031), megabytes(12_288), megabytes(4), megabytes(0)
     ('234.9', '0.012', '0.0000040', '0.0')
@@ -60,7 +60,7 @@ def megabytes(size: float) -> str:
 
 
 def size_cell(size: float) -> str:
-    """Bytes as the columns of tables give them, in units of 10^6; what these would round to nothing has its own unit.
+    """Bytes in units of 10^6, as table columns have them. Sizes that would round to nothing have a unit of their own.
 
     >>> size_cell(234_881_031), size_cell(12_288), size_cell(4), size_cell(0)
     ('234.9', '12.3 kB', '4 B', '0.0')
@@ -71,7 +71,7 @@ def size_cell(size: float) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes with the unit that fits.
+    """Bytes with a unit that fits.
 
     >>> size_text(4_430_000_000), size_text(234_881_031), size_text(12_288), size_text(4), size_text(0)
     ('4.43 GB', '234.9 MB', '12.3 kB', '4 B', '0.0 MB')

@@ -1,7 +1,7 @@
-"""Frameworks: how calls with the objects of a library become calls with arrays, and what comes of their results.
+"""Framework adapters: calls with objects of a library become calls with arrays, and results become objects again.
 
-A library is looked at where the script has imported it already: none is imported here. Each module gives a call that
-takes arrays, with what has to be done with the results (`shardplan.program.call_arguments.Call.finish`).
+An adapter runs only if the script has imported its library already. Each module gives a call that takes arrays, and the
+function that converts its results (`shardplan.program.call_arguments.Call.finish`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shardplan.program.call_arguments import Call
 _LIBRARIES = {"flax.nnx": "shardplan.frameworks.nnx", "equinox": "shardplan.frameworks.equinox"}
 
 
-def adapted(call: Call) -> Call:
-    """A call whose arguments are trees of arrays, where those of the caller are objects of a library."""
+def adapt_call(call: Call) -> Call:
+    """A call whose arguments are trees of arrays, made of a call with objects of libraries."""
     for library, module in _LIBRARIES.items():
         if library in sys.modules:
-            call = importlib.import_module(module).adapted(call)
+            call = importlib.import_module(module).adapt_call(call)
     return call
 
 
 def boxed_layouts(call: Call, mesh: GivenMesh) -> dict[str, PartitionSpec]:
-    """The layouts that boxes of Flax linen name, by the paths of arguments."""
+    """The layouts in boxes of Flax linen, by the paths of arguments."""
     if "flax.core.meta" not in sys.modules or isinstance(mesh, (int, str)):
         return {}
     found: dict[str, PartitionSpec] = importlib.import_module("shardplan.frameworks.linen").boxed_layouts(

@@ -1,6 +1,6 @@
-"""Flax linen: boxes that name mesh axes (``nn.with_partitioning``) are pins of what is in them.
+"""Flax linen adapter: boxes that name mesh axes (``nn.with_partitioning``) are pins of their arrays.
 
-Names that are no axes of the mesh say nothing: they are logical ones, which rules would have to translate first.
+Names that are no mesh axes are ignored. They are logical names, which need the user's own translation first.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from shardplan.program.call_arguments import Call
 from shardplan.program.tracing import path_name
 
 meta: Any = importlib.import_module("flax.core.meta")
-"""The script has imported it: this package knows no library by itself."""
+"""Imported by the script already: this package imports no library by itself."""
 
 _IN_BOX = jax.tree_util.GetAttrKey("value")
 
 
 def boxed_layouts(call: Call, axes: tuple[str, ...]) -> dict[str, PartitionSpec]:
-    """The layouts by the paths of arguments in boxes, where these name axes of the mesh."""
+    """The layouts of boxed arguments by their paths, from boxes that name axes of the mesh."""
     leaves = jax.tree_util.tree_leaves_with_path((call.args, call.kwargs), is_leaf=_is_box)
     found = {}
     for path, box in leaves:

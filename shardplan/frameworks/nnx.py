@@ -1,8 +1,9 @@
-"""Flax NNX: objects that a function changes in place are changed when it has run, as ``nnx.jit`` does it.
+"""Flax NNX adapter: objects that a function changes in place are updated after the call, as with ``nnx.jit``.
 
-The objects of a call are taken to pieces together, so that what they share is one tensor: their arrays are arguments,
-by the paths of their attributes, and all else is compiled in. What the function has changed comes out in front of its
-results, at the places of the arguments, and is put into the caller's objects, with attributes that are no arrays.
+All objects of a call are split together, so that a shared variable is one tensor. Their arrays are arguments, with the
+paths of their attributes. All other attributes are static. Changed arrays are results, in front of the function's own
+and in the positions of the arguments. After the call they are written into the caller's objects, with changed
+attributes that are no arrays.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from shardplan.frameworks.static import Static, is_static
 from shardplan.program.call_arguments import Call
 
 nnx: Any = importlib.import_module("flax.nnx")
-"""The script has imported it: this package knows no library by itself."""
+"""Imported by the script already: this package imports no library by itself."""
 
 _OBJECTS = (nnx.Pytree, nnx.Variable)
 
 
-def adapted(call: Call) -> Call:
-    """The call as it is where no argument has an object of NNX."""
+def adapt_call(call: Call) -> Call:
+    """The call on the arrays of its NNX objects. A call without such objects stays as it is."""
     places = [place for place, argument in _places(call).items() if _has_objects(argument)]
     if not places:
         return call
@@ -59,10 +60,10 @@ def adapted(call: Call) -> Call:
         *in_front, by_name, after_graph, results = found
         updates = {**dict(enumerate(in_front)), **by_name}
         _put_into(objects, [updates[place] for place in places], after_graph.value)
-        return jax.tree.map(lambda node: _given_back(node, objects), results, is_leaf=is_static)
+        return jax.tree.map(lambda node: _restored(node, objects), results, is_leaf=is_static)
 
     def of_shapes(found: Any) -> Any:
-        return jax.tree.map(lambda node: _given_back(node, objects), found[-1], is_leaf=is_static)
+        return jax.tree.map(lambda node: _restored(node, objects), found[-1], is_leaf=is_static)
 
     finish.of_shapes = of_shapes  # type: ignore[attr-defined]
     constants = (*call.constants, ("nnx", tuple(places), graph))
@@ -82,11 +83,11 @@ def _has_objects(argument: Any) -> bool:
 
 
 class _Argument(int):
-    """The number of an object among those of a call, in the place of the object in its results."""
+    """The number of an object of the call, which stands for the object in its results."""
 
 
 def _without_arguments(results: Any, objects: Sequence[Any]) -> Any:
-    """Results in which objects of the call are named."""
+    """Results in which objects of the call are replaced by their numbers."""
     numbers = {id(one): number for number, one in enumerate(objects)}
 
     def named(node: Any) -> Any:
@@ -95,13 +96,13 @@ def _without_arguments(results: Any, objects: Sequence[Any]) -> Any:
     return jax.tree.map(named, results, is_leaf=lambda node: id(node) in numbers)
 
 
-def _given_back(node: Any, objects: Sequence[Any]) -> Any:
+def _restored(node: Any, objects: Sequence[Any]) -> Any:
     is_argument = is_static(node) and isinstance(node.value, _Argument)
     return objects[node.value] if is_argument else node
 
 
 def _changed(before: Any, after: Any, every: bool) -> Any:
-    """The arrays of a tree that are others than before, or all."""
+    """The changed arrays of a tree, or all of its arrays."""
     if not isinstance(after, dict):
         return None if after is before and not every else after
     known = before if isinstance(before, dict) else {}
@@ -112,7 +113,7 @@ def _changed(before: Any, after: Any, every: bool) -> Any:
 
 
 def _put_into(objects: tuple[Any, ...], updates: Sequence[Any], graph: Any) -> None:
-    """Puts the changed arrays, and attributes that are no arrays, into the objects of the caller."""
+    """Writes changed arrays, and changed attributes that are no arrays, into the caller's objects."""
     own_graph, state = nnx.split(objects)
     arrays = nnx.to_pure_dict(state)
     for number, update in enumerate(updates):
@@ -132,7 +133,7 @@ def _put_into(objects: tuple[Any, ...], updates: Sequence[Any], graph: Any) -> N
 
 
 def _put_attributes(own: Any, node: Any) -> None:
-    """Gives an object the attributes that another one of its kind has more, or others that are no objects."""
+    """Writes new and changed attributes of an object, other than objects, into another one of the same type."""
     held, wanted = ({k: v for k, v in vars(one).items() if not k.startswith("_pytree__")} for one in (own, node))
     for name in held.keys() - wanted.keys():
         delattr(own, name)

@@ -8,8 +8,8 @@
 >>> str(to_spec(mesh, ((0, 1), ())))
 "P(('data', 'model'),)"
 
-Sizes that the space is told to pad may be split unevenly: each block has the next whole number of rows, and the last
-ones have fewer, or none. XLA pads them, so that a device holds, works on and sends whole blocks.
+Sizes in ``padded`` may be split unevenly. Each block has the next whole number of rows, and the last blocks have fewer,
+or none. XLA pads these blocks: a device holds, computes and sends whole blocks.
 
 >>> padded = LayoutSpace(mesh, frozenset({50257})).domain((50257,))
 >>> padded.layouts == space.domain((50264,)).layouts, len(space.domain((50257,)).layouts)
@@ -32,14 +32,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 Layout = tuple[tuple[int, ...], ...]
-"""Per dimension the numbers of the mesh axes that split it, major first."""
+"""Per dimension, the numbers of the mesh axes that split it, major first."""
 
-# With more axes than this, only the mesh's own order of axes on a dimension is a layout of the search, and the orders
-# that the user names: the number of orders grows with the factorial of the axes.
-_MOST_AXES_IN_EVERY_ORDER = 2
+# With more axes than this, the search has only the mesh's own order of axes on a dimension, and the user's orders. The
+# number of orders grows with the factorial of the axes.
+_MAX_AXES_IN_EVERY_ORDER = 2
 
-MOST_PADDING = 1 / 3
-"""What padding may add to a dimension: 12 heads on 8 devices are 16."""
+MAX_PADDING = 1 / 3
+"""The largest size with padding, as a multiple of the size: 12 heads on 8 devices are 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class MeshAxes:
 
     @property
     def splitting(self) -> tuple[int, ...]:
-        """The axes that split anything: those of more than one device."""
+        """The axes of more than one device."""
         return tuple(axis for axis, size in enumerate(self.sizes) if size > 1)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The numbers of blocks that some axes together make, but for 1, ascending."""
+        """The numbers of blocks above 1 that sets of axes make, ascending."""
         found = {1}
         for axis in self.splitting:
             found |= {n * self.sizes[axis] for n in found}
@@ -73,12 +73,12 @@ class MeshAxes:
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """The layouts of tensors of one shape. Domains of shapes with the same divisibility are the same object."""
+    """The layouts of tensors of one shape. Shapes with the same divisibility share one domain."""
 
     rank: int
     layouts: tuple[Layout, ...]
     degrees: np.ndarray = field(repr=False)
-    """[layouts]: over how many devices each layout splits the tensor; fewer where a device's part is padded."""
+    """[layouts]: the number of devices over which each layout splits the tensor, smaller where blocks are padded."""
     whole: Domain | None = None
     """The same domain without partial layouts, where this one has them: these come last, with one more entry in front,
     the axes over which the tensor is a sum of the devices' parts."""
@@ -105,8 +105,8 @@ class Domain:
 class LayoutSpace:
     """All layouts over one mesh, by rank, with those that a shape admits.
 
-    ``padded`` are sizes that may be split over more blocks than divide them, ``named`` are orders of axes on one
-    dimension that are layouts on any mesh.
+    ``padded`` are sizes that may be split over a number of blocks that does not divide them. ``named`` are orders of
+    axes on one dimension that are layouts on any mesh.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class LayoutSpace:
         self.padded = padded
         begun = {order[:count] for order in named for count in range(2, len(order) + 1)}  # slices take axis after axis
         self._named = sorted(order for order in begun if order != tuple(sorted(order)))
-        self._in_every_order = len(mesh.splitting) <= _MOST_AXES_IN_EVERY_ORDER
+        self._in_every_order = len(mesh.splitting) <= _MAX_AXES_IN_EVERY_ORDER
         self._of_rank: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         self._domains: dict[tuple[int, bytes], Domain] = {}
         self._by_shape: dict[tuple[int, ...], Domain] = {}
         self._partial: dict[tuple[Domain, float], Domain] = {}
 
     def domain(self, shape: tuple[int, ...]) -> Domain:
-        """Every layout whose axes divide the dimensions of ``shape``; the replicated one comes first."""
+        """The layouts whose axes divide the dimensions of ``shape``. The replicated one is the first."""
         found = self._by_shape.get(shape)
         if found is None:
             layouts, degrees = self._all_of_rank(len(shape))
@@ -153,16 +153,16 @@ class LayoutSpace:
         return Domain(len(shape), tuple(layouts[i] for i in kept), of_blocks, padded=uneven, shape=shape)
 
     def pads(self, size: int, blocks: int) -> bool:
-        """Whether a dimension may be split unevenly: where the padding is little."""
-        return size in self.padded and 0 < padding(size, blocks) <= size * MOST_PADDING
+        """Whether a dimension may be split unevenly: the padding must be small."""
+        return size in self.padded and 0 < padding(size, blocks) <= size * MAX_PADDING
 
-    def line_up(self, size: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
-        """Whether the blocks over the axes ``inner`` lie within those over the first of them, ``outer``."""
+    def blocks_nest(self, size: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
+        """Whether each block over the axes ``inner`` is inside a block over the first of them, ``outer``."""
         few, many = self.mesh.degree(outer), self.mesh.degree(inner)
         return few == 1 or -(-size // few) * few == -(-size // many) * many
 
     def with_partial(self, shape: tuple[int, ...], width: float) -> Domain:
-        """The domain of ``shape`` with the layouts in which the tensor is still a sum over some mesh axes."""
+        """The domain of ``shape`` with the layouts in which the tensor is a partial sum over some mesh axes."""
         whole = self.domain(shape)
         key = (whole, width)
         if key not in self._partial:
@@ -172,7 +172,7 @@ class LayoutSpace:
                 ((pending, *layout), whole.degrees[position])
                 for pending in sums
                 for position, layout in enumerate(whole.layouts)
-                if layout not in whole.padded  # what is partial is reduced inside of a `shard_map`
+                if layout not in whole.padded  # partial sums are reduced inside of a `shard_map`
                 if not set(pending) & {axis for group in layout for axis in group}
             ]
             layouts = (*whole.layouts, *(layout for layout, _ in partial))
@@ -202,12 +202,12 @@ class LayoutSpace:
 
 
 def padding(size: int, blocks: int) -> int:
-    """The rows that a dimension of ``size`` lacks to be split into equal blocks."""
+    """The rows that a dimension of ``size`` lacks for equal blocks."""
     return -size % blocks
 
 
 def replicated(rank: int) -> Layout:
-    """The layout that splits nothing."""
+    """The layout without a split."""
     return ((),) * rank
 
 
@@ -217,7 +217,7 @@ def axes_of(entry: object) -> tuple[str, ...]:
 
 
 def to_spec(mesh: MeshAxes, layout: Layout) -> PartitionSpec:
-    """The ``PartitionSpec`` of a layout, without trailing dimensions that nothing splits."""
+    """The ``PartitionSpec`` of a layout, without trailing unsplit dimensions."""
     entries: list[Any] = []
     for axes in layout:
         names = tuple(mesh.names[axis] for axis in axes)
@@ -228,9 +228,9 @@ def to_spec(mesh: MeshAxes, layout: Layout) -> PartitionSpec:
 
 
 def from_spec(mesh: MeshAxes, spec: PartitionSpec, rank: int) -> Layout:
-    """The layout that a ``PartitionSpec`` writes for a tensor of ``rank`` dimensions; axes of size 1 fall away.
+    """The layout of a ``PartitionSpec`` for a tensor of ``rank`` dimensions, without axes of size 1.
 
-    Raises ValueError for an axis that the mesh lacks and for a spec longer than the rank.
+    Raises ValueError for an axis that is not in the mesh and for a spec longer than the rank.
     """
     if len(spec) > rank:
         raise ValueError(f"`{spec}` has {len(spec)} entries for a tensor of {rank} dimensions")
@@ -246,6 +246,6 @@ def from_spec(mesh: MeshAxes, spec: PartitionSpec, rank: int) -> Layout:
     return tuple(layout)
 
 
-def agrees(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
-    """Whether a layout is a hard one, of which None leaves a dimension free."""
+def satisfies(layout: Layout, fixed: tuple[tuple[int, ...] | None, ...]) -> bool:
+    """Whether a layout satisfies a hard layout, in which None is a free dimension."""
     return all(want is None or axes == want for axes, want in zip(layout, fixed, strict=True))

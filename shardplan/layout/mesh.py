@@ -1,4 +1,4 @@
-"""Meshes as users give them: of devices, without devices, or just a number of devices, or of hosts and devices."""
+"""Meshes as users give them: of devices, abstract, as a number of devices, or as hosts by devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardplan.errors import ArgumentError
@@ -19,9 +20,9 @@ _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 
 def as_mesh(mesh: Any) -> GivenMesh:
-    """A mesh as it was given, texts read: ``data=2,model=4``, a number, or hosts by devices, which stay text.
+    """A mesh as it was given, with texts parsed: ``data=2,model=4`` or a number. Hosts by devices stay text.
 
-    Raises ArgumentError for what is no mesh, with what would be one.
+    Raises ArgumentError with examples of valid meshes.
 
     >>> as_mesh("data=2,model=4").shape_tuple, as_mesh("8"), as_mesh("2x8")
     ((('data', 2), ('model', 4)), 8, '2x8')
@@ -64,12 +65,12 @@ def _of_text(text: str) -> AbstractMesh:
     return AbstractMesh(tuple(sizes), tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
-class Unsaid:
-    """What stands in the place of a mesh where none is given."""
+class NoMesh:
+    """A placeholder for the mesh of a function that was given none."""
 
 
 def mesh_of_context() -> GivenMesh:
-    """The mesh for functions that were given none: that of ``jax.set_mesh``, or all devices."""
+    """The mesh for functions that were given none: the one of ``jax.set_mesh``, or all devices."""
     held = jax.sharding.get_mesh()
     return jax.device_count() if held.empty else held
 
@@ -89,12 +90,12 @@ def with_axis_types(mesh: MeshT, types: tuple[AxisType, ...]) -> MeshT:
 
 
 def with_auto_axes(mesh: MeshT) -> MeshT:
-    """The same mesh with axes of type Auto, which is what constraints inside a step need."""
+    """The same mesh with axes of type Auto, which sharding constraints inside a step need."""
     return with_axis_types(mesh, (AxisType.Auto,) * len(mesh.axis_names))
 
 
 def can_run(device: jax.Device) -> bool:
-    """Whether a device is more than a target to compile for."""
+    """Whether a device can execute programs: a compile-only device cannot."""
     try:
         return device in jax.devices(device.platform)
     except RuntimeError:  # a compile-only device, whose platform is not here
@@ -107,7 +108,7 @@ def has_gpus(mesh: Mesh) -> bool:
 
 
 def memory_for_arrays(mesh: Mesh) -> int | None:
-    """Bytes that JAX's allocator may give out on a device of a mesh that is here; None where it does not say (CPUs)."""
+    """Bytes that JAX's allocator may give out on a local device of a mesh. None if it does not tell (CPUs)."""
     stats = mesh.local_devices[0].memory_stats() if mesh.local_devices else None
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
 
@@ -125,11 +126,23 @@ def _parsed(text: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def shapes_of(devices: int | str, ordered: bool = False) -> list[AbstractMesh]:
-    """The meshes that a number of devices makes, of up to two axes, or hosts by devices, with the hosts in front.
+def axes_across_hosts(mesh: Mesh) -> dict[str, bool] | None:
+    """Whether each axis of a mesh leads from one host to another; None where all devices are on one host.
 
-    A mesh of two axes has all layouts of the flat one and more, which comes first. The factors of two axes are tried in
-    ascending order alone, unless they are ``ordered``: where links differ, the order of the axes does too.
+    GPUs say which of them share a host (JAX's ``slice_index``), of other devices those of one process do.
+    """
+    host_of = np.vectorize(lambda device: getattr(device, "slice_index", device.process_index), otypes=[int])
+    hosts = host_of(mesh.devices)
+    if (hosts == hosts.flat[0]).all():
+        return None
+    return {axis: bool((hosts != hosts.take([0], place)).any()) for place, axis in enumerate(mesh.axis_names)}
+
+
+def shapes_of(devices: int | str, ordered: bool = False) -> list[AbstractMesh]:
+    """The meshes of up to two axes over a number of devices, or hosts by devices, with the hosts in front.
+
+    A mesh of two axes has all layouts of the flat mesh and more. The flat mesh comes first. Two axes are tried in
+    ascending order of their sizes alone, unless they are ``ordered``: the order of axes matters where links differ.
 
     >>> [mesh.axis_sizes for mesh in shapes_of(16)]
     [(16,), (2, 8), (4, 4)]

@@ -1,12 +1,13 @@
-"""Transitions: the collectives that bring a tensor from one layout to another, and their bytes.
+"""Transitions: the collectives that change a tensor from one layout to another, and their bytes.
 
-A transition is a path of single steps, each of which XLA compiles to at most one collective; the cheapest path is
-found over all layouts of the tensor, so that no recipe is fixed. Costs are ring costs (bytes that one device sends).
+A transition is a path of single steps. XLA compiles each step to at most one collective. The cheapest path is searched
+over all layouts of the tensor, without fixed recipes. Costs are ring costs: the bytes that one device sends.
 
 >>> from shardplan.hardware import load
 >>> from shardplan.layout.layout import MeshAxes
+>>> from shardplan.layout.objectives.bytes_sent import BytesSent
 >>> mesh = MeshAxes(("x",), (8,))
->>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
+>>> transitions = Transitions(LayoutSpace(mesh), BytesSent(load("h100"), mesh))
 >>> space = transitions.space
 >>> domain = space.domain((16, 16))
 >>> rows, columns = ((0,), ()), ((), (0,))
@@ -28,15 +29,15 @@ import numpy as np
 
 from shardplan.layout.collectives import CollectiveKind, Step
 from shardplan.layout.layout import Domain, Layout, LayoutSpace
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives import Prices
 from shardplan.layout.shortest_paths import Priced, cheapest_paths
 
-# Among paths of equal price the shorter one: a step costs a little more, as a part of the price of what is sent.
+# Of paths with equal prices the shorter one wins: each step costs a little more, as a share of the price per byte.
 _LONGER_PATH = 1e-12
 
 
-def over_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
-    """Prices per execution times the executions; what is excluded stays excluded in a loop that has no trips."""
+def times_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
+    """Prices per execution times the executions. Infinite prices stay infinite in a loop without iterations."""
     table = np.asarray(prices)
     if times == 1:
         return table
@@ -44,7 +45,7 @@ def over_trips(times: int, prices: Sequence[Any] | np.ndarray) -> np.ndarray:
 
 
 class Transitions:
-    """Cheapest paths between the layouts of one mesh, found once per domain."""
+    """Cheapest paths between the layouts of one mesh, computed once per domain."""
 
     def __init__(self, space: LayoutSpace, prices: Prices) -> None:
         self.space = space
@@ -64,7 +65,7 @@ class Transitions:
         return table
 
     def sends(self, domain: Domain, targets: tuple[Layout, ...]) -> np.ndarray:
-        """bool [layouts of the domain, targets]: whether a transition is more than slices, one per axis at most."""
+        """bool [layouts of the domain, targets]: whether a transition needs more than one slice per axis."""
         return self.table(domain, targets, 1) > (len(self.space.mesh.splitting) + 0.5) * self.longer
 
     def priced(self, domain: Domain) -> Priced:
@@ -72,7 +73,7 @@ class Transitions:
         return self._solve(domain)[0]
 
     def path(self, domain: Domain, source: Layout, target: Layout) -> tuple[Step, ...]:
-        """The steps of the cheapest transition, none where the layouts are equal."""
+        """The steps of the cheapest transition, none between equal layouts."""
         if domain.whole is not None:
             if len(source) == domain.rank or source == target:
                 return self.path(domain.whole, source, target) if source != target else ()
@@ -87,7 +88,7 @@ class Transitions:
         return tuple(reversed(found))
 
     def begins_with_slice(self, domain: Domain, source: Layout) -> np.ndarray:
-        """bool [layouts of the domain]: whether the cheapest transition there from a layout begins with a slice."""
+        """bool [layouts of the domain]: whether the cheapest transition from a layout to each begins with a slice."""
         _, previous, steps = self._solve(domain)
         start = domain.position[source]
         before = previous[start]
@@ -99,9 +100,11 @@ class Transitions:
             sliced[node] = steps[start, node].kind == CollectiveKind.SLICE
         return sliced[first]
 
-    def gathered_last(self, domain: Domain) -> np.ndarray:
-        """int [layouts of the domain, layouts]: the dimension over which the cheapest transition gathers at last, -1
-        where it ends otherwise, or begins with a sum."""
+    def last_gathered_dimension(self, domain: Domain) -> np.ndarray:
+        """int [layouts of the domain, layouts]: the dimension of the all-gather at the end of the cheapest transition.
+
+        It is -1 if the transition ends otherwise, or begins with a reduction.
+        """
         if domain not in self._gathered:
             self._gathered[domain] = found = np.full((len(domain), len(domain)), -1)
             whole = domain.whole or domain
@@ -114,9 +117,12 @@ class Transitions:
         return self._gathered[domain]
 
     def exchanged(self, domain: Domain, behind: Callable[[Layout, Layout], bool]) -> np.ndarray:
-        """float [layouts of the domain, layouts]: the share of the whole tensor that a device has before an all-to-all
-        between two layouts of which ``behind`` is true, on the cheapest transition: the largest, 0 where there is none,
-        or where a sum comes first."""
+        """float [layouts of the domain, layouts]: the largest operand of an all-to-all on the cheapest transition, as a
+        share of the whole tensor.
+
+        Only all-to-alls between two layouts count for which ``behind`` is true. The share is 0 without any, and where
+        the transition begins with a reduction.
+        """
         whole, found = domain.whole or domain, np.zeros((len(domain), len(domain)))
         _, previous, steps = self._solve(whole)
         shares, sent = np.zeros((2, len(whole), len(whole)))
@@ -153,7 +159,9 @@ class Transitions:
         return self._solved[domain]
 
     def _with_partial(self, domain: Domain, whole: Domain) -> Priced:
-        """A partial tensor is reduced once; a whole one does not become partial."""
+        """The prices of a domain with partial layouts: a partial tensor is reduced once, and a whole one does not
+        become partial.
+        """
         among = self.priced(whole)
         count, first = len(domain), len(whole)
         per_byte, fixed = np.full((count, count), np.inf), np.zeros((count, count))
@@ -166,21 +174,21 @@ class Transitions:
         return Priced(per_byte, fixed)
 
     def price(self, step: Step) -> tuple[float, float]:
-        """What a step costs per byte of the whole tensor, and besides."""
+        """The price of a step per byte of the whole tensor, and its fixed price."""
         if step.fraction == 0:
             return 0.0, 0.0
         return step.fraction * self.prices.per_byte(step.axes), self.prices.per_collective(step.kind, step.axes)
 
     def _steps(self, domain: Domain, layout: Layout) -> Iterator[Step]:
-        """Every single step from a layout (its target may lie outside of the domain)."""
+        """All single steps from a layout. Some targets are outside of the domain."""
         mesh = self.space.mesh
         local = 1.0 / float(domain.degrees[domain.position[layout]])
         used = {axis for axes in layout for axis in axes}
         for dim, axes in enumerate(layout):
             for axis in mesh.splitting:
-                if axis not in used and self._line_up(domain, dim, axes, (*axes, axis)):
+                if axis not in used and self._blocks_nest(domain, dim, axes, (*axes, axis)):
                     yield Step(CollectiveKind.SLICE, (axis,), _with(layout, dim, (*axes, axis)), 0.0)
-            if not axes and domain.shape is not None:  # blocks over some axes need not lie within those over the first
+            if not axes and domain.shape is not None:  # blocks may cross those over fewer axes
                 free = [axis for axis in mesh.splitting if axis not in used]
                 for group in (group for size in range(2, len(free) + 1) for group in combinations(free, size)):
                     for order in self.space.orders(group):
@@ -189,7 +197,7 @@ class Transitions:
                 gone = axes[kept:]
                 n = mesh.degree(gone)
                 whole = local * n
-                if self._line_up(domain, dim, axes[:kept], axes):
+                if self._blocks_nest(domain, dim, axes[:kept], axes):
                     yield Step(CollectiveKind.ALL_GATHER, gone, _with(layout, dim, axes[:kept]), whole * (n - 1) / n)
             if axes:
                 yield from self._exchanges(domain, layout, dim, local)
@@ -197,12 +205,13 @@ class Transitions:
                 if order != axes:
                     yield Step(CollectiveKind.PERMUTE, tuple(sorted(axes)), _with(layout, dim, order), local)
 
-    def _line_up(self, domain: Domain, dim: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
-        """Whether a dimension's blocks over ``inner`` axes make up those over ``outer``; even ones always do."""
-        return domain.shape is None or self.space.line_up(domain.shape[dim], outer, inner)
+    def _blocks_nest(self, domain: Domain, dim: int, outer: Sequence[int], inner: Sequence[int]) -> bool:
+        """Whether each block of a dimension over ``inner`` axes is inside one over ``outer``. Even blocks always
+        are."""
+        return domain.shape is None or self.space.blocks_nest(domain.shape[dim], outer, inner)
 
     def _exchanges(self, domain: Domain, layout: Layout, dim: int, local: float) -> Iterator[Step]:
-        """All-to-alls of a dimension's minor axes to the minor place of another, and swaps of axes by permutes."""
+        """All-to-alls of a dimension's minor axes to the minor end of another, and permutes that swap axes."""
         mesh = self.space.mesh
         axes = layout[dim]
         used = {axis for group in layout for axis in group}
@@ -214,7 +223,7 @@ class Transitions:
                 n = mesh.degree(moved)
                 joined = (*layout[other], *moved)
                 target = _with(_with(layout, dim, axes[:kept]), other, joined)
-                if self._line_up(domain, dim, axes[:kept], axes) and self._line_up(
+                if self._blocks_nest(domain, dim, axes[:kept], axes) and self._blocks_nest(
                     domain, other, layout[other], joined
                 ):
                     sent = local * self._padding(domain, other, layout[other], joined)
@@ -226,7 +235,7 @@ class Transitions:
                     yield Step(CollectiveKind.PERMUTE, (axis, free), _with(layout, dim, swapped), local)
 
     def _padding(self, domain: Domain, dim: int, before: Sequence[int], after: Sequence[int]) -> float:
-        """By how much a block of a dimension grows where it is padded to be split further."""
+        """The factor by which padding for a further split enlarges a block of a dimension."""
         fewer, more = self.space.mesh.degree(before), self.space.mesh.degree(after)
         if domain.shape is None or domain.shape[dim] % more == 0:
             return 1.0
@@ -236,11 +245,10 @@ class Transitions:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A partial result: split as ``layout`` and pending over mesh axes, in the order in which these split what is
-    reduced.
+    """A partial result: its layout, and the pending mesh axes in the order in which they split the reduced index.
 
-    ``width`` is the size of an element while it is reduced, in units of the size that it has afterwards. ``scatters``:
-    whether XLA, left alone, may scatter: not where the pending axes split several dimensions of what is reduced.
+    ``width`` is the size of an element during the reduction, relative to its size afterwards. ``scatters`` tells
+    whether XLA alone may use a reduce-scatter: it may not if the pending axes split several reduced dimensions.
     """
 
     layout: Layout
@@ -251,21 +259,23 @@ class Partial:
 
     @property
     def kept(self) -> Layout:
-        """The layout in which the tensor keeps this state: as many parts in front as the pending axes have devices."""
+        """The layout of the tensor in this state: in front, one part for each device of the pending axes."""
         return (tuple(sorted(self.pending)), *self.layout)
 
 
 class Reductions:
-    """Cheapest ways from partial results to whole ones, found once per layout and set of pending axes.
+    """Cheapest ways from partial results to whole ones, computed once per layout and set of pending axes.
 
-    Left alone, XLA reduces over all pending axes at once: by an all-reduce, or by a reduce-scatter onto one dimension,
-    in the order in which the axes split what was reduced, where no further split follows directly. An *island* (the
-    operation inside a ``shard_map`` with explicit collectives) may reduce axis by axis, onto several dimensions.
+    XLA alone reduces over all pending axes at once: by an all-reduce, or by a reduce-scatter onto one dimension. The
+    reduce-scatter needs the order in which the axes split the reduced dimension, and no further split directly after
+    it. An *island* (the operation inside a ``shard_map`` with explicit collectives) may reduce axis by axis, onto
+    several dimensions.
 
     >>> from shardplan.hardware import load
     >>> from shardplan.layout.layout import MeshAxes
+    >>> from shardplan.layout.objectives.bytes_sent import BytesSent
     >>> mesh = MeshAxes(("x", "y"), (2, 4))
-    >>> transitions = Transitions(LayoutSpace(mesh), Prices("bytes", load("h100"), mesh))
+    >>> transitions = Transitions(LayoutSpace(mesh), BytesSent(load("h100"), mesh))
     >>> domain = transitions.space.domain((16, 16))
     >>> reductions = transitions.reductions
     >>> wanted, nothing = ((0,), (1,)), ((), ())
@@ -286,7 +296,7 @@ class Reductions:
         return self._solve(domain, partial)[0]
 
     def path(self, domain: Domain, partial: Partial, target: Layout) -> tuple[Step, ...]:
-        """The steps of the cheapest way, reductions first."""
+        """The steps of the cheapest way to a layout, reductions first."""
         _, best, ways = self._solve(domain, partial)
         way = ways[best[domain.position[target]]]
         return (*way.steps, *self._transitions.path(domain, way.layout, target))
@@ -309,14 +319,16 @@ class Reductions:
         return self._rows[key]
 
     def _unseen(self, domain: Domain, ways: Sequence[_Reduced]) -> np.ndarray:
-        """bool [ways, targets]: where XLA fuses a slice behind a reduce-scatter with it, and then sees no scatter."""
+        """bool [ways, targets]: where XLA fuses a slice after a reduce-scatter into it, and then finds no
+        reduce-scatter.
+        """
         nowhere = np.zeros(len(domain), dtype=bool)
         begins = self._transitions.begins_with_slice
         scatters = [way.steps[-1].kind != CollectiveKind.ALL_REDUCE for way in ways]
         return np.array([begins(domain, w.layout) if s else nowhere for w, s in zip(ways, scatters, strict=True)])
 
     def _ways(self, domain: Domain, own: Layout, pending: tuple[int, ...], island: bool) -> tuple[_Reduced, ...]:
-        """Ways to reduce all of ``pending``, the cheapest per layout in which they end."""
+        """Ways to reduce over all of ``pending``, the cheapest per final layout."""
         key = (domain, own, pending, island)
         if key in self._found:
             return self._found[key]
@@ -341,7 +353,7 @@ class Reductions:
         return sorted(orders, key=lambda order: order != axes)  # among equals, the order that needs no island
 
     def _steps(self, domain: Domain, own: Layout, group: tuple[int, ...]) -> Iterator[Step]:
-        """Ways to reduce over a group of axes at once; onto an uneven dimension nothing is scattered."""
+        """Ways to reduce over a group of axes at once. A reduce-scatter onto an uneven dimension is none."""
         local = 1.0 / float(domain.degrees[domain.position[own]])
         n = self._mesh.degree(group)
         yield Step(CollectiveKind.ALL_REDUCE, group, own, 2 * local * (n - 1) / n)

@@ -331,7 +331,7 @@ class Graph:
         if not any(step.fraction > 0 for step in route.steps):
             return self._slice(source, value, layout, reader) if route.steps and reader is not None else source
         shared = layout == self.schedule.copy(value)
-        alone = reader is not None and not shared and not reader.bodies and self.schedule.gathered_anew(value, layout)
+        alone = reader is not None and not shared and not reader.bodies and self.schedule.is_regathered(value, layout)
         item = Item(value, "copy", layout, reader.index if alone and reader is not None else -1)
         if item not in self.makers:
             place = reader.index if reader is not None else len(self.program.operations)

@@ -14,7 +14,7 @@ import numpy as np
 from shardplan.memory import Lifetimes
 from shardplan.optimize.solve_once import ACCEPTABLE_GAP, CLEARLY_ABOVE_RATIO, Choices, FoundSchedule, solve_network
 from shardplan.optimize.state import MAX_TRIES, State, Task, highest_positions
-from shardplan.problem.canonical_axis_order import straightened
+from shardplan.problem.canonical_axis_order import canonicalize_axis_order
 from shardplan.search import Hint, Mixtures, Part, all_extended, descents, extended
 
 Proposal = tuple[State, Choices | None]
@@ -114,5 +114,5 @@ def descent_proposal(task: Task, base: FoundSchedule, state: State, limit: float
 
 def _straight(task: Task, base: FoundSchedule, choices: Choices, limit: float) -> Choices:
     """The choices with mesh axes in the mesh's order, where these are within the limit too."""
-    straight = straightened(task.problem, choices)
+    straight = canonicalize_axis_order(task.problem, choices)
     return straight if task.profile(base.lifetimes, straight).max() <= limit else choices

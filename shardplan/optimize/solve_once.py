@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardplan.errors import InfeasibleError
 from shardplan.memory import Lifetimes
-from shardplan.problem.canonical_axis_order import straightened
+from shardplan.problem.canonical_axis_order import canonicalize_axis_order
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule
 from shardplan.search import Network, Solution, solve
@@ -87,7 +87,7 @@ def solve_network(
         work_limit=work,
         is_feasible=is_feasible,
     )
-    choices = straightened(problem, solution.choices[: len(problem.network)])
+    choices = canonicalize_axis_order(problem, solution.choices[: len(problem.network)])
     solution = replace(solution, choices=choices)
     if solution.status == "unknown" and network.usage_limit is None:  # the first choices, which split nothing
         cost = problem.network.cost(solution.choices)

@@ -28,7 +28,7 @@ from shardplan.optimize.solve_once import (
     solve_network,
 )
 from shardplan.optimize.state import BUDGET_PER_OPERATION, MAX_TRIES, Clock, State, Task, budget_of
-from shardplan.problem.canonical_axis_order import straightened
+from shardplan.problem.canonical_axis_order import canonicalize_axis_order
 from shardplan.problem.cost_network import Problem
 from shardplan.search import Solution
 from shardplan.search.solution import relative_gap
@@ -63,7 +63,7 @@ def _without_limit(task: Task) -> tuple[Choices | None, Solution]:
     problem, search, begun = task.problem, task.search, list[Choices]()
 
     def is_feasible(choices: Choices) -> bool:
-        choices = straightened(problem, choices)  # the final order of axes, which may hold more
+        choices = canonicalize_axis_order(problem, choices)  # the final order of axes, which may hold more
         begun.append(choices)
         solution = Solution(choices, np.inf, -np.inf, "feasible", search.method)
         return task.count(solution).peak_bytes <= CLEARLY_ABOVE_RATIO * search.limit_bytes

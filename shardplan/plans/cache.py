@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from shardplan.common.atomic_files import replacing
+from shardplan.common.atomic_files import atomic_write
 from shardplan.common.entries import MalformedError
 from shardplan.errors import warn
 from shardplan.hardware import load
@@ -82,7 +82,7 @@ class Cache:
         document = {"key": key, "checksum": checksum(content), "content": content}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self._path(key), others="*.json") as file:
+            with atomic_write(self._path(key), others="*.json") as file:
                 json.dump(document, file)
             self._drop_oldest()
         except OSError as error:

@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardplan.errors import InfeasibleError, warn
 from shardplan.hardware import load
 from shardplan.layout.layout import axes_of
-from shardplan.layout.mesh import GivenMesh, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
+from shardplan.layout.mesh import GivenMesh, axes_across_hosts, hosts_by_devices, mesh_axes, shapes_of, with_auto_axes
+from shardplan.layout.objectives import OBJECTIVES
 from shardplan.options import Options
 from shardplan.plans.cache import default_cache, key_of
 from shardplan.plans.cache_entry import kept_entry, restored
@@ -77,17 +78,21 @@ def _meshes(mesh: GivenMesh, options: Options) -> list[Mesh | AbstractMesh]:
     """The candidate meshes. Of several, those with the axes of all pins."""
     if not isinstance(mesh, (int, str)):
         return [with_auto_axes(mesh)]
-    shapes = shapes_of(mesh, options.objective == "time")
+    shapes = shapes_of(mesh, OBJECTIVES[options.objective].counts_time)
     pinned = {axis for spec in (options.pins or {}).values() for entry in spec for axis in axes_of(entry)}
     return [*([shape for shape in shapes if pinned <= {*shape.axis_names}] or shapes)]
 
 
 def _with_hosts(mesh: GivenMesh, options: Options) -> Options:
-    """The options with a hardware profile of the mesh's number of devices per host."""
-    if not isinstance(mesh, str):
+    """The options with a hardware profile of the mesh's devices per host, or of the links between its hosts."""
+    crossing = axes_across_hosts(mesh) if isinstance(mesh, Mesh) else None
+    if not isinstance(mesh, str) and crossing is None:
         return options
     profile = load(options.hardware or DEFAULT_HARDWARE)
-    return replace(options, hardware=replace(profile, devices_per_host=hosts_by_devices(mesh)[1]))
+    if isinstance(mesh, str):
+        return replace(options, hardware=replace(profile, devices_per_host=hosts_by_devices(mesh)[1]))
+    links = {axis: profile.inter_host if crosses else profile.intra_host for axis, crosses in (crossing or {}).items()}
+    return replace(options, hardware=replace(profile, axes={**links, **profile.axes}))
 
 
 def _again(program: Program, mesh: Mesh | AbstractMesh, options: Options, excess: Mapping[int, float]) -> PlanData:

@@ -10,6 +10,7 @@ from shardplan import _jax, rules
 from shardplan.common.tables import megabytes, size_text
 from shardplan.errors import ArgumentError
 from shardplan.layout.layout import Layout, to_spec
+from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.alternatives import Alternative, alternatives
 from shardplan.plans.plan_data import PlanData, PlannedCollective
 from shardplan.plans.report import glob_of, objective_text, sizes_text
@@ -150,7 +151,8 @@ class _Explainer:
         if other.extra_cost == float("inf"):
             return "impossible"
         how = "exact" if other.searched else "at most: by a local search"
-        in_one_unit = self._plan.recipe.options.objective == "bytes" and other.extra_cost >= 1e3  # for a comparison
+        in_bytes = not OBJECTIVES[self._plan.recipe.options.objective].counts_time
+        in_one_unit = in_bytes and other.extra_cost >= 1e3  # for a comparison
         text = f"{megabytes(other.extra_cost)} MB" if in_one_unit else objective_text(self._plan, other.extra_cost)
         return f"+{text} ({how})"
 

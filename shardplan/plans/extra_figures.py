@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from shardplan import _jax
+from shardplan.layout.objectives import OBJECTIVES
 from shardplan.options import Options
 from shardplan.plans.pipeline import plan_problem, plan_program
 from shardplan.plans.plan_data import PlanData
@@ -59,7 +60,7 @@ def with_reports(plan: PlanData, program: Program, options: Options) -> PlanData
 
 def _without_pins(plan: PlanData, program: Program, options: Options) -> PlanData:
     """The plan of the same program without pins."""
-    if options.objective == "time":  # the present problem may be priced at another share
+    if OBJECTIVES[options.objective].counts_time:  # the present problem may be priced at another share
         return plan_program(program, plan.mesh, options)
     problem = plan.schedule.problem
     return plan_problem(problem.freed(hard_layouts(program, problem.space, None).layouts), plan.mesh, options)

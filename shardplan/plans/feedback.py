@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardplan.common.progress import doing
+from shardplan.common.progress import set_stage
 from shardplan.common.tables import size_text
 from shardplan.compiled.program import CompiledReport, bytes_by_operation, measure
 from shardplan.compiled.target import TargetNotInstalledError, gpu_mesh, only_described, targets
@@ -30,8 +30,9 @@ from shardplan.options import Options
 from shardplan.plans.pipeline import donated_leaves, donated_places, memory_limit_of
 from shardplan.plans.plan_data import PlanData
 
-NEAR_LIMIT = 0.85
-"""A plan with a lower share of its limit is not compiled: predicted peaks are hardly ever so far off."""
+NEAR_LIMIT = 0.65
+"""A plan with a lower share of its limit is not compiled: no predicted peak of a recorded step is so far below the
+compiled one (`tests/fidelity`; the lowest are 0.67 to 0.7)."""
 
 MOST_ROUNDS = 3
 """Searches after the first. Each is cut off from what was compiled before; a fourth hardly ever finds more."""
@@ -111,7 +112,7 @@ class _Judge:
         return can_run(self.mesh.devices.flat[0])
 
     def compile(self, plan: PlanData) -> CompiledReport:
-        doing(f"compiling for {self.target}")
+        set_stage(f"compiling for {self.target}")
         with only_described():
             lowered = plan.lower(self.mesh)
         return measure(lowered, plan.mesh_axes, live_ranges=True, tuned=self.runs)

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from shardplan.common.atomic_files import replacing
+from shardplan.common.atomic_files import atomic_write
 from shardplan.common.entries import FREE, MalformedError, check, read
 from shardplan.errors import ArgumentError, PlanMismatchError
 from shardplan.hardware import HardwareProfile, load, profiles
@@ -154,7 +154,7 @@ def save_plan(plan: PlanData, path: str | PathLike[str]) -> None:
     """
     document = document_of(plan)
     try:
-        with replacing(Path(path)) as file:
+        with atomic_write(Path(path)) as file:
             json.dump(document, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

@@ -13,16 +13,17 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardplan import _jax
-from shardplan.common.progress import doing
+from shardplan.common.progress import set_stage
 from shardplan.common.tables import size_text
 from shardplan.errors import InfeasibleError, PlanMismatchError
 from shardplan.hardware import load
 from shardplan.layout.layout import LayoutSpace, MeshAxes, to_spec
 from shardplan.layout.mesh import mesh_axes
-from shardplan.layout.prices import Prices
-from shardplan.optimize.repeated_work import repeated_work, search_with_repeated_work
+from shardplan.layout.objectives import OBJECTIVES
+from shardplan.optimize.repeated_work import repeated_work
+from shardplan.optimize.searches import SEARCHES
 from shardplan.optimize.solve_once import Search
-from shardplan.optimize.step_time_objective import LEAST_SHARE, search_shortest_step
+from shardplan.optimize.step_time_objective import LEAST_SHARE
 from shardplan.options import Options, as_positions
 from shardplan.plans.plan_data import PlanData, PlannedArgument, PlannedCollective, Recipe
 from shardplan.problem.cost_network import Problem
@@ -54,13 +55,13 @@ def build_problem(
     the given memory traffic of repeated work (`shardplan.optimize.repeated_work`)."""
     axes = mesh_axes(mesh)
     program = program.on(axes.device_count)
-    timed = options.objective == "time"
+    objective = OBJECTIVES[options.objective]
     hardware = load(options.hardware or DEFAULT_HARDWARE)
-    prices = Prices(options.objective, hardware, axes, share if timed else None)
+    prices = objective(hardware, axes, share if objective.counts_time else None)
     space = _layout_space(program, axes, options.pins)
     hard = hard_layouts(program, space, options.pins).layouts
     problem = Problem(program, space, prices, hard, options.reduce_dtype, options.islands)
-    problem.traffic = timing_of(problem).memory_bytes if timed else traffic or {}
+    problem.traffic = timing_of(problem).memory_bytes if objective.counts_time else traffic or {}
     return problem
 
 
@@ -101,16 +102,15 @@ def plan_problem(
     ``spent_seconds`` is the time spent on it before. ``rebuild`` prices it at a share, or with the memory traffic of
     repeated work. ``excess`` as for `plan_program`."""
     started = time.perf_counter()
-    doing("stating the choices")
+    set_stage("stating the choices")
     program, variables = problem.program, len(problem.network)  # the network is built here
     built = time.perf_counter()
-    doing(f"searching {variables:,} choices")
+    set_stage(f"searching {variables:,} choices")
     donated = donated_places(options)
     limit = memory_limit_of(options)
     _check_arguments(problem, limit)
     search = Search(method, options.time_limit, limit, donated_leaves(program, donated), excess=excess)
-    timed = options.objective == "time"
-    found = (search_shortest_step if timed else search_with_repeated_work)(problem, search, rebuild)
+    found = SEARCHES[options.objective](problem, search, rebuild)
     solution, schedule = found.solution, found.schedule
     schedule.problem.network.derived.clear()  # tables of the search, which the plan would keep in memory
     solved = time.perf_counter()

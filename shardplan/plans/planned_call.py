@@ -10,10 +10,10 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardplan.common.progress import log_planning, shown
+from shardplan.common.progress import log_planning, show_progress
 from shardplan.errors import CallError, PlanMismatchError
-from shardplan.frameworks import adapted, boxed_layouts
-from shardplan.layout.mesh import GivenMesh, Unsaid, can_run, has_gpus
+from shardplan.frameworks import adapt_call, boxed_layouts
+from shardplan.layout.mesh import GivenMesh, NoMesh, can_run, has_gpus
 from shardplan.options import Options
 from shardplan.plans.choose_mesh import make_plan
 from shardplan.plans.explicit_types import typed_results, without_types
@@ -29,7 +29,7 @@ from shardplan.problem.hard_layouts import with_explicit
 from shardplan.program.call_arguments import Call, Calls, name_of
 from shardplan.program.program import Program
 
-UNSAID = Unsaid()
+NO_MESH = NoMesh()
 
 Refined = Callable[[Callable[[Options], PlanData], Options], PlanData]
 """The choice among the plans that a function makes of several options."""
@@ -43,7 +43,7 @@ def plan_call(call: Call, mesh: GivenMesh, options: Options, typed: bool, refine
     started = time.perf_counter()
     if options.verify is None:
         options = replace(options, verify=_runs_on_gpus(mesh) and group_of(mesh) is None)
-    with uncollected(), shown(call.name):
+    with uncollected(), show_progress(call.name):
         found = _traced_plan(call, mesh, options, typed, refined)
     log_planning(plan_line(found), time.perf_counter() - started, found.statistics["cached"])
     return found
@@ -94,7 +94,7 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def checked_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], options: Options) -> Call:
     calls = calls_of(fn, options)
     calls.check(args, kwargs)
-    return adapted(calls.take(args, kwargs))
+    return adapt_call(calls.take(args, kwargs))
 
 
 def calls_of(fn: Callable[..., Any], options: Options) -> Calls:
@@ -115,9 +115,9 @@ def traced_for(plan: PlanData, call: Call) -> Program:
         raise
 
 
-def _trace(call: Call, options: Options, mesh: GivenMesh | Unsaid = UNSAID) -> tuple[Program, Options]:
-    """The program of a call with the wanted layouts of its results, and the resolved options: pins of the arguments
-    that these results replace, and no trees."""
+def _trace(call: Call, options: Options, mesh: GivenMesh | NoMesh = NO_MESH) -> tuple[Program, Options]:
+    """The program of a call with the layouts that its results shall have, and the options with what these make of them:
+    pins of what they replace, and none that is a tree."""
     args, kwargs = call.shapes()
     typed, given = options.results, options.out_shardings
 

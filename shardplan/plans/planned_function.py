@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from shardplan import _jax
-from shardplan.frameworks import adapted
+from shardplan.frameworks import adapt_call
 from shardplan.plans.explicit_types import axis_types_of
 from shardplan.plans.pipeline import rebuild
 from shardplan.plans.plan_data import PlanData
@@ -33,12 +33,12 @@ class PlannedFunction:
     @_jax.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step, lowered like ``jax.jit(fn).lower``."""
-        runner = self._runner(adapted(self._calls.take(args, kwargs)), args, kwargs)
+        runner = self._runner(adapt_call(self._calls.take(args, kwargs)), args, kwargs)
         return runner.plan.lower(runner.mesh)
 
     @_jax.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = adapted(self._calls.take(args, kwargs))
+        call = adapt_call(self._calls.take(args, kwargs))
         return call.finished(self._runner(call, args, kwargs)(call))
 
     def _runner(self, call: Call, args: Sequence[Any], kwargs: dict[str, Any]) -> Runner[PlanData]:

@@ -28,7 +28,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardplan import _jax, errors
-from shardplan.common.progress import doing
+from shardplan.common.progress import set_stage
 from shardplan.errors import ArgumentError, InfeasibleError, ProcessesError
 from shardplan.layout.mesh import GivenMesh, can_run, hosts_by_devices, mesh_axes
 from shardplan.options import Options
@@ -110,7 +110,7 @@ class Group:
         Raises the first process's error in all."""
         key = f"{self._next()}/{self.first}"
         if self.own != self.first:
-            doing(f"waiting for process {self.first}")
+            set_stage(f"waiting for process {self.first}")
             received = self._receive(key, self.first, _patience() + searching)
             if "error" in received:
                 raise _error_of(received, self.first)

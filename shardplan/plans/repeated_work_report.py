@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shardplan.common.tables import size_text
 from shardplan.hardware import load
+from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.plan_data import PlanData
 
 _MOSTLY = 0.5
@@ -23,10 +23,7 @@ def repeated_text(plan: PlanData) -> str:
         return ""
     what = "nothing is split" if whole else f"devices repeat {found['share']:.0%} of their work"
     hardware = load(plan.recipe.options.hardware or "h100")
-    if plan.recipe.options.objective == "time":
-        costs = f"{1e3 * found['seconds']:,.3f} ms"
-    else:
-        costs = f"as much as sending {size_text(found['seconds'] * hardware.intra_host.bytes_per_second)}"
+    costs = OBJECTIVES[plan.recipe.options.objective].repeating_text(found["seconds"], hardware)
     proven = "no split of this program costs less" if plan.gap <= _PROVEN else "no split was found that costs less"
     return f": {what}: by {hardware.name}'s rates repeating {_flops_text(found['flops'])} costs {costs}, and {proven}"
 

@@ -18,7 +18,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from shardplan.common.tables import html_table, size_cell, size_text, text_table
+from shardplan.hardware import load
 from shardplan.layout.layout import axes_of
+from shardplan.layout.objectives import OBJECTIVES
 from shardplan.plans.plan_data import PlanData, PlannedArgument
 from shardplan.plans.repeated_work_report import repeated_text
 
@@ -146,7 +148,7 @@ def planned_traffic(plan: PlanData) -> dict[tuple[str, tuple[str, ...]], tuple[i
 
 def objective_text(plan: PlanData, amount: float) -> str:
     """An amount of the plan's objective in its unit."""
-    return f"{1e3 * amount:,.3f} ms" if plan.recipe.options.objective == "time" else f"{size_text(amount)}"
+    return OBJECTIVES[plan.recipe.options.objective].text(amount)
 
 
 def evidence(plan: PlanData) -> str:
@@ -158,9 +160,22 @@ def evidence(plan: PlanData) -> str:
     return f"{sent}; objective {objective_text(plan, plan.objective)}, {share}"
 
 
+def links_text(plan: PlanData) -> str:
+    """One line: the weights of bytes over links slower than the fastest one of the mesh."""
+    options = plan.recipe.options
+    if OBJECTIVES[options.objective].counts_time or plan.device_count == 1:
+        return ""
+    hardware = load(options.hardware or "h100")
+    links = {axis: hardware.link(axis, plan.mesh_axes) for axis, size in plan.mesh_axes.items() if size > 1}
+    rates = {axis: link.bytes_per_second for axis, link in links.items()}
+    slower = {axis: max(rates.values()) / rate for axis, rate in rates.items() if rate < max(rates.values())}
+    said = " and ".join(f"over `{axis}` {times:.3g} times" for axis, times in slower.items())
+    return f"by {hardware.name}'s links a byte counts {said}; bytes sent are the plain sum" if said else ""
+
+
 def time_text(plan: PlanData) -> str:
     """One line: the parts of a step's time, for the objective "time" and a plan with its program."""
-    if plan.recipe.options.objective != "time" or plan.built is None:
+    if not OBJECTIVES[plan.recipe.options.objective].counts_time or plan.built is None:
         return ""
     step = plan.step_time
     return (
@@ -283,16 +298,16 @@ def donating_text(plan: PlanData) -> str:
     return f"{' and '.join(said)} would save up to {size}: results replace what comes in there"
 
 
+_LINE_TEXTS = (links_text, time_text, pins_text, results_text, memory_text, donating_text)
+"""The texts of a plan of one line each. An empty text has no line."""
+
+
 def plan_text(plan: PlanData) -> str:
     """The text of ``print(plan)``."""
     lines = [
         f"Plan over mesh ({mesh_text(plan.mesh_axes)}), {plan.device_count} devices{repeated_text(plan)}",
         f"  {evidence(plan)}",
-        *(
-            f"  {text}"
-            for text in (time_text(plan), pins_text(plan), results_text(plan), memory_text(plan), donating_text(plan))
-            if text
-        ),
+        *(f"  {text}" for text in (said(plan) for said in _LINE_TEXTS) if text),
         *(
             []
             if "meshes" not in plan.statistics
@@ -322,7 +337,7 @@ def plan_html(plan: PlanData) -> str:
     )
     title = f"<b>Plan over mesh ({html.escape(mesh_text(plan.mesh_axes))})</b>{html.escape(repeated_text(plan))}"
     return (
-        f"<div>{title}<br>{html.escape(evidence(plan))}<br>"
+        f"<div>{title}<br>{html.escape(evidence(plan))}<br>{html.escape(links_text(plan))}<br>"
         f"{html.escape(time_text(plan))}<br>{html.escape(pins_text(plan))}<br>{html.escape(memory_text(plan))}"
         f"{html_table(_TRAFFIC_HEADER, _traffic_rows(plan), numbers=(2, 3))}"
         f"{html_table(_LAYOUT_HEADER, _layout_rows(groups), numbers=(3, 4))}<div>{drawn}</div></div>"

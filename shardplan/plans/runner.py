@@ -19,7 +19,7 @@ from shardplan.plans.plan_data import PlanData
 from shardplan.plans.processes import check_plan
 from shardplan.plans.report import bytes_on_device
 from shardplan.program.call_arguments import Call, name_of
-from shardplan.program.missing_libraries import saying_what_is_missing
+from shardplan.program.missing_libraries import name_missing_library
 
 _SECOND = 2
 
@@ -50,7 +50,7 @@ class Runner(Generic[Made]):
                 self._jitted = self._compile(call)
             place_captured(self._captured_refs, self.mesh or self.plan.mesh)
             if not self._shardings:
-                with saying_what_is_missing(self.plan.program):
+                with name_missing_library(self.plan.program):
                     return self._jitted(*call.args, **call.kwargs)
             leaves, structure = jax.tree.flatten((call.args, call.kwargs))
             call.check_alive(leaves)
@@ -61,7 +61,7 @@ class Runner(Generic[Made]):
             call.check_single(leaves, refs, self._captured_refs)
             with referred(leaves, self._shardings, refs) as there:
                 args, kwargs = jax.tree.unflatten(structure, there)
-                with saying_what_is_missing(self.plan.program):
+                with name_missing_library(self.plan.program):
                     results = self._jitted(*args, **kwargs)
             return results if self._retyped is None else jax.tree.map(put, results, self._retyped)
 

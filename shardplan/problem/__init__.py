@@ -1,1 +1,1 @@
-"""What may be chosen and what it costs: strategies, what XLA cannot split, the cost network, schedules."""
+"""The planning problem: strategies, the limits of XLA's partitioner, the cost network, and schedules."""

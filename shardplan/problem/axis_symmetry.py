@@ -1,9 +1,9 @@
-"""Twins: layouts and strategies that differ in the names of mesh axes of equal size alone.
+"""Axis symmetry: layouts and strategies that differ only in the names of mesh axes of equal size.
 
-On a mesh (2, 2, 2) a matrix split over `a` and `b` costs what it costs over `c` and `a`, where all else is renamed in
-the same way. The search takes twins together at first (`shardplan.search.structure.symmetry_coarsening`). Where no two
-axes are equal,
-twins differ in the order of axes on a dimension: it is the same to most operations, as long as all keep to one.
+On a mesh (2, 2, 2) a matrix split over `a` and `b` costs the same as one over `c` and `a`, if all other tensors are
+renamed in the same way. The search treats symmetric choices as one at first
+(`shardplan.search.structure.symmetry_coarsening`). On a mesh without equal axes, choices are symmetric if they differ
+in the order of axes on a dimension: most operations cost the same in any order that all tensors share.
 
 >>> mesh = MeshAxes(("a", "b", "c"), (2, 2, 4))
 >>> renamed(mesh, ((0,), (2, 1))) == renamed(mesh, ((1,), (2, 0))), renamed(mesh, ((0,),)) == renamed(mesh, ((2,),))
@@ -11,8 +11,8 @@ twins differ in the order of axes on a dimension: it is the same to most operati
 >>> in_any_order(((0,), (2, 1))) == in_any_order(((0,), (1, 2)))
 True
 
-Two equal axes that split a mesh alone may even change places: what that makes of a layout is its mirror image. The
-search looks at one half of the assignments then (`shardplan.search.graph.mirror_symmetry`).
+If a mesh has just two split axes, and they are equal, swapping them turns each layout into its mirror image. The search
+then visits one half of the assignments (`shardplan.search.graph.mirror_symmetry`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardplan.layout.layout import Domain, Layout, MeshAxes
 from shardplan.problem.strategy import Choices, Strategy
 from shardplan.problem.variables import Variables
 
-__all__ = ["in_any_order", "mirrored", "renamed", "twins"]
+__all__ = ["in_any_order", "mirror_images", "renamed", "symmetry_labels"]
 
 Labels = NDArray[np.intp]
 
 
 def renamed(mesh: MeshAxes, *groups: Iterable[tuple[int, ...]]) -> tuple[Any, ...]:
-    """Groups of axes with axes of equal size numbered in the order in which they come."""
+    """Groups of axes, with axes of equal size numbered in the order of their first use."""
     names: dict[int, tuple[int, int]] = {}
     counts: dict[int, int] = {}
     for group in groups:
@@ -48,18 +48,19 @@ def renamed(mesh: MeshAxes, *groups: Iterable[tuple[int, ...]]) -> tuple[Any, ..
 
 
 def in_any_order(*groups: Iterable[tuple[int, ...]]) -> tuple[Any, ...]:
-    """Groups of axes with those of each dimension in the order of the mesh."""
+    """Groups of axes, each dimension's axes in the order of the mesh."""
     return tuple(tuple(tuple(sorted(axes)) for axes in group) for group in groups)
 
 
-def twins(
+def symmetry_labels(
     mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
 ) -> dict[int, Labels]:
-    """Per variable of a problem's network a label per choice, equal for twins; none where one axis splits alone."""
+    """Per variable of a problem's network a label per choice, equal for symmetric ones. None on a mesh with one split
+    axis."""
     sizes = [mesh.sizes[axis] for axis in mesh.splitting]
     if len(sizes) < 2:
         return {}
-    alike = in_any_order if len(set(sizes)) == len(sizes) else partial(renamed, mesh)
+    key_of = in_any_order if len(set(sizes)) == len(sizes) else partial(renamed, mesh)
     made: dict[int, Labels] = {}
 
     def labels(options: tuple[Any, ...], key: Callable[[Any], tuple[Any, ...]]) -> Labels:
@@ -70,22 +71,24 @@ def twins(
 
     def of_strategy(strategy: Strategy) -> tuple[Any, ...]:
         operands = (layout if layout is not None else () for layout in strategy.operands)
-        return alike(*operands, *strategy.results, strategy.pending)
+        return key_of(*operands, *strategy.results, strategy.pending)
 
     found = {}
     for numbers in (variables.values, variables.copies):
         for value, variable in numbers.items():
-            found[variable] = labels(domain(value).layouts, alike)
+            found[variable] = labels(domain(value).layouts, key_of)
     for operation, variable in variables.operations.items():
         found[variable] = labels(choices[operation].strategies, of_strategy)
     return found
 
 
-def mirrored(
+def mirror_images(
     mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
 ) -> dict[int, Labels]:
-    """Per variable of a problem's network, the number of each choice's mirror image: with two equal axes in each
-    other's place. None where the mesh has not two axes that split, of one size, or where a choice has no image."""
+    """Per variable of a problem's network, the number of each choice's mirror image, with two equal axes swapped.
+
+    None if the mesh has not exactly two split axes, of one size, or if a choice has no image.
+    """
     axes = mesh.splitting
     if len(axes) != 2 or mesh.sizes[axes[0]] != mesh.sizes[axes[1]]:
         return {}
@@ -114,13 +117,13 @@ def mirrored(
 
 
 def _moved(rank: int, layout: Layout, other: Mapping[int, int]) -> Layout:
-    """A layout with axes in the place of others. What it has in front of its dimensions is a set, see `Domain`."""
+    """A layout with axes replaced by others. Its entries in front of its dimensions are a set, see `Domain`."""
     moved = tuple(tuple(other.get(axis, axis) for axis in axes) for axes in layout)
     return (tuple(sorted(moved[0])), *moved[1:]) if len(layout) > rank else moved
 
 
 def _moved_strategy(ranks: list[int], strategy: Strategy, other: Mapping[int, int]) -> tuple[Any, ...]:
-    """All of a strategy that mesh axes are part of, with axes in the place of others."""
+    """A strategy with mesh axes replaced by others in all its parts."""
     layouts = (*strategy.operands, *strategy.results)
     moved = tuple(None if to is None else _moved(rank, to, other) for rank, to in zip(ranks, layouts, strict=True))
     halos = sorted((h.operand, h.dim, *_moved(1, (h.axes,), other), h.rows) for h in strategy.halos)
@@ -129,6 +132,6 @@ def _moved_strategy(ranks: list[int], strategy: Strategy, other: Mapping[int, in
 
 
 def _ranks(choices: Choices) -> list[int]:
-    """Of each operand and result of an operation. Layouts of partial sums are longer than the others."""
+    """The rank of each operand and result of an operation. Layouts of partial sums have one entry more."""
     columns = zip(*((*strategy.operands, *strategy.results) for strategy in choices.strategies), strict=True)
     return [min((len(layout) for layout in column if layout is not None), default=0) for column in columns]

@@ -1,21 +1,21 @@
-"""The usual ways to split a training step, as hard layouts that the planner completes.
+"""Baselines: the usual ways to split a training step, as hard layouts that the planner completes.
 
-The dimension of the examples can be followed through the program by the rules alone: from the batch through every
-operation that splits along it, up to the sums over all examples. What carries it, and the work on it, is split over
-all devices by examples; what a baseline says of the state is fixed as well; the rest is the best completion, priced
-like any plan.
+The rules alone follow the dimension of the examples through the program: from the batch through every operation that
+splits along it, up to the sums over all examples. Tensors with this dimension, and operations on it, are split over all
+devices by examples. A baseline also fixes layouts of the state. The remaining layouts are the best completion, priced
+as any plan.
 
 | baseline | parameters | optimizer state | sums over examples |
 |---|---|---|---|
 | `data_parallel` | whole | whole | whole (all-reduced at once) |
-| `zero1` | whole | split | as the completion wants them |
-| `fsdp` (ZeRO 3) | split | split | as the completion wants them |
-| `tensor_parallel` | over all mesh axes but the first | likewise | as the completion wants them |
+| `zero1` | whole | split | as in the completion |
+| `fsdp` (ZeRO 3) | split | split | as in the completion |
+| `tensor_parallel` | over all mesh axes but the first | likewise | as in the completion |
 
-The first three split the examples over all devices, `tensor_parallel` over the first of several mesh axes alone; what
-the others (or the only one) split is the completion's choice, and Megatron's is one. A split tensor is split on its
-largest dimension that the devices divide. The state is what a result replaces; parameters are the state that the other
-results (the loss) depend on.
+The first three split the examples over all devices. `tensor_parallel` splits them over the first of several mesh axes.
+The completion chooses the splits over the other axes (or the only one): Megatron's is one choice. A split tensor is
+split on its largest dimension that the devices divide. The state is the arguments that results replace. Parameters are
+the state that the other results (the loss) depend on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardplan.program.program import Operation, Program, operand_type
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Where the dimension of the examples is: ``dims`` maps values to it, ``sums`` are sums over all examples."""
+    """The dimension of the examples: ``dims`` maps values to it, ``sums`` are sums over all examples."""
 
     axes: tuple[int, ...]
     dims: dict[int, int] = field(default_factory=dict)
@@ -46,16 +46,16 @@ class Examples:
 
 
 def data_parallel(problem: Problem) -> None:
-    """Every device has the whole state and its share of the examples; gradients are all-reduced."""
+    """Data parallelism: the state is whole on every device, examples are split, and gradients are all-reduced."""
     examples = _split_examples(problem)
     for value in _state(problem.program):
         _fix(problem, value, replicated(_rank(problem.program, value)))
-    for value in examples.sums:  # whole, or still the devices' parts where these are added up first
+    for value in examples.sums:  # whole, or still a partial sum that is added to others first
         _keep_layouts(problem, value, lambda layout, rank: layout[len(layout) - rank :] == replicated(rank))
 
 
 def zero1(problem: Problem) -> None:
-    """Data parallelism with the optimizer's state split (ZeRO stage 1)."""
+    """ZeRO stage 1: data parallelism with the optimizer's state split."""
     _split_examples(problem)
     parameters = parameters_of(problem.program)
     for value in _state(problem.program):
@@ -64,14 +64,14 @@ def zero1(problem: Problem) -> None:
 
 
 def fsdp(problem: Problem) -> None:
-    """The whole state split, the activations by examples (ZeRO stage 3, fully sharded data parallelism)."""
+    """ZeRO stage 3, fully sharded data parallelism: the whole state split, the activations split by examples."""
     _split_examples(problem)
     for value in _state(problem.program):
         _fix(problem, value, _split_largest(problem, value))
 
 
 def tensor_parallel(problem: Problem) -> None:
-    """Examples split over the first of several mesh axes, tensors over the others."""
+    """Tensor parallelism: examples split over the first of several mesh axes, tensors over the others."""
     axes = problem.space.mesh.splitting
     first = axes[:1] if len(axes) > 1 else ()
     examples = follow_examples(problem.program, problem.space.mesh)
@@ -88,13 +88,13 @@ BASELINES: dict[str, Callable[[Problem], None]] = {
     "fsdp": fsdp,
     "tensor_parallel": tensor_parallel,
 }
-"""By name: each excludes the choices of a problem that are not its own."""
+"""Baselines by name: each excludes the other choices of a problem."""
 
 
 def follow_examples(program: Program, mesh: MeshAxes) -> Examples:
-    """Follows the leading dimension of the batch, which is the largest argument that no result replaces.
+    """Follows the leading dimension of the batch: the largest argument that no result replaces.
 
-    Raises ArgumentError where there is no batch, or no mesh axis divides it.
+    Raises ArgumentError without a batch, or if no mesh axis divides it.
     """
     state = set(_state(program))
     batch = [i for i in program.inputs if i not in state and program.values[i].shape and program.values[i].elements]
@@ -108,7 +108,7 @@ def follow_examples(program: Program, mesh: MeshAxes) -> Examples:
         raise ArgumentError(f"no mesh axis divides the batch of {size} examples")
     examples.dims.update({i: 0 for i in batch if program.values[i].shape[0] == size})
     known = -1
-    while known < len(examples.dims):  # what goes round a loop is known only behind its end
+    while known < len(examples.dims):  # a loop's carries are known only after its end
         known = len(examples.dims)
         for operation in program.operations:
             if operation.bodies:
@@ -119,12 +119,12 @@ def follow_examples(program: Program, mesh: MeshAxes) -> Examples:
 
 
 def _follow_links(links: Links, examples: Examples) -> None:
-    """Follows the examples into, round and out of a loop or a branch; slices lack the leading dimension of stacks."""
+    """Follows the examples into, round and out of a loop or a branch. Slices lack the leading dimension of stacks."""
     for link in (*links.enter, *links.inside):
         dim = examples.dims.get(link.source) if isinstance(link.source, int) else None
         if dim is not None:
             dim += {None: 0, "source": -1, "target": 1}[link.stacked]
-            if dim >= 0:  # a loop over the examples themselves ends the way
+            if dim >= 0:  # a loop over the examples themselves: their dimension ends here
                 examples.dims.setdefault(link.target, dim)
     for result, carried in links.same.items():
         if carried in examples.dims:
@@ -132,7 +132,7 @@ def _follow_links(links: Links, examples: Examples) -> None:
 
 
 def _follow(program: Program, operation: Operation, examples: Examples, count: int) -> None:
-    """Follows the examples through one operation: to a dimension of its results, into sums, or no further."""
+    """Follows the examples through one operation, to a dimension of its results or into sums."""
     operands = [operand_type(program, o) for o in operation.operands]
     results = [program.values[result] for result in operation.results]
     rule = rules.derive(operation.primitive, operation.params, operands, results)
@@ -153,14 +153,14 @@ def _follow(program: Program, operation: Operation, examples: Examples, count: i
 
 
 def _split_examples(problem: Problem) -> Examples:
-    """Splits what carries examples, and every operation on it, over all devices by examples."""
+    """Splits tensors with examples, and every operation on them, over all devices by examples."""
     examples = follow_examples(problem.program, problem.space.mesh)
     _split(problem, examples, alone=True)
     return examples
 
 
 def _split(problem: Problem, examples: Examples, alone: bool) -> None:
-    """Splits examples over their axes; where these are not ``alone``, other axes may split other dimensions."""
+    """Splits examples over their axes. Other axes may split other dimensions, unless ``alone``."""
     for value, dim in examples.dims.items():
         rank = _rank(problem.program, value)
         wanted = tuple(examples.axes if d == dim else () for d in range(rank))
@@ -179,7 +179,8 @@ def _split(problem: Problem, examples: Examples, alone: bool) -> None:
 
 
 def _splitter(dim: int, axes: tuple[int, ...]) -> Callable[[Layout, int], bool]:
-    """Tells layouts that split a dimension over just these axes; a layout of a sum has the sum's axes in front."""
+    """A test for layouts that split a dimension over exactly these axes. A partial layout has the pending axes in
+    front."""
     return lambda layout, rank: layout[len(layout) - rank + dim] == axes
 
 
@@ -210,7 +211,7 @@ def _keep(problem: Problem, variable: int, kept: list[bool]) -> None:
 
 
 def _split_largest(problem: Problem, value: int) -> Layout:
-    """Split on the largest dimension among those that the most devices divide."""
+    """A layout split on the largest of the dimensions that the most devices divide."""
     shape, mesh = problem.program.values[value].shape, problem.space.mesh
     options = [(mesh.degree(_dividing(mesh, size)), size, -dim) for dim, size in enumerate(shape)]
     if not options:
@@ -231,7 +232,7 @@ def _state(program: Program) -> list[int]:
 
 
 def parameters_of(program: Program) -> set[int]:
-    """The state that results other than the new state depend on; all of it where there are none."""
+    """The state that results other than the new state depend on, or all of it if there are none."""
     makers = program.makers
     waiting: list[Any] = [o for n, o in enumerate(program.outputs) if n not in program.ties and isinstance(o, int)]
     reached: set[int] = set()

@@ -1,9 +1,8 @@
-"""Straightening: of schedules that cost the same, the one whose dimensions take mesh axes in the mesh's order.
+"""Canonical axis order: of assignments of equal cost, the one whose dimensions have mesh axes in the mesh's order.
 
-Which of two axes on one dimension is the outer one is the same to most operations, as long as all keep to one order. A
-search that finds both among the cheapest takes any, here the one and there the other, and XLA makes less of that: it
-keeps other values longer where parts lie in two orders. So what can be turned to the mesh's order is: each part of the
-network as a whole, where that costs no more.
+The order of two axes on one dimension has no effect on most operations, if all tensors have the same order. A search
+finds both orders among the cheapest choices, and may mix them. XLA optimises mixed orders less: values stay live
+longer. Each connected part of the network therefore gets the mesh's order as a whole, if that costs no more.
 """
 
 from __future__ import annotations
@@ -24,25 +23,27 @@ from shardplan.problem.strategy import Strategy
 _Parts = tuple[tuple[Layout, ...], tuple[object, ...]]
 
 
-def straightened(problem: Problem, choices: NDArray[np.int64]) -> NDArray[np.int64]:
+def canonicalize_axis_order(problem: Problem, choices: NDArray[np.int64]) -> NDArray[np.int64]:
     """The choices of a problem's variables, with mesh axes in the mesh's order wherever that costs no more."""
-    turning = {v: int(to[choices[v]]) for v, to in _turned(problem).items() if to[choices[v]] != choices[v]}
+    others = {v: int(to[choices[v]]) for v, to in canonical_choices(problem).items() if to[choices[v]] != choices[v]}
     found = choices.copy()
-    for group, beside in _groups(problem, turning) if turning else ():
-        turned = found.copy()
-        turned[group] = [turning[variable] for variable in group]
-        if _cost(problem, group, beside, turned) <= _cost(problem, group, beside, found):
-            found = turned
+    for group, edges in _groups(problem, others) if others else ():
+        reordered = found.copy()
+        reordered[group] = [others[variable] for variable in group]
+        if _cost(problem, group, edges, reordered) <= _cost(problem, group, edges, found):
+            found = reordered
     return found
 
 
 @memoize
-def _turned(problem: Problem) -> dict[int, NDArray[np.intp]]:
-    """Per variable, and each of its choices, the same choice with axes in the mesh's order, where there is one; without
-    the variables to which order is nothing."""
+def canonical_choices(problem: Problem) -> dict[int, NDArray[np.intp]]:
+    """Per variable and choice, the same choice with axes in the mesh's order, if it exists.
+
+    Variables whose choices all have the mesh's order already are left out.
+    """
     variables, made = problem.variables, dict[int, NDArray[np.intp] | None]()
 
-    def turned(options: Sequence[Any], parts: Callable[[Any], _Parts]) -> NDArray[np.intp] | None:
+    def reordered(options: Sequence[Any], parts: Callable[[Any], _Parts]) -> NDArray[np.intp] | None:
         if id(options) not in made:
             keys = [parts(option) for option in options]
             numbers = {key: number for number, key in enumerate(keys)}
@@ -53,14 +54,14 @@ def _turned(problem: Problem) -> dict[int, NDArray[np.intp]]:
     found = {}
     for numbers in (variables.values, variables.copies):
         for value, variable in numbers.items():
-            found[variable] = turned(problem.domain(value).layouts, lambda layout: ((layout,), ()))
+            found[variable] = reordered(problem.domain(value).layouts, lambda layout: ((layout,), ()))
     for operation, variable in variables.operations.items():
-        found[variable] = turned(problem.choices[operation].strategies, _parts)
+        found[variable] = reordered(problem.choices[operation].strategies, _parts)
     return {variable: to for variable, to in found.items() if to is not None}
 
 
 def _parts(strategy: Strategy) -> _Parts:
-    """The axes that a strategy has in an order, and all else of it."""
+    """The axes of a strategy with their order, and its other fields."""
     layouts = (*(layout if layout is not None else () for layout in strategy.operands), *strategy.results)
     halos = strategy.halos
     axes = (*layouts, strategy.pending, tuple(halo.axes for halo in halos))
@@ -68,11 +69,10 @@ def _parts(strategy: Strategy) -> _Parts:
     return axes, (strategy.reducers, strategy.possible, strategy.calls, strategy.padded, others)
 
 
-def _groups(problem: Problem, turning: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The variables that can be turned, those that share a table together, each group with the edges that it is part
-    of."""
+def _groups(problem: Problem, others: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The variables with another choice in the mesh's order, grouped by shared tables, each group with its edges."""
     network = problem.network
-    leader = {variable: variable for variable in turning}
+    leader = {variable: variable for variable in others}
 
     def leads(variable: int) -> int:
         while leader[variable] != variable:
@@ -91,9 +91,9 @@ def _groups(problem: Problem, turning: Mapping[int, int]) -> Iterator[tuple[list
     yield from groups.values()
 
 
-def _cost(problem: Problem, group: Sequence[int], beside: Sequence[int], choices: NDArray[np.int64]) -> float:
-    """What variables cost, with these edges, however they are added up."""
+def _cost(problem: Problem, group: Sequence[int], numbers: Sequence[int], choices: NDArray[np.int64]) -> float:
+    """The cost of variables and edges, summed with one rounding."""
     network = problem.network
     costs = [float(network.costs[v][choices[v]]) * network.multiplicities[v] for v in group]
-    edges = (network.edges[number] for number in beside)
+    edges = (network.edges[number] for number in numbers)
     return fsum(costs + [float(network.tables[table][choices[u], choices[v]]) for u, v, table in edges])

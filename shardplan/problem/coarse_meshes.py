@@ -1,13 +1,13 @@
-"""Joining: the layouts and strategies that a coarser mesh would have, whose axes are several of this one's each.
+"""Coarse meshes: the layouts and strategies of a mesh whose axes are groups of this mesh's axes.
 
-A mesh (2, 2, 2) can do what (2, 4) does: two of its axes always split the same dimension; and what (8,) does, where all
-three do. Of the layouts on three axes these are few, so that the best of them is soon found and proven. Where a search
-of all layouts does not close, it has that as an answer to begin with (`shardplan.search.structure.restricted_starts`).
+A mesh (2, 2, 2) has the layouts of (2, 4): two of its axes always split the same dimension. It also has those of (8,),
+where all three do. They are few among all layouts of three axes, so that their optimum is found and proven soon. A
+search of all layouts that does not close starts with that solution (`shardplan.search.structure.restricted_starts`).
 
 >>> mesh = MeshAxes(("a", "b", "c"), (2, 2, 2))
 >>> list(pairs_of_groups(mesh))
 [((0,), (1, 2)), ((0, 1), (2,)), ((0, 2), (1,))]
->>> together([((0,), (1, 2))], ((0,), (1, 2))), together([((0, 1), (2,))], ((0,), (1, 2)))
+>>> keeps_groups([((0,), (1, 2))], ((0,), (1, 2))), keeps_groups([((0, 1), (2,))], ((0,), (1, 2)))
 (True, False)
 """
 
@@ -24,24 +24,25 @@ from shardplan.layout.layout import Domain, MeshAxes
 from shardplan.problem.strategy import Choices, Strategy
 from shardplan.problem.variables import Variables
 
-__all__ = ["joined", "pairs_of_groups", "together"]
+__all__ = ["coarse_choices", "keeps_groups", "pairs_of_groups"]
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 def pairs_of_groups(mesh: MeshAxes) -> Iterator[Groups]:
-    """The ways to make two axes of the axes that split, each of one or several; none where there are two at most."""
+    """The ways to divide the split axes into two groups. None for two axes or fewer."""
     first, *others = mesh.splitting or (0,)
     if len(others) < 2:
         return
     for count in range(len(others)):
-        for beside in combinations(others, count):
-            group = (first, *beside)
+        for rest in combinations(others, count):
+            group = (first, *rest)
             yield group, tuple(axis for axis in others if axis not in group)
 
 
-def together(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bool:
-    """Whether each dimension of the layouts has all axes of a group, or none. One group of all is always in order."""
+def keeps_groups(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bool:
+    """Whether each dimension of the layouts has all axes of a group, or none. One group of all axes is always in
+    order."""
     if len(groups) == 1:
         return all(axes in ((), *groups) for layout in layouts for axes in layout)
     sizes = [(set(group), len(group)) for group in groups]
@@ -50,21 +51,24 @@ def together(layouts: Iterable[Iterable[tuple[int, ...]]], groups: Groups) -> bo
     )
 
 
-def joined(
+def coarse_choices(
     mesh: MeshAxes, variables: Variables, domain: Callable[[int], Domain], choices: Mapping[int, Choices]
 ) -> list[dict[int, NDArray[np.bool_]]]:
-    """Per coarser mesh, and variable of a problem's network, the choices that it has as well: fewest first."""
+    """Per coarse mesh, and per variable of a problem's network, the choices that the coarse mesh has too. Fewest
+    first."""
     every = [(mesh.splitting,)] if len(mesh.splitting) > 1 else []
     ways = (*every, *pairs_of_groups(mesh))
     made: dict[int, list[NDArray[np.bool_]]] = {}
 
     def kept(options: tuple[Any, ...], layouts: Callable[[Any], Iterable[Any]]) -> list[NDArray[np.bool_]]:
         if id(options) not in made:
-            # Many choices split dimensions over the same axes, if not the same dimensions.
+            # Many choices have the same groups of axes, on other dimensions.
             numbers: dict[frozenset[tuple[int, ...]], int] = {}
             splits = (frozenset(axes for layout in layouts(option) for axes in layout) for option in options)
             found = [numbers.setdefault(split, len(numbers)) for split in splits]
-            made[id(options)] = [np.array([together([split], groups) for split in numbers])[found] for groups in ways]
+            made[id(options)] = [
+                np.array([keeps_groups([split], groups) for split in numbers])[found] for groups in ways
+            ]
         return made[id(options)]
 
     masks = {}

@@ -1,7 +1,8 @@
 """The problem: a program's cost network over a mesh.
 
-Each value is a variable over its layouts; each operation that has a choice of its own is a variable over its
-strategies; a value with several readers has one more variable, the layout of the copy that they share. Costs are bytes.
+Each value is a variable over its layouts. Each operation with a choice of its own is a variable over its strategies. A
+value with several readers has one more variable, the layout of their shared copy. Costs are in the unit of the
+objective.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ import numpy as np
 
 from shardplan import _jax
 from shardplan.layout.collectives import Step
-from shardplan.layout.layout import Domain, Layout, LayoutSpace, agrees
-from shardplan.layout.prices import Prices, Timing
+from shardplan.layout.layout import Domain, Layout, LayoutSpace, satisfies
+from shardplan.layout.objectives import Prices, Timing
 from shardplan.layout.shortest_paths import Priced
-from shardplan.layout.transitions import Partial, Transitions, over_trips
+from shardplan.layout.transitions import Partial, Transitions, times_trips
 from shardplan.memoize import memoize
-from shardplan.problem.axis_symmetry import mirrored, twins
-from shardplan.problem.coarse_meshes import joined
+from shardplan.problem.axis_symmetry import mirror_images, symmetry_labels
+from shardplan.problem.coarse_meshes import coarse_choices
 from shardplan.problem.deferred_sums import DeferredSums
-from shardplan.problem.loop_carry_sums import beginning_prices
+from shardplan.problem.loop_carry_sums import initial_prices
 from shardplan.problem.maxima import compared_as_integers, compared_dtype
 from shardplan.problem.operation_collectives import called_steps, halo_steps
 from shardplan.problem.strategies import StrategyMaker
-from shardplan.problem.strategy import Choices, Strategy, barrier_strategy, passing_on, waiting
+from shardplan.problem.strategy import Choices, Strategy, barrier_strategy, passing_on, with_deferred
 from shardplan.problem.sum_dtypes import deferred_dtype, reduction_dtype
 from shardplan.problem.variables import Numbering, generated_values
 from shardplan.problem.wire_dtype import reduced_width, sent_bytes
 from shardplan.problem.xla_limits import may_be_island, needs_island, order_of_sum, scatters
-from shardplan.program.clone_broadcasts import spread_values
+from shardplan.program.clone_broadcasts import broadcast_values
 from shardplan.program.control_flow import Links, layouts_read, links_of
 from shardplan.program.program import Operation, Program, Value
 from shardplan.search import Network
@@ -47,15 +48,15 @@ class Assignment:
     copies: dict[int, Layout]
     strategies: dict[int, Strategy]
     generated: frozenset[int]
-    """Values that are made from nothing (iota, broadcast literals): made anew in every layout that is read."""
+    """Values without operands (iota, broadcast literals), generated again in every layout that is read."""
 
 
 class Problem:
-    """The cost network of a program, and the way back from its solution to layouts.
+    """The cost network of a program, and the conversion of its solutions to layouts.
 
-    ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None where the dimension is free.
-    ``reduce_dtype`` is the element type in which partial results of contractions travel, None for their own.
-    Without ``islands`` every reduction is left to XLA, and priced as what it makes of it.
+    ``fixed`` gives hard layouts of values: a tuple with one entry per dimension, None for a free one. ``reduce_dtype``
+    is the element type of reductions of contractions, None for their own type. Without ``islands`` every reduction is
+    left to XLA, and priced as XLA does it.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class Problem:
         self.space = space
         self.prices = prices
         self.transitions = Transitions(space, prices)
-        self._beside = Transitions(space, replace(prices, beside=True))
+        self._overlapped = Transitions(space, replace(prices, hidden=True))
         self._through_device = Transitions(space, replace(prices, through_device=True))
-        self.memo: dict[Any, Any] = {}  # what was derived of this, see `shardplan.memoize`
+        self.memo: dict[Any, Any] = {}  # memoised results, see `shardplan.memoize`
         self.choices: dict[int, Choices] = {}
         self.links: dict[int, Links] = {}
         self.unknown: dict[str, list[Operation]] = {}
         self.timing: Timing | None = None
-        self.traffic: Mapping[int, int] = {}  # where it counts
+        self.traffic: Mapping[int, int] = {}  # where its bytes count
         self.reduce_dtype, self.islands = reduce_dtype, islands
         self._fixed = fixed
         self._barriers: set[int] = set()
@@ -86,7 +87,7 @@ class Problem:
         self._tables: dict[Any, np.ndarray] = {}
         self._derive_choices()
         self.generated = generated_values(program, self.choices, fixed)
-        whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum open
+        whole = fixed if islands else dict.fromkeys(range(len(program.values)))  # only islands can leave a sum partial
         self.deferred = DeferredSums(program, self.choices, self.links, whole)
         self.sent_bytes = sent_bytes(program)
         self._pass_on_deferred()
@@ -100,22 +101,26 @@ class Problem:
 
     @cached_property
     def network(self) -> Network:
-        """The cost network, built when it is first asked for: a plan that is known already does without."""
+        """The cost network, built at its first use: a plan from the cache does not need it."""
         network = Network()
         parts = self.space.mesh, self.variables, self.domain, self.choices
-        network.twins, network.mirror, network.restrictions = twins(*parts), mirrored(*parts), joined(*parts)
+        network.twins, network.mirror, network.restrictions = (
+            symmetry_labels(*parts),
+            mirror_images(*parts),
+            coarse_choices(*parts),
+        )
         for add in (self._add_values, self._add_copies, self._add_work, self._add_operations, self._add_outputs):
             add(network)
         return network
 
     def freed(self, hard: Mapping[int, tuple[tuple[int, ...] | None, ...]]) -> Problem:
-        """This problem with fewer hard layouts of arguments; all but their costs is shared."""
+        """This problem with fewer hard layouts of arguments. All but their costs is shared."""
         other = copy.copy(self)
         other._fixed = hard
         other.__dict__.pop("network", None)
         return other
 
-    # ---- what every operation may do
+    # ---- the choices of operations
 
     def _derive_choices(self) -> None:
         for operation in self.program.operations:
@@ -137,44 +142,46 @@ class Problem:
             key = (id(choices), domain, sets)
             if key not in made:
                 follows = choices.follows_result
-                made[key] = passing_on(choices, domain, sets[0]) if follows else waiting(choices, self.space.mesh, sets)
+                made[key] = (
+                    passing_on(choices, domain, sets[0]) if follows else with_deferred(choices, self.space.mesh, sets)
+                )
             self.choices[index] = made[key]
 
     @memoize
     def domain(self, value: int) -> Domain:
-        """The layouts that a value may have; those in which it is still a sum come last."""
+        """The layouts of a value. Partial ones are the last."""
         tensor = self.program.values[value]
         if value not in self.deferred.values:
             return self.space.domain(tensor.shape)
-        width = reduced_width(tensor, self.sent_bytes[value], self.travelling(value))
+        width = reduced_width(tensor, self.sent_bytes[value], self.deferred_sum_dtype(value))
         return self.space.with_partial(tensor.shape, width)
 
-    def travelling(self, value: int) -> Any:
-        """The element type in which a deferred sum is reduced."""
+    def deferred_sum_dtype(self, value: int) -> Any:
+        """The element type of a deferred sum's reduction."""
         return deferred_dtype(self.program.values[value], self.reduce_dtype)
 
     def times(self, operation: Operation) -> int:
-        """How often an operation runs per step."""
+        """The number of times per step that an operation runs."""
         return self.program.regions[operation.region].times
 
     def times_of_value(self, value: int) -> int:
-        """How often a value is made per step."""
+        """The number of times per step that a value is made."""
         return self._value_times[value]
 
     def _find_even(self) -> frozenset[int]:
-        """Values that split evenly alone: a jit's arguments and results, what goes into loops and out of them, and what
-        is in host memory."""
+        """Values whose splits must be even: a jit's arguments and results, operands and results of loops, values in
+        host memory."""
         into = (value for region in self.program.regions for value in region.inputs)
         on_host = (value.index for value in self.program.values if value.memory_kind is not None)
         of_loops = (result for o in self.program.operations if o.bodies for result in o.results)
         return self._leaving | {*into, *on_host, *of_loops}
 
-    def _lies_evenly(self, value: int) -> bool:
-        """Whether a value is split evenly though copies of it may be padded: an update then reads the value itself."""
+    def _is_stored_evenly(self, value: int) -> bool:
+        """Whether a value is split evenly though its copies may be padded: an update then reads the value itself."""
         return value in self._even and bool(self.domain(value).padded)
 
     def _costs_of_following(self) -> dict[int, np.ndarray]:
-        """Of values whose layout decides how their operation is split: the price of their operation's work."""
+        """The price of an operation's work, as a cost of the result whose layout decides the operation's split."""
         found = {}
         for operation in self.program.operations:
             choices = self.choices.get(operation.index)
@@ -186,12 +193,12 @@ class Problem:
         """The price of an operation's work and of its halos, per strategy."""
         choices, times = self.choices[operation.index], self.times(operation)
         read = (o for o in (*operation.operands, *operation.results) if isinstance(o, int))
-        moving = tuple((id(self.moving(value)), self.sent_bytes[value]) for value in read)
+        moving = tuple((id(self.transitions_of(value)), self.sent_bytes[value]) for value in read)
         key = (id(choices), "work", times, self.traffic.get(operation.index, 0), moving)
         if key not in self._tables:
             work = choices.flops, self.traffic.get(operation.index, 0), choices.dtype
             shared = {degree: self.prices.work(*work, degree) for degree in {s.degree for s in choices.strategies}}
-            self._tables[key] = over_trips(times, [self._price_of(operation, s, shared) for s in choices.strategies])
+            self._tables[key] = times_trips(times, [self._price_of(operation, s, shared) for s in choices.strategies])
         return self._tables[key]
 
     def _price_of(self, operation: Operation, strategy: Strategy, shared: Mapping[float, float]) -> float:
@@ -199,18 +206,18 @@ class Problem:
             return np.inf
         price = shared[strategy.degree]
         for step, value in self.exchanges(operation, strategy):
-            per_byte, per_collective = self.moving(value.index).price(step)
+            per_byte, per_collective = self.transitions_of(value.index).price(step)
             price += per_byte * self.sent_bytes[value.index] + per_collective
         return price
 
-    def moving(self, value: int) -> Transitions:
-        """The transitions of a value, priced by its memory, and by whether work can run beside its collectives."""
+    def transitions_of(self, value: int) -> Transitions:
+        """The transitions of a value, priced by its memory, and by the overlap of its collectives with work."""
         if self.program.values[value].memory_kind is not None:
             return self._through_device
-        return self._beside if self.timing and value in self.timing.hidden else self.transitions
+        return self._overlapped if self.timing and value in self.timing.hidden else self.transitions
 
     def exchanges(self, operation: Operation, strategy: Strategy) -> list[tuple[Step, Value]]:
-        """Exchanges between neighbours, with the tensor whose rows are sent; and what a region calls by name."""
+        """Halo exchanges with the tensors of their rows, and the collectives that a region calls by name."""
         results = [self.program.values[result] for result in operation.results]
         found = called_steps(self.space.mesh, strategy, results)
         for position, layout in enumerate(strategy.operands if strategy.halos else ()):
@@ -231,7 +238,7 @@ class Problem:
                 network.add_variable(costs, name=self.variables.names[len(network)])
 
     def _costs_of_value(self, value: Value, own: np.ndarray | None) -> np.ndarray:
-        """What each layout of a value costs: to be stored, and with the work of the operation that follows it."""
+        """The cost of each layout of a value: its storage, and the work of the operation that follows it."""
         domain = self.domain(value.index)
         costs = value.stored_bytes / domain.degrees * self.prices.per_byte_stored()
         if own is not None:
@@ -241,7 +248,7 @@ class Problem:
         if value.index in self.program.captured:
             costs[1:] = np.inf  # closed-over arrays live on every device
         if domain.whole is not None and value.index in self._leaving:
-            # the caller gets whole values: what a loop added up is reduced behind it
+            # the caller gets whole values: a loop's partial sums are reduced after it
             ends = value.index in self._ending
             costs[len(domain.whole) :] += self.whole_prices(value.index).min(1)[len(domain.whole) :] if ends else np.inf
         if value.index in self.stacks:
@@ -249,13 +256,13 @@ class Problem:
             costs = np.where(whole, costs, np.inf)  # a loop fills a stack slice by slice
         fixed = self._fixed.get(value.index)
         if fixed is not None:
-            costs = np.where([agrees(layout, fixed) for layout in domain.layouts], costs, np.inf)
+            costs = np.where([satisfies(layout, fixed) for layout in domain.layouts], costs, np.inf)
         return costs
 
     def whole_prices(self, value: int) -> np.ndarray:
-        """float [layouts of the value, those in which it is whole]: the price of bringing it to each."""
+        """float [layouts of the value, whole layouts]: the price of a transition to each."""
         domain, size = self.domain(value), self.sent_bytes[value]
-        return self.moving(value).table(domain, (domain.whole or domain).layouts, size)
+        return self.transitions_of(value).table(domain, (domain.whole or domain).layouts, size)
 
     def _add_copies(self, network: Network) -> None:
         for index, shared in self.variables.copies.items():
@@ -271,10 +278,10 @@ class Problem:
     # ---- tables
 
     def _transition_table(self, value: int, targets: tuple[Layout, ...], times: int) -> np.ndarray:
-        domain, moving, size = self.domain(value), self.moving(value), self.sent_bytes[value]
+        domain, moving, size = self.domain(value), self.transitions_of(value), self.sent_bytes[value]
         key = (domain, targets, size, times, id(moving))
         if key not in self._tables:
-            self._tables[key] = over_trips(times, moving.table(domain, targets, size))
+            self._tables[key] = times_trips(times, moving.table(domain, targets, size))
         return self._tables[key]
 
     def _add_operations(self, network: Network) -> None:
@@ -301,13 +308,13 @@ class Problem:
             targets = layouts_read(link, self.domain(link.target).layouts, len(target.shape))
             table = self._transition_table(link.source, targets, link.times)
             if link.begins and self.domain(link.target).whole is not None:
-                made = self.moving(link.source), self.domain(link.source)
-                begun = over_trips(link.times, beginning_prices(*made, targets, self.sent_bytes[link.source]))
+                made = self.transitions_of(link.source), self.domain(link.source)
+                begun = times_trips(link.times, initial_prices(*made, targets, self.sent_bytes[link.source]))
                 table = np.minimum(table, begun)
             network.add_edge(self.variables.read(link.source), self.variables.values[target.index], table)
 
     def _add_barrier(self, network: Network, operation: Operation) -> None:
-        """Each result has the layout of its own operand, whatever the others have."""
+        """Adds the operands of a barrier: each result has the layout of its own operand."""
         for operand, result in zip(operation.operands, operation.results, strict=True):
             if isinstance(operand, int) and operand not in self.generated:
                 table = self._transition_table(operand, self.domain(result).layouts, self.times(operation))
@@ -319,7 +326,7 @@ class Problem:
             if not isinstance(operand, int) or operand in self.generated or len(self.domain(operand)) == 1:
                 continue
             times, domain = self.times(operation), self.domain(operand)
-            moving, spread = id(self.moving(operand)), operand in spread_values(self.program)
+            moving, spread = id(self.transitions_of(operand)), operand in broadcast_values(self.program)
             key = (id(choices), position, domain, self.sent_bytes[operand], times, moving, spread)
             if key not in self._tables:
                 targets: Any = tuple(s.operands[position] for s in choices.strategies)
@@ -327,30 +334,30 @@ class Problem:
                 sent = self.transitions.sends(domain, targets) if spread else None
                 self._tables[key] = table if sent is None else np.where(sent, np.inf, table)
             table = self._tables[key]
-            if (operand, id(table)) not in seen:  # one value read twice in one layout is brought there once
+            if (operand, id(table)) not in seen:  # a value read twice in one layout has one transition
                 seen.add((operand, id(table)))
                 network.add_edge(self.source_of(operation, operand), variable, table)
 
     def source_of(self, operation: Operation, operand: int) -> int:
-        """The variable whose layout an operation finds an operand in."""
-        stored = self.choices[operation.index].pointwise and self._lies_evenly(operand)
+        """The variable of the layout in which an operation reads an operand."""
+        stored = self.choices[operation.index].pointwise and self._is_stored_evenly(operand)
         return self.variables.values[operand] if stored else self.variables.read(operand)
 
     def _add_results(self, network: Network, operation: Operation, variable: int) -> None:
         choices = self.choices[operation.index]
         for position, result in enumerate(operation.results):
             size, domain, times = self.sent_bytes[result], self.domain(result), self.times(operation)
-            moving, rounded = id(self.moving(result)), result in self.deferred.rounded
+            moving, rounded = id(self.transitions_of(result)), result in self.deferred.rounded
             key = (id(choices), "result", position, domain, size, times, moving, rounded)
             if key not in self._tables:
                 rows = [self._result_row(domain, operation, strategy, position) for strategy in choices.strategies]
                 priced = Priced(*np.array([(row.per_byte, row.fixed) for row in rows]).swapaxes(0, 1))
-                self._tables[key] = over_trips(times, priced.of(size))
+                self._tables[key] = times_trips(times, priced.of(size))
             network.add_edge(variable, self.variables.values[result], self._tables[key])
 
     def _result_row(self, domain: Domain, operation: Operation, strategy: Strategy, position: int) -> Priced:
-        """float [layouts of the domain]: the price until the result has each layout."""
-        partial, moving = self.partial(operation, strategy, position), self.moving(operation.results[position])
+        """float [layouts of the domain]: the price from an operation's result to each layout."""
+        partial, moving = self.partial(operation, strategy, position), self.transitions_of(operation.results[position])
         if partial.pending:
             row = moving.reductions.row(domain.whole or domain, partial)
             none = np.zeros(len(domain) - len(row.fixed))
@@ -363,18 +370,18 @@ class Problem:
         return Priced(priced.per_byte[place], priced.fixed[place])
 
     def partial(self, operation: Operation, strategy: Strategy, position: int) -> Partial:
-        """The state in which an operation leaves a result."""
+        """The state of an operation's result directly after the operation."""
         island = self.islands and may_be_island(operation, strategy)
         tensor = self.program.values[operation.results[position]]
-        travelling = self.reduced_in(operation, strategy, position, self.reduce_dtype)
-        width = reduced_width(tensor, self.sent_bytes[tensor.index], travelling)
+        sum_dtype = self.reduced_in(operation, strategy, position, self.reduce_dtype)
+        width = reduced_width(tensor, self.sent_bytes[tensor.index], sum_dtype)
         among = len(self.space.mesh.names)
         pending = order_of_sum(operation, strategy, strategy.pending[position], among)
         scattered = scatters(operation, strategy, pending, among)
         return Partial(strategy.results[position], pending, island, width, scattered)
 
     def reduced_in(self, operation: Operation, strategy: Strategy, position: int, wanted: Any) -> Any:
-        """The element type in which an operation's partial results travel where ``wanted`` is the ``reduce_dtype``."""
+        """The element type of an operation's reductions, with ``wanted`` as the ``reduce_dtype``."""
         tensor = self.program.values[operation.results[position]]
         if compared_as_integers(self.program, operation, strategy):
             return compared_dtype(tensor.dtype)
@@ -391,15 +398,15 @@ class Problem:
                 network.add_edge(self.variables.read(output), self.variables.values[target], table)
 
     def variables_of(self, value: int) -> tuple[int | None, int | None]:
-        """The variables of a value and of its shared copy in the network, None where it has none."""
+        """The variables of a value and of its shared copy in the network, None for a missing one."""
         return self.variables.values.get(value), self.variables.copies.get(value)
 
     def variable_of_operation(self, operation: int) -> int | None:
-        """The variable of an operation in the network, None where its result's layout decides how it is split."""
+        """The variable of an operation in the network, None if its result's layout decides its split."""
         return self.variables.operations.get(operation)
 
     def encode(self, assignment: Assignment) -> np.ndarray:
-        """int [variables]: the choices of the network that layouts and strategies stand for."""
+        """int [variables]: the choices of the network for layouts and strategies."""
         variables = self.variables
         found = np.zeros(len(variables.names), np.int64)
         for layouts, of in ((assignment.values, variables.values), (assignment.copies, variables.copies)):
@@ -410,7 +417,7 @@ class Problem:
         return found
 
     def decode(self, choices: np.ndarray) -> Assignment:
-        """The layouts and strategies that a solution of the network stands for."""
+        """The layouts and strategies of a solution of the network."""
         variables = self.variables
         values = {v: self.domain(v).layouts[choices[i]] for v, i in variables.values.items()}
         copies = {v: self.domain(v).layouts[choices[i]] for v, i in variables.copies.items()}

@@ -1,13 +1,14 @@
 """Deferred sums: partial results that pass through linear operations and are reduced once.
 
-Three partial gradients that are added, each reduced on its own, send three times what their sum would; gradients that a
-loop accumulates send once per iteration. So a value may keep its partial state: an array with one more dimension in
-front, as long as the pending axes have devices and split over them, whose sum is the value. Additions, conversions and
-the like then run on every device's part alone, by linearity, which the analysis of the rules finds.
+The sum of three partial gradients, each reduced on its own, sends three times the bytes of the reduction after the
+addition. Gradients that a loop accumulates are sent once per iteration. A value may therefore stay partial: an array
+with one more dimension in front, as long as the pending axes have devices and split over them, whose sum is the value.
+Additions, conversions and other linear operations then run on every device's part alone. The analysis of the rules
+finds the linear operations.
 
-Deferring pays only where sums meet (in an addition of two partial results, or in the carry of a loop), and where all
-that is computed from a value is smaller than the value: tokens that an operation has twice, for two experts, are added
-up before they are sent. Only values on a linear way to such a place get these further layouts.
+Deferring pays in two cases. The first is a place where partial sums meet: an addition of two of them, or a loop's
+carry. The second is a value larger than all results computed from it: tokens that an operation has twice, for two
+experts, are added up before they are sent. Only values on a linear way to such a place get partial layouts.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ from shardplan.program.program import Constant, Operation, Program
 _SPREADING = frozenset({"broadcast_in_dim", "convert_element_type"})
 
 _PASSING = Choices((), True, True, (frozenset({0}),), False, 0, 0, None)
-"""What a barrier may do with each of its operands."""
+"""The sets of operands of a barrier's single operand."""
 
 
 class DeferredSums:
-    """Which values of a program may stay partial, and by which operands each operation passes partial results on.
+    """The values of a program that may stay partial, and the operands through which each operation passes partial sums
+    on.
 
-    ``values`` are those that may; ``operands`` maps an operation to the sets of positions of operands that are partial
-    together: one of them, and of operations with strategies of their own all. ``rounded`` are values that pass on the
-    sums of others alone.
+    ``values`` are those values. ``operands`` maps an operation to the sets of positions of operands that are partial
+    together. An operation uses one of these sets, and an operation with strategies of its own may use any. ``rounded``
+    are values that only pass on other sums.
     """
 
     def __init__(
@@ -52,11 +54,11 @@ class DeferredSums:
         self._open = frozenset(filter(self._may, range(len(program.values))))
         self._summing = frozenset(o.index for o in self._operations if self._sums(o))
         self._passed = {o.index: passed for o in self._operations if (passed := self._passed_by(o))}
-        """Per operation, the sets of positions of operands that are partial together: with the operands there, and
-        those of them that are zeros."""
+        """Per operation, the sets of positions of operands that are partial together, with these operands, and those of
+        them that are zeros."""
         on_ways = self._summing | self._passed.keys()
         self._ways = tuple((o, self._moves(o)) for o in self._operations if o.index in on_ways and self._is_open(o))
-        """Operations that give or pass on sums, each with whether it passes them on without strategies of its own."""
+        """Operations that make or pass on sums, each with whether it passes them on without strategies of its own."""
         self._becomes = self._stacked()
         self._came = {target: source for source, targets in self._becomes.items() for target in targets}
         same = {value: other for found in links.values() for value, other in found.same.items()}
@@ -66,7 +68,7 @@ class DeferredSums:
         self._linears = tuple(o for o, _ in self._ways if o.index in self._passed)
         self._read_by_linears = [(o, _values_read(o)) for o in self._linears if not o.bodies]
         self._read_whole = self._read_by_others()
-        while True:  # a carry is able only if what comes round is
+        while True:  # a carry is able only if the next iteration's value is
             left = {value for value, other in same.items() if other in carries} | carries.keys()
             able, needed = self._able(left)
             broken = {entering for entering, coming in carries.items() if entering in able and coming not in able}
@@ -92,15 +94,17 @@ class DeferredSums:
         return cuts or self._choices[operation.index].follows_result
 
     def _read_by_others(self) -> frozenset[int]:
-        """The values that are outputs, or read by operations which pass no sums on, whatever is partial."""
+        """The values that are outputs, or read by operations that pass no sums on, whatever is partial."""
         linears = {operation.index for operation in self._linears}
         others = (o for o in self._operations if o.index not in linears and not o.bodies)
         read = {operand for o in others for operand in o.operands if isinstance(operand, int)}
         return frozenset(read | {output for output in self._program.outputs if isinstance(output, int)})
 
     def _stacked(self) -> dict[int, list[int]]:
-        """What values become in loops: slices the stack of them, a stack its slices. The stack of sums is a sum of
-        stacks, and its slices are the sums."""
+        """The stack of each slice in loops, and the slices of each stack.
+
+        The stack of partial sums is a partial sum of stacks, and its slices are the partial sums.
+        """
         found: dict[int, list[int]] = {}
         for link in self._links:
             if link.stacked and isinstance(link.source, int) and {link.source, link.target} <= self._open:
@@ -108,7 +112,7 @@ class DeferredSums:
         return found
 
     def _with_stacks(self, values: Iterable[int]) -> set[int]:
-        """Values, with all that they become in loops."""
+        """Values, with all their stacks and slices in loops."""
         found, waiting = set(), list(values)
         while waiting:
             value = waiting.pop()
@@ -117,7 +121,7 @@ class DeferredSums:
         return found
 
     def _with_sources(self, values: Iterable[int]) -> set[int]:
-        """Values, with all that became them in loops."""
+        """Values, with all values that they are stacks or slices of."""
         found: set[int] = set()
         for value in values:
             found.add(value)
@@ -127,7 +131,7 @@ class DeferredSums:
         return found
 
     def _with_other_parts(self, values: set[int]) -> set[int]:
-        """Values, with what is cut off the same sums: the parts wait together."""
+        """Values, with other parts of the same sums: all parts are deferred together."""
         cuts = (o for o in self._operations if len(o.results) > 1 and not values.isdisjoint(o.results))
         return values.union(*(o.results for o in cuts if self._linear(o, values) is not None))
 
@@ -139,11 +143,11 @@ class DeferredSums:
         return maker is not None and maker.primitive.name in _SPREADING and self.is_zero(maker.operands[0])
 
     def _able(self, carries: set[int], through: bool = False) -> tuple[set[int], set[int]]:
-        """The values that can be left partial, ``through`` operations with strategies of their own as well; and those
+        """The values that can be left partial, ``through`` operations with strategies of their own as well, and those
         of them that are reduced in any case.
 
-        What is made of values alone that are reduced in any case, for something else that reads them, is not among
-        them: it is had without sending anything.
+        A value computed only from sums that are reduced in any case, for some other reader, is not among them: it needs
+        no bytes.
         """
         needed: set[int] = set()
         while True:
@@ -154,7 +158,7 @@ class DeferredSums:
             needed |= more
 
     def _passing(self, carries: set[int], through: bool, needed: set[int]) -> set[int]:
-        """The values that can be left partial, if no operation passes only what is ``needed`` as a whole."""
+        """The values that can be left partial, if no operation passes only ``needed`` values."""
         able = self._with_stacks(self._open & carries)
         for operation, moves in self._ways:
             passes = operation.index in self._summing
@@ -167,14 +171,14 @@ class DeferredSums:
         return able
 
     def _passes(self, operation: Operation, able: set[int], needed: set[int]) -> bool:
-        """Whether sums pass through an operation that are not all ``needed`` as a whole."""
+        """Whether sums pass through an operation that are not all ``needed`` as whole values."""
         passed = self._passed.get(operation.index, ())
-        if all(len(values) == 1 for _, values, _ in passed):  # of most operations, see `_waiting`
+        if all(len(values) == 1 for _, values, _ in passed):  # of most operations, see `_able_sets`
             return any(value in able and value not in needed for _, [value], _ in passed)
-        return any(not waiting <= needed for waiting in self._waiting(operation, able))
+        return any(not waiting <= needed for waiting in self._able_sets(operation, able))
 
     def _sums(self, operation: Operation) -> bool:
-        """Whether the result of an operation may come out as parts of a sum."""
+        """Whether the result of an operation may be a partial sum."""
         choices = self._choices.get(operation.index)
         if choices is None or choices.follows_result or not choices.islands:
             return False
@@ -189,13 +193,13 @@ class DeferredSums:
         return next(self._all_linear(operation, able), None)
 
     def _all_linear(self, operation: Operation, able: Any) -> Iterator[tuple[int, ...]]:
-        """The sets of operands through which sums pass if what is able is partial; zeros are so as well."""
+        """The sets of operands through which sums pass if all able values are partial. Zeros are partial as well."""
         for positions, values, zeros in self._passed.get(operation.index, ()):
             if any(v in able for v in values) and all(v in able or v in zeros for v in values):
                 yield positions
 
-    def _waiting(self, operation: Operation, able: set[int]) -> list[set[int]]:
-        """The values of these sets that are able."""
+    def _able_sets(self, operation: Operation, able: set[int]) -> list[set[int]]:
+        """The able values of these sets."""
         found = []
         for _, values, zeros in self._passed.get(operation.index, ()):
             if len(values) == 1:  # of most operations; an able value is none that stays zero without it
@@ -206,9 +210,11 @@ class DeferredSums:
         return found
 
     def _passed_by(self, operation: Operation) -> list[tuple[tuple[int, ...], tuple[int, ...], frozenset[int]]]:
-        """The sets of an operation's operands in which it is linear, if what is not a value is zeros: without what a
-        pad fills in, as that is a scalar, which all devices have. What is made last comes first: of a gradient and
-        what it is multiplied by, the gradient."""
+        """The sets of an operation's operands in which it is linear, with zeros for the operands that are no values.
+
+        The scalar that a pad fills in is on all devices, and left out. The operand that is made last comes first: of a
+        gradient and its factor, the gradient.
+        """
         choices, operands = self._choices.get(operation.index), operation.operands
         found = []
         for linear in choices.linear if choices is not None else ():
@@ -225,13 +231,13 @@ class DeferredSums:
         return isinstance(operand, int) and bool(self._program.values[operand].shape)
 
     def _useful(self, able: set[int], needed: set[int], carries: Mapping[int, int]) -> set[int]:
-        """The able values from which a place is reached where sums of several origins meet that nothing else reads."""
+        """The able values on a way to a place where sums of several origins meet that have no other readers."""
         origins = self._origins(able)
         ends = carries.keys() & able
         ends |= {link.source for link in self._links if link.target in ends and link.source in able}
         useful = self._with_sources(ends)
         for operation in reversed(self._linears):
-            sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
+            sets = self._able_sets(operation, able) if able.issuperset(operation.results) else []
             if not sets:
                 continue
             operands = sets[0]
@@ -241,12 +247,15 @@ class DeferredSums:
         return useful
 
     def _needed(self, able: set[int]) -> set[int]:
-        """The able values that are reduced in any case: something reads them which no sum passes through, or what is
-        made of them alone, which is no smaller, is reduced."""
+        """The able values that are reduced in any case.
+
+        Either an operation reads them through which no sum passes, or a value computed from them alone, no smaller than
+        they are, is reduced.
+        """
         found = set(self._read_whole)
         sizes = self._program.values
         for operation, read in reversed(self._read_by_linears):
-            sets = self._waiting(operation, able) if able.issuperset(operation.results) else []
+            sets = self._able_sets(operation, able) if able.issuperset(operation.results) else []
             found |= read.difference(*sets)
             alone = [value for one in sets if len(one) == 1 for value in one if value not in found]
             if alone:
@@ -256,15 +265,16 @@ class DeferredSums:
         return found & able
 
     def _origins(self, able: set[int]) -> dict[int, int]:
-        """Per able value, the sum that all its parts come from; itself where they come from several.
+        """Per able value, the sum from which all its parts come, or itself if there are several.
 
-        What is made of one sum alone, as by rotating the halves of a vector, is no smaller for being added up again.
+        A value computed from one sum alone, as by rotating the halves of a vector, is no smaller if it is added up
+        again.
         """
         found: dict[int, int] = {}
         for operation in self._operations:
             if not operation.results or not able.issuperset(operation.results):
                 continue
-            known = {found.get(o, o) for waiting in self._waiting(operation, able)[:1] for o in waiting}
+            known = {found.get(o, o) for waiting in self._able_sets(operation, able)[:1] for o in waiting}
             if operation.index in self._summing:
                 known.add(operation.results[0])
             origin = known.pop() if len(known) == 1 else operation.results[0]
@@ -272,10 +282,10 @@ class DeferredSums:
         return found
 
     def _shrinking(self, able: set[int], needed: set[int]) -> set[int]:
-        """The able values of which less is sent if all their readers pass them on, with what the readers make of them.
+        """The able values that send fewer bytes if all their readers pass them on, with the results of these readers.
 
-        What is sent per step at least, in bytes: of a value, itself each time that it is made, or what is made of it
-        where all readers pass it on.
+        The least bytes that are sent per step for a value are its own, each time that it is made, or those of its
+        readers' results if all readers pass it on.
         """
         sizes = self._sizes(able)
         readers: dict[int, list[Operation]] = {value: [] for value in able}
@@ -302,10 +312,10 @@ class DeferredSums:
         return found
 
     def _sizes(self, able: set[int]) -> dict[int, int]:
-        """The bytes of able values per step, with elements no narrower than those in which the sum was made.
+        """The bytes of able values per step, with elements no narrower than those of the sum's terms.
 
-        A sum that is widened, added up further and narrowed again is as small as before. But to round what was made
-        wide, so as to send it narrow, saves nothing here: it gives another result.
+        A sum that is widened, added up further and narrowed again is as small as before. Narrowing a wide sum to send
+        fewer bytes saves nothing here: it gives another result.
         """
         made, times = self._made_in(able), self._program.times_of_values()
         found = {}
@@ -316,7 +326,7 @@ class DeferredSums:
         return found
 
     def _made_in(self, able: set[int]) -> dict[int, int]:
-        """Bytes of the elements in which the sums were made that operations give or pass on."""
+        """Bytes per element of the sums that operations make or pass on."""
         made: dict[int, int] = {}
         for operation in self._operations:
             for value in operation.results:
@@ -330,14 +340,14 @@ class DeferredSums:
         return made
 
     def _number_bytes(self, value: int) -> int:
-        """Bytes of the elements of a value, or of each of the two numbers of a complex one."""
+        """Bytes per element of a value, or of each of the two numbers of a complex one."""
         dtype = self._program.values[value].dtype
         return _jax.item_bytes(dtype) if _jax.is_float(dtype) else _jax.item_bytes(dtype) // 2
 
     def _rounded(self) -> frozenset[int]:
-        """The values that pass on sums made in narrower elements, and are narrowed again: their own sums do not wait.
+        """The values that pass on sums of narrower elements and are narrowed again: their own sums are not deferred.
 
-        These are made in the wider elements, and reduced so before they are rounded.
+        These sums are made in the wider elements, and are reduced before they are rounded.
         """
         made = self._made_in(self._passing(set(), True, set()))
         ends: dict[int, int] = {}
@@ -358,7 +368,7 @@ class DeferredSums:
     def _share(
         self, operation: Operation, value: int, able: set[int], needed: set[int], sent: Mapping[int, float]
     ) -> float:
-        """What must be sent of an operation's result for the sake of one of its operands, in bytes."""
+        """The bytes of an operation's result that must be sent for one of its operands."""
         result = operation.results[0] if len(operation.results) == 1 else -1
         for linear in self._all_linear(operation, able):
             waiting = {operation.operands[position] for position in linear} & able
@@ -368,7 +378,7 @@ class DeferredSums:
 
 
 def _parts(operation: Operation) -> Iterator[Operation]:
-    """An operation, or in the place of a barrier one for each operand, with a negative index of its own."""
+    """An operation, or for a barrier one operation per operand, with a negative index of its own."""
     if operation.primitive is not _jax.optimization_barrier:
         yield operation
         return

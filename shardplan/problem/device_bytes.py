@@ -1,4 +1,4 @@
-"""What one device holds of a value, in bytes, and the layout in which an operation leaves a result in memory."""
+"""Bytes of a value on one device, and the layout of an operation's result in memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bytes_in(schedule: Schedule, value: int, layout: Layout) -> float:
 
 
 def layout_left(problem: Problem, operation: Operation, strategy: Strategy, position: int) -> Layout:
-    """The layout of the memory in which an operation leaves a result: where it can, that of a sum that waits."""
+    """The layout of an operation's result in memory: the partial one if the sum can be deferred."""
     left, pending = strategy.results[position], strategy.pending[position]
     if not pending:
         return left

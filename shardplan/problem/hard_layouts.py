@@ -1,5 +1,5 @@
-"""Hard layouts: the user's pins of arguments, the layouts that arguments have on mesh axes of type Explicit, and the
-sharding constraints inside the user's function.
+"""Hard layouts: the user's pins, layouts of arguments on mesh axes of type Explicit, and the program's sharding
+constraints.
 
 >>> import jax
 >>> from shardplan.layout.layout import MeshAxes
@@ -29,11 +29,11 @@ from shardplan.layout.layout import LayoutSpace, MeshAxes, from_spec
 from shardplan.program.program import Program, Value
 from shardplan.program.regions.region import orders_of_region
 
-# State is often small or oddly shaped; of dimensions from here on it is worth a word that nothing divides them.
+# State is often small or oddly shaped. The warning covers undivided dimensions from this size on.
 _LONG = 1024
 
 HardLayout = tuple[tuple[int, ...] | None, ...]
-"""Per dimension the mesh axes that split it, None where the dimension is free."""
+"""Per dimension, the mesh axes that split it, None for a free dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class HardLayouts:
 def with_explicit(
     pins: Mapping[str, PartitionSpec] | None, arguments: Mapping[str, Any], mesh: Any
 ) -> Mapping[str, PartitionSpec] | None:
-    """Pins, and with them the layouts of arguments that mesh axes of type Explicit split: they are part of their types.
+    """Pins, with the layouts of arguments on mesh axes of type Explicit: these are part of the arguments' types.
 
-    ``arguments`` are arrays or shapes by their paths. A pin goes before an argument's own layout; what is split over no
-    such axis, or lies on another mesh than the planned one, may lie anywhere.
+    ``arguments`` are arrays or shapes by their paths. A pin has precedence over an argument's own layout. An argument
+    that no such axis splits, or that is on another mesh than the planned one, is free.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         return pins
@@ -63,7 +63,7 @@ def with_explicit(
 
 
 def _explicit_spec(argument: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
-    """How axes of type Explicit split an argument over a mesh: None where none does."""
+    """The split of an argument over the axes of type Explicit of a mesh, None without one."""
     sharding = getattr(argument, "sharding", None)
     if not isinstance(sharding, NamedSharding) or [*sharding.mesh.shape.items()] != [*mesh.shape.items()]:
         return None
@@ -80,7 +80,8 @@ def _explicit_spec(argument: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | 
 def hard_layouts(program: Program, space: LayoutSpace, pins: Mapping[str, PartitionSpec] | None) -> HardLayouts:
     """The hard layouts of a program's values over a mesh.
 
-    Raises ArgumentError for pins that match nothing, that cannot be laid out, or that contradict each other.
+    Raises ArgumentError for pins without a matching argument, pins that are no layout of it, and pins that contradict
+    each other.
     """
     layouts: dict[int, HardLayout] = {}
     problems: list[str] = []
@@ -113,13 +114,13 @@ def named_orders(
     """The orders of mesh axes on one dimension that pins, constraints and the specs of regions name."""
     found = set()
     for spec in (*(pins or {}).values(), *program.constraints.values()):
-        with suppress(ValueError):  # of another mesh, which is said elsewhere
+        with suppress(ValueError):  # of another mesh, which has its own warning
             found |= {axes for axes in from_spec(mesh, spec, len(spec)) if len(axes) > 1}
     return frozenset(found | {axes for o in program.operations for axes in orders_of_region(mesh, o)})
 
 
 def _constraints(program: Program, space: LayoutSpace) -> tuple[dict[int, HardLayout], tuple[str, ...]]:
-    """What the user's own constraints ask for. A jit would run them, so those that no plan can keep raise nothing."""
+    """The user's own constraints. A constraint that no plan can keep raises no error, as a jit would run it."""
     layouts: dict[int, HardLayout] = {}
     ignored = []
     sources = {result: operation.source for operation in program.operations for result in operation.results}
@@ -133,7 +134,7 @@ def _constraints(program: Program, space: LayoutSpace) -> tuple[dict[int, HardLa
 
 
 def _layout(space: LayoutSpace, value: Value, spec: PartitionSpec) -> HardLayout | str:
-    """The layout that a spec asks for, or why there is none."""
+    """The layout of a spec, or the reason for which there is none."""
     mesh = space.mesh
     try:
         layout = from_spec(mesh, spec, len(value.shape))
@@ -158,11 +159,11 @@ def _layout(space: LayoutSpace, value: Value, spec: PartitionSpec) -> HardLayout
 
 
 def undivided(program: Program, space: LayoutSpace) -> list[str]:
-    """A sentence for each argument with data whose first dimension no mesh axis divides, with the sizes that would do.
+    """A sentence for each data argument whose first dimension no mesh axis divides, with sizes that would do.
 
-    Data is what no result replaces in the next step; where a scan runs over it, by microbatches, the second dimension
-    is asked. Of a function without a state, and beside a batch that is divided (a frozen network's weights), arguments
-    count that cannot be split on any dimension. Of a state, long dimensions count: a vocabulary.
+    Data are the arguments that no result replaces in the next step. For a scan over microbatches the second dimension
+    counts. Without a state, and next to a divided batch (a frozen network's weights), only arguments count that cannot
+    be split on any dimension. Of a state, long dimensions count: a vocabulary.
     """
     mesh = space.mesh
     if not mesh.splitting:
@@ -193,7 +194,7 @@ def undivided(program: Program, space: LayoutSpace) -> list[str]:
 
 
 def _scanned(program: Program) -> set[int]:
-    """The values that a scan runs over: their first dimension is split by no plan."""
+    """The values that a scan runs over: no plan splits their first dimension."""
     scans = [o for o in program.operations if o.primitive.name == "scan"]
     first = [o.params["num_consts"] + o.params["num_carry"] for o in scans]
     return {v for o, n in zip(scans, first, strict=True) for v in o.operands[n:] if isinstance(v, int)}

@@ -1,7 +1,7 @@
-"""Host memory: what a device's parts of tensors outside the memory of the devices take there.
+"""Host memory: the bytes of a device's parts of tensors outside of device memory.
 
-They have no bytes in the peak of a device (`shardplan.program.program.Value`), and are counted here, in the order of
-the program.
+These tensors have no bytes in the peak of a device (`shardplan.program.program.Value`). Their peak is counted here, in
+the order of the program.
 
 >>> import jax, shardplan
 >>> def step(moments, w):
@@ -25,9 +25,10 @@ from shardplan.problem.schedule import Schedule
 
 
 def host_bytes(schedule: Schedule, donated: Collection[int]) -> float:
-    """Bytes of host memory for one device at the peak; ``donated`` are positions of inputs whose memory results take.
+    """Bytes of host memory for one device at the peak. ``donated`` are positions of inputs whose memory results may
+    take.
 
-    A loop's carry and result are one tensor, and a stack is there from the loop's start.
+    A loop's carry and result are one tensor. A stack is live from the loop's start.
     """
     program, layouts = schedule.program, schedule.assignment.values
     on_host = {value.index for value in program.values if value.memory_kind is not None}

@@ -1,12 +1,12 @@
-"""What a loop's sum begins with.
+"""Initial values of deferred sums in loops: the parts with which a loop's partial carry begins.
 
-A sum that a loop adds up may wait until the loop is over: its carry is then one part per device. Zeros are parts as
-they are. Anything else that only additions read on its way round becomes parts for nothing as well: a device that has
-a block of it has that block as its part, where no other device has the same one, and zeros around it.
+The sum that a loop accumulates may be deferred until after the loop: its carry is then one partial sum per device.
+Zeros are partial sums as they are. Another initial value needs no bytes either, if only additions read the carry: a
+device that has a block of it has this block as its part, unless another device has the same one, and zeros around it.
 
 >>> from shardplan.layout.layout import LayoutSpace, MeshAxes
 >>> domain = LayoutSpace(MeshAxes(("x",), (8,))).domain((16, 16))
->>> beginnings(domain, ((0,), (), ()))          # a sum over x, of tensors that nothing splits
+>>> initial_layouts(domain, ((0,), (), ()))          # a sum over x, of tensors that nothing splits
 (((), ()), ((), (0,)), ((0,), ()))
 """
 
@@ -29,10 +29,10 @@ from shardplan.program.program import Constant, Operation, Program
 
 
 @lru_cache(maxsize=4096)
-def beginnings(domain: Domain, target: Layout) -> tuple[Layout, ...]:
-    """The layouts of a whole tensor from which parts in the layout ``target`` are made without sending anything.
+def initial_layouts(domain: Domain, target: Layout) -> tuple[Layout, ...]:
+    """The layouts of a whole tensor from which parts in the layout ``target`` are made without sending bytes.
 
-    None for a ``target`` that is no layout of parts. ``domain`` has the layouts of the whole tensor.
+    None if ``target`` is no partial layout. ``domain`` has the layouts of the whole tensor.
     """
     if len(target) == domain.rank:
         return ()
@@ -46,23 +46,23 @@ def beginnings(domain: Domain, target: Layout) -> tuple[Layout, ...]:
     )
 
 
-def beginning_prices(moving: Transitions, domain: Domain, targets: Sequence[Layout], total_bytes: int) -> np.ndarray:
-    """float [layouts of the domain, targets]: the price until a tensor can be made the parts that a target asks for.
+def initial_prices(moving: Transitions, domain: Domain, targets: Sequence[Layout], total_bytes: int) -> np.ndarray:
+    """float [layouts of the domain, targets]: the price until a tensor can become the parts of a target.
 
-    Infinite for targets that are no layouts of parts.
+    Infinite for targets that are no partial layouts.
     """
     table = np.full((len(domain), len(targets)), np.inf)
     for place, target in enumerate(targets):
-        if found := beginnings(domain.whole or domain, target):
+        if found := initial_layouts(domain.whole or domain, target):
             table[:, place] = moving.table(domain, found, total_bytes).min(axis=1)
     return table
 
 
 def in_parts(whole: Any, layout: Layout, target: Layout, mesh: Mesh, axes: MeshAxes) -> Any:
-    """The parts, stacked in front, of a tensor that lies in one of the layouts of ``beginnings``.
+    """The parts, stacked in front, of a tensor in one of the layouts of ``initial_layouts``.
 
-    Axes that split the tensor further than its parts put a block at its place among zeros; of the other devices that
-    the sum is over, those in front have the tensor, and the others zeros.
+    For axes that split the tensor further than its parts, a block is put into its position among zeros. Of the other
+    devices of the sum, the first ones have the tensor, and the others zeros.
     """
     pending, *own = target
     further = [axes_of[len(kept) :] for axes_of, kept in zip(layout, own, strict=True)]
@@ -90,9 +90,9 @@ def carries_of_sums(
     links: Mapping[int, Links],
     is_zero: Callable[[int | Constant | None], bool],
 ) -> dict[int, int]:
-    """Carries that may be sums which wait: what enters an iteration, and what comes round.
+    """Carries that may be deferred sums: the value that enters an iteration, and the one for the next iteration.
 
-    Those of a scan that begin with zeros, and those that additions alone read, also of a while loop.
+    These are carries of a scan that begin with zeros, and carries that only additions read, also of a while loop.
     """
     adding, found = _Adding(program, choices, links), {}
     for index, around in links.items():
@@ -107,7 +107,7 @@ def carries_of_sums(
 
 
 class _Adding:
-    """Which carries are read by additions alone, and by what else passes sums on, inner loops that add among them."""
+    """The carries that only additions and other operations that pass sums on read, inner loops included."""
 
     def __init__(self, program: Program, choices: Mapping[int, Choices], links: Mapping[int, Links]) -> None:
         self._choices = choices
@@ -127,7 +127,7 @@ class _Adding:
         }
 
     def only(self, entering: int, coming: int) -> bool:
-        """Whether a carry is read by what adds to it alone, and comes round as the sum."""
+        """Whether only additions read a carry, and the next iteration's value is the sum."""
         value, added = entering, False
         while value != coming:
             step = None if value in self._ends or entering in self._tested else self._passed(value)
@@ -137,7 +137,7 @@ class _Adding:
         return added and coming not in self._readers and self._ends[coming] == 1
 
     def _passed(self, value: int) -> tuple[int, bool] | None:
-        """What the one reader of a sum makes of it, and whether it adds anything; None where it needs the sum."""
+        """The result of the only reader of a sum, and whether it adds to it. None if it needs the whole sum."""
         readers = self._readers.get(value, [])
         if len(readers) != 1:
             return None

@@ -1,12 +1,12 @@
-"""Maxima and minima over devices, of integers where floats would lose a NaN.
+"""Maxima and minima over devices: they are reduced as integers if floats would lose a NaN.
 
-A maximum is NaN where one of its elements is. A collective loses that. NCCL takes the maximum of two floats by CUDA's
-`fmaxf` (of 16 bits by `__hmax`), which gives the operand that is a number, and XLA:GPU hands its all-reduces and
-reduce-scatters to NCCL; XLA:CPU 0.10.2 was measured to do the same. Integers have no such case. So a maximum over
-devices is taken of integers that are ordered as the floats are, with NaN beyond all numbers. Floats of 4 or 8 bytes
+A maximum is NaN if one of its elements is, and collectives lose that. NCCL takes the maximum of two floats by CUDA's
+`fmaxf` (of 16 bits by `__hmax`), which gives the operand that is a number. XLA:GPU hands its all-reduces and
+reduce-scatters to NCCL. XLA:CPU 0.10.2 was measured to lose NaNs too. Integers have no such case. A maximum over
+devices is therefore taken of integers in the order of the floats, with NaN beyond all numbers. Floats of 4 or 8 bytes
 have integers of the same size. Narrower ones take 4 bytes, since NCCL has no maximum of 16-bit integers.
 
-Most maxima need nothing of that: those of a softmax, see `shardplan.problem.nan_flow`.
+Most maxima need no integers: those of a softmax, see `shardplan.problem.nan_flow`.
 
 >>> from_integers(to_integers(jnp.float32([1, jnp.nan, 2]), "max").max(), jnp.float32)
 Array(nan, dtype=float32)
@@ -31,7 +31,7 @@ _OF_SCATTERS = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mo
 
 
 def compared_as_integers(program: Program, operation: Operation, strategy: Strategy) -> str | None:
-    """``max`` or ``min``, where an operation takes one over devices that would lose a NaN, else None."""
+    """``max`` or ``min`` for an operation whose reduction over devices would lose a NaN, else None."""
     partial = operation.primitive.name in _EXTREMES and any(strategy.pending)
     return strategy.reducers[0] if partial and loses_nan(program, operation.index) else None
 
@@ -42,7 +42,7 @@ def compared_dtype(dtype: Any) -> Any:
 
 
 def to_integers(array: Any, reducer: str) -> Any:
-    """Integers that are ordered as the floats of an array are, NaN last where ``max`` is wanted and first for ``min``.
+    """Integers in the order of the floats of an array, with NaN last for ``max`` and first for ``min``.
 
     >>> to_integers(jnp.float32([-2, -0.0, 0, 1, jnp.inf, jnp.nan]), "max").tolist()
     [-1073741825, -1, 0, 1065353216, 2139095040, 2147483647]
@@ -54,19 +54,19 @@ def to_integers(array: Any, reducer: str) -> Any:
 
 
 def from_integers(integers: Any, dtype: Any) -> Any:
-    """The floats of a type that `to_integers` made these of."""
+    """The floats of a type from the integers of `to_integers`."""
     wide = jnp.float64 if integers.dtype == jnp.int64 else jnp.float32
     return jax.lax.bitcast_convert_type(_turned(integers), wide).astype(dtype)
 
 
 def _turned(bits: Any) -> Any:
-    """The bits of a float, those of negative ones but for the sign inverted: their order is then that of the floats."""
+    """The bits of a float, with all but the sign inverted for negative ones: their order is that of the floats."""
     last = jnp.iinfo(bits.dtype)
     return bits ^ ((bits >> (last.bits - 1)) & last.max)
 
 
 def bind_integers(operation: Operation, operands: Sequence[Any], reducer: str) -> Any:
-    """A maximum or minimum of floats, taken of integers, and as integers."""
+    """A maximum or minimum of floats, computed on integers, with an integer result."""
     arrays = map(jnp.asarray, operands)
     mapped: list[Any] = [to_integers(one, reducer) if _jax.is_float(one.dtype) else one for one in arrays]
     if operation.primitive.name.startswith("scatter"):  # its parameters have a maximum of floats

@@ -1,8 +1,8 @@
-"""Where a NaN goes: whether a step's results depend on a maximum that ignores NaNs.
+"""NaN flow: whether a step's results depend on a maximum that ignores NaNs.
 
-A softmax does not. Each element minus the maximum is NaN where the element is, so that the sum over the same elements
-is NaN with any maximum, and so is all that is divided by it. What is computed of a maximum is followed, by the index
-expressions of the operations, until it is the same with any maximum.
+A softmax does not. Each element minus the maximum is NaN if the element is. The sum over the same elements is then NaN
+with any maximum, and so is every quotient by it. The analysis follows the results that depend on a maximum, by the
+index expressions of the operations, until they are the same with any maximum.
 
 >>> import jax
 >>> from shardplan.program.tracing import trace_program
@@ -49,19 +49,19 @@ _PASSING_NAN = frozenset(
     | {"exp", "exp2", "expm1", "log", "log1p", "sin", "cos", "tan", "sinh", "cosh", "tanh", "logistic"}
     | {"erf", "erfc", "floor", "ceil", "round", "reduce_precision", "convert_element_type", "reduce_sum", "dot_general"}
 )
-"""Operations of floats whose result is NaN where an element that they read is NaN."""
+"""Operations of floats whose result is NaN if one of its elements is NaN."""
 
 _FALSE_OF_NAN = frozenset({"eq", "ge", "gt", "le", "lt", "is_finite"})
-"""Operations whose result is false where an element that they read is NaN."""
+"""Operations whose result is false if one of its elements is NaN."""
 
 _MOVING = frozenset(
     {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "copy", "copy_p"}
     | {"sharding_constraint", "optimization_barrier"}
 )
-"""Operations that give what they read."""
+"""Operations that move elements without a change."""
 
-_DEEPEST = 12
-"""Operations in a row that are looked through for a NaN; a softmax and its gradient have fewer."""
+_MAX_DEPTH = 12
+"""The most operations in a row that are followed for a NaN. A softmax and its gradient have fewer."""
 
 
 @memoize
@@ -70,17 +70,16 @@ def loses_nan(program: Program, index: int) -> bool:
     operation = program.operations[index]
     if not _jax.is_float(program.values[operation.results[0]].dtype):
         return False
-    # what a scatter puts together is not followed further
+    # the result of a scatter is not followed further
     return operation.primitive.name.startswith("scatter") or _Following(program, operation).is_lost()
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What is known of a value if the maximum's operand has a NaN, whatever the maximum then is.
+    """Facts about a value if the maximum's operand has a NaN, for any maximum.
 
-    ``differs``: the value may depend on the maximum of the elements that agree with its own in these dimensions; None
-    where it does not. ``nan``: it is NaN (or false) where a NaN agrees in these dimensions; None where that is not
-    known.
+    ``differs``: the value may depend on the maximum of the elements that agree with its own in these dimensions, None
+    if it does not. ``nan``: it is NaN (or false) if a NaN agrees in these dimensions, None if that is unknown.
     """
 
     differs: Mapping[Any, int] | None = None
@@ -88,7 +87,7 @@ class _Seen:
 
 
 class _Following:
-    """What is computed of a maximum, followed until all of it is the same with any maximum."""
+    """The values that depend on a maximum, followed until all are the same with any maximum."""
 
     def __init__(self, program: Program, operation: Operation) -> None:
         self._program = program
@@ -99,7 +98,7 @@ class _Following:
         self._seen = self._beginning()
 
     def _beginning(self) -> dict[int, _Seen]:
-        """The maximum, its operand, and what that has its NaNs from."""
+        """The maximum, its operand, and the origin of the operand's NaNs."""
         [operand], [result] = self._operation.operands, self._operation.results
         if not isinstance(operand, int):
             return {}
@@ -119,7 +118,7 @@ class _Following:
         return found
 
     def is_lost(self) -> bool:
-        """Whether something that leaves the region of the maximum depends on it."""
+        """Whether a value that leaves the region of the maximum depends on it."""
         [result] = self._operation.results
         waiting: list[int] = []
         if self._leaves(result, waiting):
@@ -135,25 +134,25 @@ class _Following:
         return False
 
     def _leaves(self, value: int, waiting: list[int]) -> bool:
-        """Whether a value leaves its region, or enters another one; else its readers wait."""
+        """Whether a value leaves its region, or enters another one. Otherwise its readers are followed."""
         readers = self._readers.get(value, ())
         for reader in readers:
             heappush(waiting, reader)
         return value in _leaving(self._program) or any(not _is_plain(self._program, reader) for reader in readers)
 
     def _of(self, operand: int | Constant, depth: int) -> _Seen:
-        """What is known of an operand. What differs was seen before all that reads it."""
+        """The facts about an operand. A value that differs comes before all its readers."""
         if not isinstance(operand, int):
             return _Seen()
         if operand not in self._seen:
             maker = self._program.makers.get(operand)
-            followed = maker is not None and depth < _DEEPEST and not maker.bodies
+            followed = maker is not None and depth < _MAX_DEPTH and not maker.bodies
             found = self._results(maker, depth + 1)[maker.results.index(operand)] if maker and followed else _Seen()
             self._seen[operand] = found
         return self._seen[operand]
 
     def _results(self, operation: Operation, depth: int) -> list[_Seen]:
-        """What is known of an operation's results."""
+        """The facts about an operation's results."""
         name = operation.primitive.name
         operands = [self._of(operand, depth) for operand in operation.operands]
         tensors = [operand_type(self._program, operand) for operand in operation.operands]
@@ -163,7 +162,7 @@ class _Following:
             differs = any(seen.differs is not None for seen in operands)
             return [_Seen({} if differs else None) for _ in results]
         read = operands
-        if name in _PASSING_NAN or name in _FALSE_OF_NAN:  # of what is false, nothing follows here
+        if name in _PASSING_NAN or name in _FALSE_OF_NAN:  # no facts follow from false values here
             read = [
                 seen if _jax.is_float(t.dtype) else _Seen(seen.differs)
                 for seen, t in zip(operands, tensors, strict=True)
@@ -178,14 +177,16 @@ class _Following:
         return found
 
     def _settled(self, seen: _Seen) -> _Seen:
-        """What is NaN wherever it may differ does not differ."""
+        """Facts without `differs`, if the value is NaN wherever it may differ."""
         if seen.differs is None or seen.nan is None or self._dims & {*seen.nan.values()}:
             return seen
         return _Seen(None, seen.nan) if seen.nan.items() <= seen.differs.items() else seen
 
     def _chosen(self, operation: Operation, operands: Sequence[_Seen]) -> Mapping[int, int] | None:
-        """Where a choice among cases of one shape is NaN: where all cases are, or the first one is and is chosen, or
-        the one is that the maximum's operand has its NaNs from."""
+        """The NaNs of a choice among cases of one shape.
+
+        It is NaN if all cases are, if the first one is and is chosen, or if the case is that has the operand's NaNs.
+        """
         pred, *cases = (seen.nan for seen in operands)
         same = self._mask.get(operation.operands[0]) if isinstance(operation.operands[0], int) else None
         if same is not None and (taken := cases[same]) is not None and [*taken.items()] == [(d, d) for d in taken]:
@@ -201,7 +202,7 @@ class _Following:
 
 
 class _Walk:
-    """What is known of one element of a result, by the indices of its expression."""
+    """The facts about one element of a result, by the indices of its expression."""
 
     def __init__(
         self,
@@ -216,7 +217,7 @@ class _Walk:
         self._looks_up = looks_up
 
     def term(self, term: Term) -> _Seen:
-        """What is known of a term."""
+        """The facts about a term."""
         if isinstance(term, Read):
             seen = self._operands[term.operand]
             return _Seen(self._places(term, seen.differs, False), self._places(term, seen.nan, True))
@@ -232,7 +233,7 @@ class _Walk:
         return _Seen(_without(common, term.indices), _without(nan, term.indices))
 
     def _places(self, read: Read, places: Mapping[int, int] | None, every: bool) -> Mapping[str, int] | None:
-        """Dimensions of an operand by the indices that run over them; nothing where ``every`` one needs an index."""
+        """Dimensions of an operand by their indices. Empty if ``every`` dimension needs an index and one has none."""
         found: dict[str, int] = {}
         for dim, place in places.items() if places is not None else ():
             name, size = _name(read.at[dim]), self._shapes[read.operand][dim]
@@ -258,7 +259,7 @@ def _agree(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
 
 
 def _name(position: Affine | None) -> str | None:
-    """The index that a position is, if it is one."""
+    """The index of a position that is a plain index."""
     if position is None or position.offset or len(position.terms) != 1:
         return None
     [(coefficient, atom)] = position.terms
@@ -266,7 +267,7 @@ def _name(position: Affine | None) -> str | None:
 
 
 def _is_followed(operation: Operation, results: Sequence[Value]) -> bool:
-    """Whether it is known what an operation makes of NaNs: of a lookup, if what it finds nowhere is NaN as well."""
+    """Whether the NaNs of an operation's results are known. A lookup must fill with NaN."""
     name, params = operation.primitive.name, operation.params
     if name == "gather":
         fill = params["fill_value"]
@@ -276,7 +277,7 @@ def _is_followed(operation: Operation, results: Sequence[Value]) -> bool:
 
 
 def _is_number(program: Program, operand: int | Constant) -> bool:
-    """Whether an operand is a literal that is no NaN, converted or broadcast."""
+    """Whether an operand is a literal other than NaN, converted or broadcast."""
     if isinstance(operand, Constant):
         return bool(np.all(operand.value == operand.value))
     maker = program.makers.get(operand)

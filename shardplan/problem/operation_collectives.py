@@ -1,4 +1,4 @@
-"""The collectives of operations: exchanges of halos between neighbours, and what operations call by name."""
+"""Collectives of operations: halo exchanges between neighbours, and collectives that regions call by name."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def called_steps(mesh: MeshAxes, strategy: Strategy, results: Sequence[Value]) -
 
 
 def halo_steps(mesh: MeshAxes, domain: Domain, layout: Layout, halos: Sequence[Halo], value: Value) -> Iterator[Step]:
-    """The exchanges of the halos of one tensor in ``layout``, dimension by dimension.
+    """The halo exchanges of one tensor in ``layout``, dimension by dimension.
 
-    Blocks carry the rows that they got along earlier dimensions on to their neighbours along later ones: the corners.
+    Rows from neighbours along earlier dimensions are sent on along later ones: the corners.
     """
     local = 1.0 / float(domain.degrees[domain.position[layout]])
     carried, rows_got, dim = 1.0, 0.0, -1

@@ -1,7 +1,7 @@
 """The strategies that an operation has: per mesh axis, the index of its expression that the axis splits.
 
-The rule of an operation says what splits over n blocks; here this is spread over the axes of a mesh. An operation whose
-indices all appear in its one result (elementwise, transposes, broadcasts) needs no choice of its own: its strategy
+The rule of an operation has its splits over n blocks. Here they become splits over the axes of a mesh. An operation
+whose indices all appear in its one result (elementwise, transposes, broadcasts) has no choice of its own: its strategy
 follows from the layout of its result.
 """
 
@@ -36,8 +36,8 @@ from shardplan.program.regions.region import region_of
 class _Sized:
     """A split, and the size of the index that it splits.
 
-    uneven: whether some blocks, of the index or of a dimension, are padded. places: of operands and results, counted
-    on, each tensor that it splits and the dimension. reducers: of results it leaves partial, each with how. halos: of
+    uneven: whether some blocks, of the index or of a dimension, are padded. places: each split tensor, with operands
+    and results numbered in a row, and its split dimension. reducers: partial results, each with its reducer. halos: of
     operands, the dimension and the rows of each exchange.
     """
 
@@ -77,7 +77,7 @@ class StrategyMaker:
         return rule, self._by_rule[key]
 
     def given(self, program: Program, operation: Operation) -> Choices | None:
-        """The only strategy of a ``shard_map``: what its specs say. None for every other operation."""
+        """The only strategy of a ``shard_map``, by its specs. None for every other operation."""
         mesh = self.space.mesh
         region = region_of(mesh, operation)
         if region is None:
@@ -100,7 +100,7 @@ class StrategyMaker:
             ]
             for n in self.space.mesh.degrees
         }
-        tensors = (*operands, *results)  # none, where all that is printed is text
+        tensors = (*operands, *results)  # none for the printing of a constant text
         work = rule.flops, sum(bytes_of(t) for t in tensors), tensors[0].dtype if tensors else np.dtype(np.float32)
         every = [sized.split for found in splits.values() for sized in found]
         axes = self.space.mesh.splitting
@@ -130,28 +130,30 @@ class StrategyMaker:
         return [_Sized.of(split, own, padded) for split, (own, _), padded in zip(found, sizes, uneven, strict=True)]
 
     def _divide_unevenly(self, sizes: Sequence[int], n: int) -> bool:
-        """Whether n blocks divide all sizes, some of them with padding: equal blocks are a matter of equal splits."""
+        """Whether n blocks divide all sizes of a split, some with padding. Equal splits cover equal blocks."""
         uneven = [size for size in sizes if size % n]
         return bool(uneven) and all(self.space.pads(size, n) for size in uneven)
 
     def _following(
         self, layout: Layout, sizes: Sequence[int], along: Mapping[tuple[int, int | None], _Sized], ranks: Any
     ) -> Strategy:
-        """The strategy of an operation whose result is wanted as ``layout``; what it cannot split it repeats. ``along``
-        are the splits by number of blocks and dimension of the result."""
+        """The strategy of an operation for its result in ``layout``. Work that it cannot split is repeated.
+
+        ``along`` are the splits by number of blocks and dimension of the result.
+        """
         assigned = []
         for dim, axes in enumerate(layout):
             for kept in range(len(axes), 0, -1):
                 found = along.get((self.space.mesh.degree(axes[:kept]), dim))
                 even = sizes[dim] not in self.space.padded
-                if found is not None and (even or self.space.line_up(sizes[dim], axes[:kept], axes)):
+                if found is not None and (even or self.space.blocks_nest(sizes[dim], axes[:kept], axes)):
                     assigned.append((found, axes[:kept]))
                     break
         strategy = self._combine(assigned, ranks)
         return strategy if strategy is not None else self._whole(ranks)
 
     def _whole(self, ranks: Any) -> Strategy:
-        """The strategy that splits nothing."""
+        """The strategy without splits."""
         strategy = self._combine([], ranks)
         assert strategy is not None
         return strategy
@@ -175,7 +177,7 @@ class StrategyMaker:
                     yield strategy
 
     def _combine(self, sized: list[tuple[_Sized, tuple[int, ...]]], ranks: Any) -> Strategy | None:
-        """The strategy that splits each given index over its axes; None where two indices meet in one dimension."""
+        """The strategy that splits each given index over its axes, None if two indices meet in one dimension."""
         layouts = [list(replicated(rank)) for rank in (*ranks[0], *ranks[1])]
         pending: list[tuple[int, ...]] = [()] * len(ranks[1])
         reducers: list[str | None] = [None] * len(ranks[1])
@@ -214,12 +216,13 @@ def _pointwise(rule: Any, operands: Sequence[Any], result: Any) -> bool:
         if operand.shape and (len(operand.shape) != len(result.shape) or any(a not in (1, b) for a, b in aligned)):
             return False
     splits = (s for size in set(result.shape) if size > 1 for s in rule.splits(size) if _no_halo(s))
-    split = {s.results[0].dim for s in splits if _alike(s, operands)}
+    split = {s.results[0].dim for s in splits if _splits_all_operands(s, operands)}
     return bool(operands) and all(dim in split for dim, size in enumerate(result.shape) if size > 1)
 
 
-def _alike(split: Any, operands: Sequence[Any]) -> bool:
-    """Whether a split divides all operands along the dimension of the result, but those that it has one element of."""
+def _splits_all_operands(split: Any, operands: Sequence[Any]) -> bool:
+    """Whether a split divides all operands along the dimension of the result, except operands with a single element
+    there."""
     dim = split.results[0].dim
     sizes = (operand.shape[dim] if operand.shape and dim is not None else 1 for operand in operands)
     return all(slot.dim == dim or size == 1 for slot, size in zip(split.operands, sizes, strict=True))
@@ -236,7 +239,7 @@ def split_sizes(split: Any, shapes: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def _reducible(sized: _Sized, results: Sequence[Any]) -> bool:
-    """Whether XLA has a collective for the partial results of a split: none combines the bits of integers."""
+    """Whether XLA has a collective for the partial results of a split. None combines the bits of integers."""
     slots = zip(sized.split.results, results, strict=True)
     return all(slot.reducer not in ("and", "or") or result.dtype == bool for slot, result in slots)
 

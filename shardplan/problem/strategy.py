@@ -1,4 +1,4 @@
-"""Strategies: for one operation, the layout of each operand and result, and what its devices send for it."""
+"""Strategies: for one operation, the layout of each operand and result, and the bytes that its devices send."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Halo:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How one operation is split.
+    """The split of one operation.
 
-    ``operands`` holds the layout that each operand must have (None for literals), ``results`` the layout in which
-    each result comes out, ``pending`` per result the axes over which it is still a partial result, in the order in
-    which they split the reduced index, with its ``reducers``. ``degree`` is the number of devices that share the
-    work; the others repeat it. ``halos`` are the rows that blocks get from their neighbours. ``padded`` tells that some
-    index is split unevenly: devices then work on padded blocks, and fewer than there are share the work.
+    ``operands`` has the layout of each operand (None for literals), ``results`` that of each result. ``pending`` has
+    per result the axes over which it is a partial result, in the order in which they split the reduced index, and
+    ``reducers`` its reducers. ``degree`` is the number of devices that share the work. The others repeat it. ``halos``
+    are the rows that blocks get from their neighbours. ``padded`` marks an unevenly split index: devices work on padded
+    blocks, and some may have none.
     """
 
     operands: tuple[Layout | None, ...]
@@ -40,9 +40,9 @@ class Strategy:
     degree: float
     halos: tuple[Halo, ...] = ()
     possible: bool = True
-    """Whether the operation can be split so; a strategy that cannot be stands where a layout has none."""
+    """Whether the operation can be split so: a layout without a strategy has an impossible one."""
     calls: tuple[Named, ...] = ()
-    """The collectives that the operation itself calls by name: a region that the user split by hand."""
+    """The collectives that the operation calls by name, in a region that the user split by hand."""
     padded: bool = False
 
 
@@ -50,10 +50,10 @@ class Strategy:
 class Choices:
     """The strategies of one operation.
 
-    ``follows_result`` tells that they are aligned with the domain of the only result, one per layout; otherwise the
-    operation is a variable of its own. ``pointwise`` tells that each element of the result reads the elements at its
-    own place alone (of operands that may be broadcast). ``linear`` are the sets of operands through which partial sums
-    pass together; ``islands`` tells that the operation can run on blocks as it is.
+    ``follows_result`` marks strategies that are aligned with the domain of the only result, one per layout. Otherwise
+    the operation is a variable of its own. ``pointwise`` marks results whose elements read the elements at the same
+    place alone (of operands that may be broadcast). ``linear`` are the sets of operands through which partial sums pass
+    together. ``islands`` tells that the operation can run on blocks unchanged.
     """
 
     strategies: tuple[Strategy, ...]
@@ -65,13 +65,13 @@ class Choices:
     memory_bytes: int
     """Bytes that the whole operation reads and writes."""
     dtype: Any
-    """Element type that the work is done in."""
+    """Element type of the work."""
 
 
 def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Choices:
     """The choices of an operation through which partial sums pass, aligned with a domain that has partial layouts.
 
-    Where an operation cannot be split as its partial result asks for, an impossible strategy stands.
+    An impossible strategy is the entry of a partial layout that the operation cannot have.
     """
     assert domain.whole is not None
     strategies = list(choices.strategies)
@@ -88,8 +88,8 @@ def passing_on(choices: Choices, domain: Domain, linear: tuple[int, ...]) -> Cho
     return replace(choices, strategies=tuple(strategies))
 
 
-def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...]) -> Choices:
-    """The choices of an operation, and those in which a partial sum of one of the ``sets`` of operands waits.
+def with_deferred(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...]) -> Choices:
+    """The choices of an operation, and those with a deferred sum in one of the ``sets`` of operands.
 
     The devices that hold the parts all do the work, each on its own part.
     """
@@ -111,7 +111,7 @@ def waiting(choices: Choices, mesh: MeshAxes, sets: tuple[tuple[int, ...], ...])
 
 
 def barrier_strategy(operation: Operation, values: Mapping[int, Layout], mesh: MeshAxes) -> Strategy:
-    """How a barrier is split, which passes on each operand in the layout that its result has."""
+    """The strategy of a barrier: each operand has the layout of its result."""
     results = tuple(values[result] for result in operation.results)
     operands = tuple(r if isinstance(o, int) else None for o, r in zip(operation.operands, results, strict=True))
     nothing = ((),) * len(results)

@@ -1,8 +1,8 @@
-"""The element types in which sums over devices travel.
+"""The element types of reductions over devices.
 
-A sum travels in its own type, as XLA does it, or in float32 if it is small and narrower than that. One device adds up
-narrow floats in float32, and rounds once; several round each part, and the sum of each two. A user may name another
-type (``reduce_dtype``).
+A sum is reduced in its own type, as in XLA, or in float32 if it is small and narrower than that. One device adds up
+narrow floats in float32, and rounds once. Several devices round each part, and the sum of each two. A user may name
+another type (``reduce_dtype``).
 
 >>> import jax
 >>> [str(precise_dtype(jax.ShapeDtypeStruct(shape, "bfloat16"))) for shape in ((), (8192,), (32, 64), (512, 512))]
@@ -22,14 +22,14 @@ from shardplan.program.program import Operation
 _CONTRACTIONS = frozenset({"dot_general", "ragged_dot_general"})
 
 _SMALL = 4096
-"""Elements of a sum that travels in float32 though it is narrower: about those of a large model's vectors."""
+"""The most elements of a narrow sum that is reduced in float32: about those of a large model's vectors."""
 
 
 def reduction_dtype(operation: Operation, tensor: Any, reduce_dtype: Any) -> Any:
-    """The element type in which the partial results of an operation travel.
+    """The element type in which the partial results of an operation are reduced.
 
-    Of types that the user names, a wider one holds for every sum of floats, a narrower one for contractions (gradients
-    and activations) alone, since plain sums are statistics and losses.
+    A wider type from the user holds for every sum of floats. A narrower one holds for contractions (gradients and
+    activations) alone, since plain sums are statistics and losses.
     """
     exact = operation.primitive.name in ("shard_map", "gather")  # of the parts of a lookup all but one are zeros
     if not _jax.is_float(tensor.dtype) or exact:
@@ -41,7 +41,7 @@ def reduction_dtype(operation: Operation, tensor: Any, reduce_dtype: Any) -> Any
 
 
 def deferred_dtype(tensor: Any, reduce_dtype: Any) -> Any:
-    """The element type in which a deferred sum is reduced; vectors (statistics, biases) are not narrowed."""
+    """The element type in which a deferred sum is reduced. Vectors (statistics, biases) are not narrowed."""
     if not _jax.is_float(tensor.dtype):
         return tensor.dtype
     if reduce_dtype is None:
@@ -52,7 +52,7 @@ def deferred_dtype(tensor: Any, reduce_dtype: Any) -> Any:
 
 def precise_dtype(tensor: Any) -> Any:
     """float32 for a scalar, a vector (statistics, gradients of biases) or a small tensor of narrower floats, whose
-    bytes hardly count; of all others their own."""
+    bytes hardly count. All others have their own type."""
     small = len(tensor.shape) < 2 or prod(tensor.shape) <= _SMALL
     narrow = _jax.is_float(tensor.dtype) and _jax.item_bytes(tensor.dtype) < 4
     return np.dtype(np.float32) if small and narrow else tensor.dtype

@@ -1,7 +1,7 @@
-"""What Tofu's search and the methods that it was compared with look at, beyond costs.
+"""Annotations of the cost network for Tofu's search and its rivals, which need more than costs.
 
-Each choice of a variable is annotated with the dimension (of a tensor) or the index (of an operation) that every mesh
-axis splits. Indices are numbered per operation, in the order in which its strategies first split them.
+Each choice of a variable has the dimension (of a tensor) or the index (of an operation) that every mesh axis splits.
+Indices are numbered per operation, in the order in which its strategies first split them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _indices(strategies: tuple[Strategy, ...], axes: tuple[int, ...]) -> list[tu
 
 
 def _place(strategy: Strategy, axis: int) -> Any:
-    """Where an axis appears in a strategy: that tells the index that it splits. None where it splits none."""
+    """The place of an axis in a strategy, which identifies the index that it splits. None if it splits none."""
     tensors = (*strategy.operands, *strategy.results)
     dims = tuple(next((d for d, group in enumerate(t or ()) if axis in group), None) for t in tensors)
     pending = tuple(axis in axes for axes in strategy.pending)

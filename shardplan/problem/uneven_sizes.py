@@ -1,10 +1,12 @@
-"""Which sizes are padded inside the step: those that products and windows would split if the mesh divided them.
+"""Uneven sizes: the sizes that are padded inside a step, since dots and windows would split them if the mesh divided
+them.
 
 A vocabulary of 50257 or 12 heads do not divide by 8. Inside a step XLA pads them: every device gets the next whole
-number of rows, and the last ones have less, or nothing. Arguments and results of a step divide evenly or stay whole.
-Only sizes are padded that a product has as a whole dimension, where splitting it shares work, or that windows move over
-(convolutions, poolings and their gradients; `shardplan.rules.uneven`) with many rows per device; all others stay as
-they are, so that programs whose sizes divide are planned as ever.
+number of rows, and the last ones have fewer, or none. Arguments and results of a step divide evenly or stay whole.
+
+Two kinds of sizes are padded: a whole dimension of a dot, whose split shares work, and a dimension of windows
+(convolutions, poolings and their gradients; `shardplan.rules.uneven`) with many rows per device. All others stay as
+they are, so that programs whose sizes divide have the same plans.
 
 >>> import jax
 >>> from shardplan.layout.layout import MeshAxes
@@ -26,12 +28,12 @@ from shardplan.program.program import Operation, Program, operand_type
 # Smaller dimensions (colours, coordinates) share no work worth the further layouts.
 _LEAST_SIZE = 6
 
-# Windows are split unevenly where each device gets enough rows beside those that it reads of its neighbours.
+# Windows are split unevenly if each device has enough rows in addition to those of its neighbours.
 _LEAST_ROWS = 16
 
 
 def padded_sizes(program: Program, mesh: MeshAxes) -> frozenset[int]:
-    """The sizes of a program that some mesh axes split unevenly, with little padding, where work is shared so."""
+    """The sizes of a program that some mesh axes split unevenly, with little padding, where the split shares work."""
     found: set[int] = set()
     for operation in program.operations:
         if operation.primitive.name == "dot_general":
@@ -49,7 +51,7 @@ def padded_sizes(program: Program, mesh: MeshAxes) -> frozenset[int]:
 
 
 def _of_windows(program: Program, operation: Operation, mesh: MeshAxes) -> set[int]:
-    """The sizes of dimensions that windows move over, or that these give."""
+    """The sizes of dimensions of windows' operands and results."""
     operands = [operand_type(program, operand) for operand in operation.operands]
     results = [program.values[result] for result in operation.results]
     shapes = [tensor.shape for tensor in (*operands, *results)]

@@ -1,7 +1,7 @@
-"""The variables of a problem's network, numbered: what a solution's choices stand for, without any cost.
+"""The variables of a problem's network, numbered: the meaning of a solution's choices, without costs.
 
-Values come first, then the copies that several readers share, then operations that have a choice of their own. So a
-solution that is at hand already is read without building the network.
+Values come first, then the copies that several readers share, then operations with a choice of their own. A solution
+from a cache is read by them without the network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardplan.program.program import Constant, Program
 
 @dataclass(slots=True)
 class Variables:
-    """Numbers of variables: of values, of shared copies, of operations; with a name and a number of choices each.
+    """Numbers of variables: of values, of shared copies, of operations, with a name and a number of choices each.
 
     Values that share their layout with another one (a loop's result and its carry) share its variable.
     """
@@ -31,23 +31,23 @@ class Variables:
     sizes: list[int] = field(default_factory=list)
 
     def add(self, name: str, size: int) -> int:
-        """The number of one more variable."""
+        """Adds a variable and gives its number."""
         self.names.append(name)
         self.sizes.append(size)
         return len(self.names) - 1
 
     def read(self, value: int) -> int:
-        """The variable that readers of a value see: that of the copy, where they share one."""
+        """The variable that readers of a value see: its shared copy's, or its own."""
         return self.copies.get(value, self.values[value])
 
     def digest(self) -> str:
-        """A digest of names and sizes: choices are positions, which hold for no other variables."""
+        """A digest of names and sizes. Choices are positions, which hold for no other variables."""
         return hashlib.sha256(repr((self.names, self.sizes)).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """What the variables of a program depend on."""
+    """The inputs that determine the variables of a program."""
 
     program: Program
     choices: Mapping[int, Choices]
@@ -93,7 +93,7 @@ class Numbering:
         return {index: len(found) for index, found in readers.items()}
 
     def _linked(self) -> Iterator[tuple[Any, int]]:
-        """Values that no operation reads, but links and outputs that are fed back; each with its reader."""
+        """Values that no operation reads, but links and outputs that are fed back, each with its reader."""
         for number, replaced in self.program.replaced.items():
             output = self.program.outputs[number]
             if isinstance(output, int) and output not in self.generated:
@@ -106,7 +106,10 @@ class Numbering:
 
 def generated_values(program: Program, choices: Mapping[int, Choices], fixed: Mapping[int, Any]) -> frozenset[int]:
     """Results of operations that read no tensor, follow their result, and compute each element by one operation at
-    most: they cost nothing in any layout. A product or a sum of such results has a kernel, and a layout, of its own."""
+    most.
+
+    They cost nothing in any layout. A dot or a sum of such results has a kernel, and a layout, of its own.
+    """
     generated: set[int] = set()
     for operation in program.operations:
         found = choices.get(operation.index)

@@ -1,9 +1,9 @@
-"""In how many bytes XLA sends what has been converted to a wider type, or will be to a narrower: in the fewest.
+"""Element types on the wire: XLA sends a converted value in the narrower of its types.
 
-XLA moves a conversion behind the collective that brings its result elsewhere (CollectiveQuantizer), also where only
-views and slices are in between, and puts several conversions behind their concatenation first. One to a narrower type
-that alone reads what a collective brings it moves before that. Where something else is in between (a factor), it may or
-may not: such values count as they are. Sums of several devices' parts are made in the wider type.
+XLA moves a conversion to a wider type after the collective on its result (CollectiveQuantizer), also through views and
+slices. It moves several conversions after their concatenation first. A conversion to a narrower type that is the only
+reader of a collective moves before that collective. With another operation in between (a factor), XLA may or may not
+move it: such values count in their own type. Sums over devices are made in the wider type.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -32,7 +32,7 @@ _PASSED = frozenset(
 
 
 def sent_bytes(program: Program) -> list[int]:
-    """Per value, the bytes of the whole tensor in the type in which parts of it are sent."""
+    """Per value, the bytes of the whole tensor in its type on the wire."""
     found = [value.stored_bytes for value in program.values]
     for value, dtype in (narrowed_to(program) | widened_from(program)).items():
         found[value] = program.values[value].elements * _jax.item_bytes(dtype)
@@ -40,15 +40,19 @@ def sent_bytes(program: Program) -> list[int]:
 
 
 def reduced_width(tensor: Value, sent: int, dtype: Any) -> float:
-    """The size of an element while a tensor is reduced in a type, in units of that in which parts of it are sent:
-    ``sent`` bytes for the whole tensor."""
+    """The size of an element during a reduction in a type, relative to its type on the wire.
+
+    ``sent`` are the bytes of the whole tensor in the latter.
+    """
     return _jax.item_bytes(dtype) * tensor.elements / sent if sent else 1.0
 
 
 @memoize
 def narrowed_to(program: Program) -> dict[int, Any]:
-    """Per value that one view alone reads, and then one conversion to a narrower type, that type. What a conversion
-    reads itself can as well be sent behind it."""
+    """Per value with a single reader, a view, and then a single conversion to a narrower type, that type.
+
+    A conversion's direct operand is left out: its collective can be planned after the conversion as well.
+    """
     found, converted, readers = dict[int, Any](), dict[int, Any](), dict[int, list[Operation]]()
     for operation in program.operations:
         for operand in operation.operands:
@@ -73,12 +77,12 @@ def narrowed_to(program: Program) -> dict[int, Any]:
 
 
 @memoize
-def unrounded(program: Program) -> frozenset[int]:
-    """The values of narrow floats that a conversion to a wider type reads: the terms of a sum, above all.
+def widened_terms(program: Program) -> frozenset[int]:
+    """The values of narrow floats that a conversion to a wider type reads: above all the terms of a sum.
 
-    XLA:CPU computes them in float32, and leaves out the rounding in between. A constraint between the two keeps that,
-    whose copy is there until after the pass (FloatNormalization); the conversion's own constraint says the layout.
-    XLA:GPU has no copies by then.
+    XLA:CPU computes them in float32, and leaves out the rounding in between. A constraint between the two keeps the
+    rounding: its copy is there until after the pass (FloatNormalization). The layout comes from the conversion's own
+    constraint. XLA:GPU has no copies by then.
     """
     conversions = (o for o in program.operations if o.primitive.name == "convert_element_type")
     read = ((o.operands[0], program.values[o.results[0]].dtype) for o in conversions)
@@ -92,7 +96,7 @@ def _is_narrower(narrow: Any, wide: Any) -> bool:
 
 @memoize
 def widened_from(program: Program) -> dict[int, Any]:
-    """Per value that comes from a conversion to a wider type, the type that its elements had before."""
+    """Per value from a conversion to a wider type, its type before."""
     found: dict[int, Any] = {}
     for operation in program.operations:
         dtypes = set(_dtypes(program, operation, found))
@@ -102,7 +106,8 @@ def widened_from(program: Program) -> dict[int, Any]:
 
 
 def _dtypes(program: Program, operation: Operation, found: Mapping[int, Any]) -> Iterator[Any]:
-    """From what each operand was converted that an operation passes on, None where from nothing."""
+    """The types before conversion of the operands that an operation passes on, None for an operand without
+    conversion."""
     name, operands = operation.primitive.name, operation.operands
     if name == "convert_element_type":
         narrow, wide = operand_type(program, operands[0]).dtype, program.values[operation.results[0]].dtype

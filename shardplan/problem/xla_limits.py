@@ -1,9 +1,9 @@
-"""What XLA's partitioner does not do, though the operation allows it.
+"""Limits of XLA's partitioner: splits that an operation's rule allows and that XLA does not run as the rule says.
 
-A rule says how an operation can be split; XLA runs most operations so once their operands and results are constrained.
-Where it was measured to gather the operands instead, the split is no strategy: the plan replicates the operation, which
-costs what XLA would send. Measured by compiling every split of an example of every primitive for two H100 and holding
-the bytes against the rule's: 175 of 203 agreed, and the others are here.
+XLA runs most operations as their rule says if their operands and results are constrained. A split for which it was
+measured to do an all-gather of the operands is no strategy: the plan replicates the operation, which costs the bytes
+that XLA would send. For the measurement every split of an example of every primitive was compiled for two H100, and its
+bytes were compared with the rule's. 175 of 203 agreed, and the others are here.
 
 >>> import jax
 >>> from shardplan import rules
@@ -19,7 +19,7 @@ from typing import Any
 
 from shardplan.problem.ops.gather import adds_whole_rows, fills_elements, looks_up_rows
 from shardplan.problem.ops.ragged_dot import RAGGED, splits_rows_or_groups
-from shardplan.problem.ops.slice import SLICES, gives_whole_windows, reads_place, reads_poorly
+from shardplan.problem.ops.slice import SLICES, gives_whole_windows, is_useless_split, reads_place
 from shardplan.problem.ops.update_slice import runs_by_place, splits_moved_windows, splits_places, windows
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Operation
@@ -30,13 +30,13 @@ ISLANDS = frozenset(
 )
 
 PASSING = frozenset({"dot_general", "gather", "scatter-add", "reduce_sum", "split", *SLICES})
-"""Operations that have strategies of their own and that XLA runs on all devices' parts of a sum, each on its own."""
+"""Operations with strategies of their own that XLA runs on partial sums, each device on its own part."""
 
 
 def usable_splits(rule: Any, n: int) -> list[Any]:
     """The splits of a rule over n blocks that XLA runs as the rule says."""
     if rule.primitive in SLICES:
-        return [split for split in rule.splits(n) if not reads_poorly(rule, split, n)]
+        return [split for split in rule.splits(n) if not is_useless_split(rule, split, n)]
     gathered = next((gathers for names, gathers in _GATHERED if rule.primitive.startswith(names)), None)
     return [split for split in rule.splits(n) if gathered is None or not gathered(rule, split)]
 
@@ -44,9 +44,9 @@ def usable_splits(rule: Any, n: int) -> list[Any]:
 def usable_padded_splits(rule: Any) -> list[Any]:
     """The splits of a rule over blocks that do not divide an index which XLA runs as the rule says, by padding.
 
-    Updates of a scatter are not among them: split so over some mesh axes, and over others not, XLA 0.10.2 was measured
-    to write the padding as well, into the first row. Of ragged products nothing was measured; a transform runs in an
-    island, whose blocks are equal.
+    Updates of a scatter are left out. If some mesh axes split them unevenly and others do not split them, XLA 0.10.2
+    was measured to write the padding as well, into the first row. Ragged products were not measured. A transform runs
+    in an island, whose blocks are equal.
     """
     if rule.primitive.startswith(("ragged_dot", "fft")):
         return []
@@ -65,7 +65,7 @@ def has_windows(primitive: str) -> bool:
 
 
 def usable_uneven_splits(rule: Any, n: int) -> list[Any]:
-    """The splits of windows over blocks that do not divide what they read or give which XLA runs as the rule says."""
+    """The splits of windows over blocks that do not divide their operand or result which XLA runs as the rule says."""
     return list(rule.uneven_splits(n)) if has_windows(rule.primitive) else []
 
 
@@ -82,19 +82,21 @@ def _partial(rule: Any, split: Any) -> bool:
 
 
 def _operand_whole(rule: Any, split: Any) -> bool:
-    """The right-hand sides of a solver are split and its matrix is not; a stack is split along what it stacks."""
+    """Whether a split leaves an operand whole: a solver's matrix with split right-hand sides, or a stack along the new
+    dimension."""
     return any(slot.dim is None for slot in split.operands)
 
 
 def _rows_or_groups(rule: Any, split: Any) -> bool:
-    """Rows whose groups differ from batch to batch, and their groups: an island has one list of group sizes."""
+    """Whether a split divides rows or groups of a ragged dot whose group sizes differ between batches: an island has
+    one list of group sizes."""
     if len(rule.expression.operand_shapes[2]) == 1 and "g" in rule.expression.sizes:
         return False
     return split.index == "g" or split.index in _rows(rule.expression.results[0].body)
 
 
 def _rows(term: Term) -> set[str]:
-    """The indices of a ragged product that run over the rows: those whose group is asked for."""
+    """The indices of a ragged product that run over the rows: the arguments of its group functions."""
     if isinstance(term, Apply) and term.function in ("group", "in_a_group"):
         (row, _) = term.arguments
         assert isinstance(row, Position)
@@ -102,7 +104,7 @@ def _rows(term: Term) -> set[str]:
     return {name for part in children(term) for name in _rows(part)}
 
 
-# The first name that fits decides. Custom calls and kernels are never split by XLA.
+# The first matching name decides. XLA never splits custom calls and kernels.
 _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
     (("select_and_scatter_add",), _with_neighbours),
     (("scatter-sub", "scatter_sub"), _partial),
@@ -115,12 +117,16 @@ _GATHERED: tuple[tuple[tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
 
 
 def may_be_island(operation: Operation, strategy: Strategy) -> bool:
-    """Whether an operation can run as itself on the blocks of its operands, in a ``shard_map``, and be summed there.
+    """Whether an operation can run unchanged on the blocks of its operands, in a ``shard_map``, and be reduced there.
 
-    That is so where its parameters name no sizes but the groups of a convolution, of which a block may have fewer, and
-    where no block needs rows of its neighbours: contractions, sums and convolutions, which are those that XLA reduces
-    worse, lookups of rows and their gradients' sums (see `lookups`), and reads of one window (see `reads`). Blocks in a
-    ``shard_map`` are equal. Products of rows in groups and convolutions in groups may have a whole result.
+    It can if no block needs rows of its neighbours, and if its parameters have no sizes except for the groups of a
+    convolution, of which a block may have fewer. These operations are:
+
+    - contractions, sums and convolutions, whose reductions by XLA are worse
+    - row lookups and the sums of their gradients (see `shardplan.problem.ops.gather`)
+    - reads of one window (see `shardplan.problem.ops.slice`)
+
+    Blocks in a ``shard_map`` are equal. Ragged dots and grouped convolutions may have a whole result.
     """
     places = reads_place(operation, strategy)
     if (operation.primitive.name not in ISLANDS and not places) or strategy.halos or strategy.padded:
@@ -135,13 +141,17 @@ def may_be_island(operation: Operation, strategy: Strategy) -> bool:
 
 
 def needs_island(operation: Operation, strategy: Strategy) -> bool:
-    """Whether XLA, left alone, would gather what an operation reads.
+    """Whether XLA alone would do an all-gather of an operand.
 
-    That is what a product of rows in groups reads, a tensor of which one window is read along a dimension that is
-    split, and a convolution in groups, unless each channel is a group of its own and makes one; and space that the
-    gradient of a convolution's weights sums over, where the data are dilated along any of it (of a transposed
-    convolution) and where the weights' channels are split besides. Of a convolution whose batch is divided into groups,
-    it is also channels that are summed over, where the data are dilated, and where space is split that the result has.
+    The cases are:
+
+    - a ragged dot
+    - a tensor of which one window is read along a split dimension
+    - a grouped convolution, unless each channel is a group of its own with one result
+    - a gradient of a convolution's weights that sums over split space, if the data are dilated along any of it (of a
+      transposed convolution), or if the weights' channels are split too
+    - a convolution with batch groups that sums over split channels, if the data are dilated, or if space of the result
+      is split
     """
     if operation.primitive.name == RAGGED:
         return splits_rows_or_groups(operation, strategy)
@@ -164,9 +174,11 @@ def needs_island(operation: Operation, strategy: Strategy) -> bool:
 
 
 def split_runs(operation: Operation, split: Any, size: int, n: int) -> bool:
-    """Whether an operation can be split into n blocks of an index at all: where only an island would do, blocks are
-    equal and lie apart, those of a convolution's channels hold whole groups, and a window that is moved does not lie
-    across two of them."""
+    """Whether an operation can be split into n blocks of an index at all.
+
+    Blocks of an operation that needs an island must be equal and independent. Blocks of a grouped convolution's
+    channels must have whole groups. A moved window must be inside of one block.
+    """
     even = size % n == 0
     if _splits_groups(operation, split) and (_groups(operation) % n or _with_neighbours(None, split)):
         return False
@@ -181,8 +193,9 @@ def split_runs(operation: Operation, split: Any, size: int, n: int) -> bool:
 def _begins_between_rows(operation: Operation, split: Any, rows: int) -> bool:
     """Whether XLA 0.10.2 fails to split a convolution into blocks of rows that begin between two dilated elements.
 
-    Where windows move by one row, it computes some rows more and cuts them off, along the dimension of the result that
-    has the number of the data's: wrong values, or a failed check, where this is another one. Else it gathers the data.
+    If windows move by one row, XLA computes additional rows and removes them along the result's dimension of the same
+    number as the data's. If this is another dimension, values are wrong or a check fails. In other cases XLA does an
+    all-gather of the data.
     """
     if operation.primitive.name != "conv_general_dilated":
         return False
@@ -197,15 +210,15 @@ def _begins_between_rows(operation: Operation, split: Any, rows: int) -> bool:
 
 
 def passes_sums(operation: Operation) -> bool:
-    """Whether an operation that is linear may be run on every device's part of a sum: where it needs no island."""
+    """Whether a linear operation may run on every device's part of a sum: it may if it needs no island."""
     return not _by_groups(operation) and not _pools_whole(operation)
 
 
 def _by_groups(operation: Operation) -> bool:
-    """Whether an operation is a convolution whose groups have several channels, of the data or of the result, or whose
-    channels XLA loses track of.
+    """Whether an operation is a grouped convolution with several channels of the data or of the result per group, or
+    one whose channels XLA misplaces.
 
-    The second are also the gradients of one convolution's weights for each example, which `jax.vmap` makes.
+    The second are also the gradients of one convolution's weights for each example, by `jax.vmap`.
     """
     if operation.primitive.name != "conv_general_dilated":
         return False
@@ -218,7 +231,8 @@ def _by_groups(operation: Operation) -> bool:
 
 
 def _splits_groups(operation: Operation, split: Any) -> bool:
-    """Whether a split divides the channels of a convolution in groups, or the batch that is divided into groups."""
+    """Whether a split divides the channels of a convolution with feature groups, or the batch of one with batch
+    groups."""
     if operation.primitive.name != "conv_general_dilated" or _groups(operation) == 1:
         return False
     batch, feature, *_ = operation.params["dimension_numbers"].lhs_spec
@@ -226,15 +240,15 @@ def _splits_groups(operation: Operation, split: Any) -> bool:
 
 
 def _groups(operation: Operation) -> int:
-    """Into how many groups a convolution divides its channels, or its batch: XLA allows one of them."""
+    """The number of feature groups or batch groups of a convolution: XLA allows one kind of them."""
     return operation.params["feature_group_count"] * operation.params["batch_group_count"]
 
 
 def _misplaces_channels(operation: Operation) -> bool:
-    """Whether XLA 0.10.2 takes the split channels of a convolution in groups for another dimension of its result.
+    """Whether XLA 0.10.2 takes the split channels of a grouped convolution for another dimension of its result.
 
-    It looks up which dimension of the result a dimension of the data becomes in the table of the inverse: wrong values,
-    unless both say the same of the channels (data in NHWC, and results in NCHW).
+    It looks up the result's dimension for a dimension of the data in the inverse table. Values are wrong unless both
+    tables agree on the channels (data in NHWC, and results in NCHW).
     """
     numbers = operation.params["dimension_numbers"]
     batch, feature, *space = numbers.out_spec
@@ -246,47 +260,49 @@ def _misplaces_channels(operation: Operation) -> bool:
 
 
 def _pools_whole(operation: Operation) -> bool:
-    """Whether an operation is the gradient of a max pooling of a type that XLA does not split: it pads blocks with NaNs
-    of these two types, and gathers those of others."""
+    """Whether an operation is the gradient of a max pooling of a type that XLA does not split.
+
+    XLA pads blocks of float32 and bfloat16 with NaNs, and does an all-gather of blocks of other types.
+    """
     if not operation.primitive.name.startswith("select_and_scatter"):
         return False
     first = operation.equation.invars[0]
     return str(first.aval.dtype) not in ("float32", "bfloat16")  # type: ignore[attr-defined]
 
 
-def runs_apart(operation: Operation, strategy: Strategy) -> bool:
-    """Whether an operation must run in a ``shard_map``, though its blocks need nothing of each other and sum nothing.
+def needs_shard_map(operation: Operation, strategy: Strategy) -> bool:
+    """Whether an operation must run in a ``shard_map`` though its blocks are independent and its results not partial.
 
-    XLA was measured to gather the operand of an `fft`, and of a `top_k` and a `dynamic_slice` that some mesh axes split
-    and others do not, and what the gradient of a max pooling reads that is neither float32 nor bfloat16. A whole
-    transform runs so as well, for the order in which its results lie (see `replay`).
+    XLA was measured to do an all-gather of the operand of an `fft`, of a `top_k` or `dynamic_slice` that only some mesh
+    axes split, and of the gradient of a max pooling in types other than float32 and bfloat16. An unsplit transform runs
+    in a ``shard_map`` as well, for the dimension order of its results (see `shardplan.apply.replay`).
     """
-    apart = operation.primitive.name in ("top_k", "dynamic_slice", "fft") or _pools_whole(operation)
-    if not apart or strategy.halos or strategy.padded:
+    in_shard_map = operation.primitive.name in ("top_k", "dynamic_slice", "fft") or _pools_whole(operation)
+    if not in_shard_map or strategy.halos or strategy.padded:
         return False
     return not any(strategy.pending) and (operation.primitive.name == "fft" or any(strategy.operands[0] or ()))
 
 
-def axes_apart(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> tuple[int, ...]:
-    """Those of the mesh axes over which a convolution runs in a ``shard_map``, while XLA splits what is in it along the
-    others: the axes that split nothing, where its data and its kernel are split, and those of `channels_apart`.
+def shard_map_axes(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> tuple[int, ...]:
+    """The mesh axes over which a convolution runs in a ``shard_map``, while XLA splits its inside along the other axes.
 
-    What XLA 0.10.2 adds up of such ones (over space, or over batches of a depthwise kernel's gradient) it adds up over
-    all devices, also those that have the same: wrong by a factor.
+    These are the axes without a split, if its data and its kernel are split, and those of `shard_map_channel_axes`. XLA
+    0.10.2 reduces a sum of such a convolution (over space, or over batches of a depthwise kernel's gradient) over all
+    devices, also over those with equal parts: the result is wrong by a factor.
     """
     if operation.primitive.name != "conv_general_dilated" or not all(any(layout or ()) for layout in strategy.operands):
         return ()
     layouts = [layout for layout in (*strategy.operands, *strategy.results) if layout]
     used = {axis for layout in layouts for group in layout for axis in group}.union(*strategy.pending)
-    channels = channels_apart(operation, strategy)
+    channels = shard_map_channel_axes(operation, strategy)
     return tuple(axis for axis in axes if axis in channels or axis not in used)
 
 
-def channels_apart(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
-    """The mesh axes that split the channels which a convolution gives, where others split its data along its windows.
+def shard_map_channel_axes(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
+    """The mesh axes that split a convolution's output channels, if others split its data along its windows.
 
-    Of data that are larger than the kernel XLA 0.10.2 splits the windows instead, and adds up the parts of the devices
-    that have the same channels besides.
+    If the data are larger than the kernel, XLA 0.10.2 splits the windows instead, and also adds up the parts of devices
+    with the same channels.
     """
     if not _splits_windows(operation, strategy) or _has_groups(operation):
         return ()
@@ -295,7 +311,7 @@ def channels_apart(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
 
 
 def _splits_windows(operation: Operation, strategy: Strategy) -> bool:
-    """Whether an operation is a convolution whose data are split along dimensions that its windows move over."""
+    """Whether an operation is a convolution whose data are split along dimensions of its windows."""
     if operation.primitive.name != "conv_general_dilated" or not strategy.operands[0]:
         return False
     numbers, data = operation.params["dimension_numbers"], strategy.operands[0]
@@ -305,9 +321,9 @@ def _splits_windows(operation: Operation, strategy: Strategy) -> bool:
 
 
 def params_of_block(operation: Operation, strategy: Strategy, blocks: Callable[[Any], int]) -> dict[str, Any]:
-    """The parameters with which an operation runs on a block: slices are smaller, groups of convolutions fewer.
+    """The parameters of an operation on a block: smaller slices, fewer groups of a convolution.
 
-    ``blocks`` says over how many blocks some mesh axes split a dimension.
+    ``blocks`` gives the number of blocks over which mesh axes split a dimension.
     """
     params, data = dict(operation.params), strategy.operands[0] if strategy.operands else None
     if operation.primitive.name == "conv_general_dilated" and data is not None:
@@ -315,7 +331,7 @@ def params_of_block(operation: Operation, strategy: Strategy, blocks: Callable[[
         for name, dim in (("feature_group_count", in_features), ("batch_group_count", in_batches)):
             if params[name] > 1:
                 params[name] //= blocks(data[dim])
-    if operation.primitive.name == "dynamic_slice" and data is not None:  # what is split is in every window whole
+    if operation.primitive.name == "dynamic_slice" and data is not None:  # split dimensions are whole in every window
         params["slice_sizes"] = tuple(n // blocks(axes) for n, axes in zip(params["slice_sizes"], data, strict=True))
     return params
 
@@ -332,7 +348,7 @@ def runs(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> bool:
         return False
     if strategy.padded and _pads_places(operation, strategy):
         return False
-    if strategy.padded and axes_apart(operation, strategy, axes):
+    if strategy.padded and shard_map_axes(operation, strategy, axes):
         return False  # XLA 0.10.2 adds up blocks that are padded over all devices inside of a `shard_map` as well
     if reads_place(operation, strategy) and not gives_whole_windows(operation, strategy):
         return False
@@ -340,26 +356,31 @@ def runs(operation: Operation, strategy: Strategy, axes: Iterable[int]) -> bool:
 
 
 def _pads_places(operation: Operation, strategy: Strategy) -> bool:
-    """Whether XLA 0.10.2 would pad the places of a scatter: it fails a check of its own where these are not int32, as
-    in the gradient of a sort."""
+    """Whether XLA 0.10.2 would pad the indices of a scatter: it fails a check of its own on indices other than int32,
+    as in the gradient of a sort."""
     if not operation.primitive.name.startswith("scatter") or not any(strategy.operands[1] or ()):
         return False
     return str(operation.equation.invars[1].aval.dtype) != "int32"  # type: ignore[attr-defined]
 
 
 def order_of_sum(operation: Operation, strategy: Strategy, axes: tuple[int, ...], among: int) -> tuple[int, ...]:
-    """The order of axes in which XLA sums partial results over them, and scatters these: that in which the axes split
-    what is summed, and of a convolution whose blocks exchange rows, over all axes (so many), that of the mesh."""
+    """The order of axes in which XLA reduces partial results over them, and scatters these.
+
+    It is the order in which the axes split the reduced index. For a convolution with halos over all axes (``among``) it
+    is the order of the mesh.
+    """
     return tuple(sorted(axes)) if _exchanges_rows(operation, strategy) and len(axes) == among else axes
 
 
 def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...], among: int) -> bool:
-    """Whether XLA, left alone, makes a reduce-scatter of partial sums over ``axes``, in their order, of a mesh of so
-    many axes.
+    """Whether XLA alone does a reduce-scatter of partial sums over ``axes``, in their order, of a mesh of ``among``
+    axes.
 
-    It does where they together split one dimension of every operand that they split; of a convolution in groups, or one
-    whose blocks need rows of their neighbours, only in the order of the mesh, of the latter whatever they split if they
-    are all axes; and of single elements that are looked up only where none is filled in.
+    The axes must together split one dimension of every operand that they split. Other conditions:
+
+    - a grouped convolution, or one with halos, needs the order of the mesh
+    - a convolution with halos may split any dimensions if the axes are all axes
+    - a lookup of single elements must not fill missing ones
     """
     if fills_elements(operation):
         return False
@@ -374,8 +395,11 @@ def scatters(operation: Operation, strategy: Strategy, axes: tuple[int, ...], am
 
 
 def order_of_devices(operation: Operation, strategy: Strategy, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The order of axes in which XLA, left alone, names the devices of an all-reduce of partial sums: in which they
-    split what is summed, where this is one dimension of every operand that they split, else the mesh's."""
+    """The order of axes in which XLA alone lists the devices of an all-reduce of partial sums.
+
+    It is the order in which the axes split the reduced index, if this is one dimension of every operand that they
+    split. Otherwise it is the order of the mesh.
+    """
     in_mesh = _exchanges_rows(operation, strategy) or _in_groups(operation) or not _split_one(strategy, axes)
     return tuple(sorted(axes)) if in_mesh else axes
 

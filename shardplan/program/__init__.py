@@ -1,1 +1,1 @@
-"""From a function to a program: tracing and the passes over it. No mesh is known here."""
+"""Programs: tracing of functions, and the passes over programs before a mesh is known."""

@@ -1,7 +1,7 @@
-"""How a planned function is called: which arguments are compiled in, which are donated, which calls share a plan.
+"""Calls of a planned function: its static and donated arguments, and the key by which calls share a plan.
 
-Positions and names mean what they mean to ``jax.jit``: negative positions count from the end, and an argument that is
-static or donated by position is so by its name too.
+Positions and names have the meaning of ``jax.jit``. Negative positions count from the end. An argument that is static
+or donated by position is so by its name too.
 
 >>> import numpy as np
 >>> def scale(x, factor, offset=0.0):
@@ -34,9 +34,10 @@ Argnames = str | Iterable[str] | None
 class Call:
     """One call, without its static arguments.
 
-    ``fn`` takes what is left, ``args`` and ``kwargs``; ``donated`` are positions in ``args`` and names in ``kwargs``.
-    ``static_positions`` and ``donated_positions`` are those of the whole call, ``static_names`` those of its keywords.
-    ``name`` is that of the user's function, ``finish`` what has to be done with the results, one after another.
+    ``fn`` takes the remaining ``args`` and ``kwargs``. ``donated`` are positions in ``args`` and names in ``kwargs``.
+    ``static_positions`` and ``donated_positions`` are positions of the whole call, ``static_names`` names of its
+    keywords. ``name`` is the name of the user's function. ``finish`` are functions that convert the results, one after
+    another.
     """
 
     name: str
@@ -51,7 +52,8 @@ class Call:
     finish: tuple[Callable[[Any], Any], ...] = ()
 
     def finished(self, results: Any, of_shapes: bool = False) -> Any:
-        """What the caller gets of the results of ``fn``; with their shapes alone nothing is changed."""
+        """The caller's results, converted from the results of ``fn``. Shapes as results change no object of the
+        caller."""
         for one in self.finish:
             results = (getattr(one, "of_shapes", one) if of_shapes else one)(results)
         return results
@@ -61,8 +63,9 @@ class Call:
         return tuple(place for place in self.donated if isinstance(place, str))
 
     def key(self) -> Any:
-        """What two calls share that run by the same plan: structure, types (with the layouts that are part of them),
-        memory kinds and static values."""
+        """The key of calls that run by the same plan: structure, types with the layouts that are part of them, memory
+        kinds and static values.
+        """
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
         try:
             types = tuple((_key_of(leaf), _jax.typed_layout(leaf)) for leaf in leaves)
@@ -72,7 +75,7 @@ class Call:
         return structure, types, self.constants, _jax.trace_context()
 
     def shapes(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as shapes, dtypes and memory kinds alone, so that their layouts do not enter the trace.
+        """Arguments as shapes, dtypes and memory kinds: their layouts are no part of the trace.
 
         Raises CallError for leaves that are no arrays, and for donated references.
         """
@@ -88,7 +91,7 @@ class Call:
         return jax.tree_util.tree_map_with_path(_shape_of, (self.args, self.kwargs))
 
     def types(self) -> dict[str, str]:
-        """Types of the arguments by their paths, as messages say them."""
+        """Types of the arguments by their paths, as messages have them."""
         return {path: type_text(*_key_of(leaf)) for path, leaf in _by_path(self.shapes()).items()}
 
     def leaves(self) -> list[Any]:
@@ -99,7 +102,7 @@ class Call:
         return _by_path((self.args, self.kwargs))
 
     def check_single(self, leaves: Sequence[Any], refs: Iterable[int], captured: Sequence[Any]) -> None:
-        """Raises CallError where a reference (``refs``, by position) is given twice, or closed over as well."""
+        """Raises CallError if a reference (``refs``, by position) is given twice, or closed over as well."""
         seen = {id(ref): "one that the function closes over" for ref in captured}
         for position in sorted(refs):
             if id(leaves[position]) in seen:
@@ -113,7 +116,7 @@ class Call:
         return [path for path, _ in jax.tree_util.tree_leaves_with_path((self.args, self.kwargs))]
 
     def check_alive(self, leaves: Sequence[Any]) -> None:
-        """Raises CallError where an array was donated before; over several CPU devices XLA would end the process."""
+        """Raises CallError if an array was donated before. XLA would end the process over several CPU devices."""
         gone = [isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves]
         if any(gone):
             raise CallError(
@@ -180,7 +183,7 @@ class Calls:
         )
 
     def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Raises CallError where the function cannot be called so."""
+        """Raises CallError for a call that does not fit the signature."""
         try:
             inspect.signature(self._fn).bind(*args, **kwargs)
         except TypeError as error:
@@ -189,7 +192,7 @@ class Calls:
             pass
 
     def _places(self, kind: str, argnums: Argnums, argnames: Argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Positions and names of arguments, of which each is both where the function has parameters for it."""
+        """Positions and names of arguments. Each argument has both if the function has a parameter for it."""
         positions, names = self._positions(f"{kind}_argnums", argnums), self._named(f"{kind}_argnames", argnames)
         by_name = (self._parameters.index(name) for name in names if name in self._parameters)
         found = tuple(sorted({*positions, *by_name}))
@@ -249,7 +252,7 @@ class Calls:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What a message calls a function."""
+    """The name of a function in messages."""
     inner = fn.func if isinstance(fn, functools.partial) else fn
     return getattr(inner, "__name__", type(inner).__name__)
 
@@ -267,7 +270,7 @@ def _with_constants(
 
 
 def _positional_parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Names of the parameters that may be given by position, and whether any number more is taken."""
+    """Names of the positional parameters, and whether the function takes any number of further ones."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -277,7 +280,7 @@ def _positional_parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def memory_kind_of(leaf: Any) -> str | None:
-    """The kind of memory of an array or a shape (``pinned_host``), None for the devices' own, which is the default."""
+    """The memory kind of an array or a shape (``pinned_host``), None for the memory of the devices, the default."""
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     return None if kind == "device" else kind
 
@@ -285,7 +288,7 @@ def memory_kind_of(leaf: Any) -> str | None:
 def type_text(
     shape: Sequence[int], dtype: Any, weak_type: bool = False, memory_kind: str | None = None, is_ref: bool = False
 ) -> str:
-    """The type of an argument, as messages say it.
+    """The type of an argument, as messages have it.
 
     >>> type_text((8, 4), "float32"), type_text((), "int32", memory_kind="pinned_host")
     ('float32[8, 4]', 'int32<pinned_host>[]')
@@ -324,5 +327,5 @@ def _static_option(path: Any) -> str:
 
 
 def _place_of(path: Any) -> str:
-    """Where a leaf of ``(args, kwargs)`` stands, as messages say it."""
+    """The path of a leaf of ``(args, kwargs)``, as messages have it."""
     return jax.tree_util.keystr(path[1:], simple=True, separator="/") or "an argument"

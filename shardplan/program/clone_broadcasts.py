@@ -1,11 +1,11 @@
-"""What is spread over a larger tensor, spread for each of its readers.
+"""Clones of broadcasts: each reader of a broadcast has a broadcast of its own.
 
-The gradient of a mean over an image is one number for each channel, spread over the image. Where a reader needs it
-whole, XLA gathers the numbers, not what is spread from them: of a gather of a broadcast it makes a broadcast of a
-gather. So the plan must be able to do the same for one reader, while others read what is spread as it is split. Each
-reader therefore has a broadcast of its own, which costs nothing: XLA computes it on the way, and once where two readers
-find it in one layout. The same holds for what is computed of a broadcast alone, element by element. Such a broadcast is
-made in the layout in which it is read, or in one of larger blocks: what is spread is never sent (`Problem`).
+The gradient of a mean over an image is one number for each channel, broadcast over the image. If a reader needs the
+whole image, XLA does an all-gather of the numbers: it turns the all-gather of a broadcast into a broadcast of an
+all-gather. The plan must have the same choice for one reader, while others read the broadcast in split layouts. A
+broadcast for each reader costs nothing: XLA fuses it into the reader, and merges two broadcasts of one layout. The same
+holds for elementwise operations on a broadcast alone. A clone is made in its reader's layout, or in a layout of larger
+blocks: the broadcast itself is never sent (`Problem`).
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -24,33 +24,36 @@ from dataclasses import replace
 from shardplan.memoize import memoize
 from shardplan.program.program import Operation, Program, Value
 
-_ALONE = frozenset({"add", "sub", "mul", "div", "neg", "convert_element_type"})
-"""What is computed of what is spread, and of numbers, that XLA computes before it spreads."""
+_BEFORE_BROADCAST = frozenset({"add", "sub", "mul", "div", "neg", "convert_element_type"})
+"""Operations on a broadcast and scalars that XLA does before the broadcast."""
 
 
-def spread_for_each(program: Program) -> Program:
-    """The program whose operations each read what is spread from something smaller by broadcasts of their own."""
-    spreading = _Spreading(program)
+def clone_broadcasts(program: Program) -> Program:
+    """The program whose operations each read broadcasts of their own."""
+    spreading = _Cloning(program)
     found = [one for operation in reversed(program.operations) for one in spreading.take(operation)]
     return replace(program, values=tuple(spreading.values), operations=tuple(reversed(found)))
 
 
-class _Spreading:
-    """What is spread, which of it has a reader by now, and the values that further ones read, by what these equal."""
+class _Cloning:
+    """Broadcast values, those of them with a reader so far, and per value its clones for further readers."""
 
     def __init__(self, program: Program) -> None:
         self.values: list[Value] = list(program.values)
-        self._spread = spread_values(program)
+        self._spread = broadcast_values(program)
         self._read: set[int] = set()
         self._further: dict[int, list[int]] = {}
 
     def take(self, operation: Operation) -> list[Operation]:
-        """An operation, behind those that make the same for further readers; readers come before what they read."""
+        """An operation, after its clones for further readers. Readers are visited before the operations that they
+        read."""
         own = self._further.pop(operation.results[0], ()) if operation.results else ()
         return [self._reading(one) for one in (*(replace(operation, results=(value,)) for value in own), operation)]
 
     def _reading(self, operation: Operation) -> Operation:
-        """The operation with values of its own in the place of what others read too; a loop reads what is there."""
+        """The operation with clones in the place of values that have a reader already. A loop reads the values
+        themselves.
+        """
         own: dict[int, int] = {}
         read = {o for o in operation.operands if isinstance(o, int)} & self._spread
         for operand in sorted(read) if not operation.bodies else ():
@@ -66,8 +69,8 @@ class _Spreading:
 
 
 @memoize
-def spread_values(program: Program) -> frozenset[int]:
-    """The results of broadcasts larger than what they read, and of what reads nothing but these and numbers."""
+def broadcast_values(program: Program) -> frozenset[int]:
+    """The results of broadcasts larger than their operand, and of operations on these and scalars alone."""
     spread: set[int] = set()
     for operation in program.operations:
         read = {operand for operand in operation.operands if isinstance(operand, int)}
@@ -75,6 +78,6 @@ def spread_values(program: Program) -> frozenset[int]:
             continue
         name, source = operation.primitive.name, program.values[read.pop()]
         wider = name == "broadcast_in_dim" and program.values[operation.results[0]].elements > source.elements
-        if wider or (name in _ALONE and source.index in spread):
+        if wider or (name in _BEFORE_BROADCAST and source.index in spread):
             spread.add(operation.results[0])
     return frozenset(spread)

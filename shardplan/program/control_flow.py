@@ -1,8 +1,8 @@
-"""Control flow: how values pass between a loop or a branch and what is around it.
+"""Control flow: the links between the values inside and outside of a loop or a branch.
 
-A loop's body is kept once, as a *region* of the program, with its trip count. Links say which value becomes which:
-operands enter a region, carries go round, results leave. A link between a stacked tensor and one slice of it (what a
-scan runs over) leaves out the leading dimension.
+A loop's body is one *region* of the program, with its trip count. A link says which value becomes which: operands enter
+a region, carries pass to the next iteration, results leave. A link between a stacked tensor and one slice of it (a
+scan's operand) leaves out the leading dimension.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SCOPE = "shardplan_trips_"
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One value becomes another one, brought to its layout, ``times`` per step.
+    """A value that becomes another one in that one's layout, ``times`` per step.
 
-    ``stacked`` is "source" or "target" where that one has a leading dimension which the other one lacks. ``begins``
-    tells that it gives a loop's carry its first value.
+    ``stacked`` is "source" or "target" for the one that has an additional leading dimension. ``begins`` marks the link
+    that gives a loop's carry its first value.
     """
 
     source: int | Constant
@@ -38,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The links of one control-flow operation; ``same`` maps values to those whose layout they share."""
+    """The links of one control-flow operation. ``same`` maps values to those whose layout they share."""
 
     enter: tuple[Link, ...]
     inside: tuple[Link, ...]
@@ -56,7 +56,7 @@ def slice_layout(layout: Layout, rank: int) -> Layout:
 
 
 def stack_layout(layout: Layout, rank: int) -> Layout:
-    """The layout of a stack whose slices, of ``rank`` dimensions, have a layout: what it stacks along is whole.
+    """The layout of a stack whose slices, of ``rank`` dimensions, have a layout. The stacked dimension is not split.
 
     >>> stack_layout(((0,), ()), 2), stack_layout(((0,), (1,), ()), 2)
     (((), (0,), ()), ((0,), (), (1,), ()))
@@ -66,7 +66,7 @@ def stack_layout(layout: Layout, rank: int) -> Layout:
 
 
 def layouts_read(link: Link, layouts: tuple[Layout, ...], rank: int) -> tuple[Layout, ...]:
-    """For each layout of a link's target, of ``rank`` dimensions, the one that its source must have."""
+    """For each layout of a link's target, of ``rank`` dimensions, the required layout of its source."""
     if link.stacked == "source":
         return tuple([stack_layout(layout, rank) for layout in layouts])
     return tuple([slice_layout(layout, rank) for layout in layouts]) if link.stacked == "target" else layouts
@@ -134,10 +134,10 @@ def _branch_links(operation: Operation, branches: list[Region], outside: int) ->
 
 
 def trip_count(count: int) -> AbstractContextManager[Any]:
-    """A scope that says how often each while loop directly in it runs, about: what a plan multiplies its costs by.
+    """A scope that states the approximate trip count of each while loop directly in it. Plans multiply costs by it.
 
-    Loops with a known number of iterations (``scan``, ``fori_loop`` over literal bounds) ignore it. It changes nothing
-    that is computed.
+    Loops with a known number of iterations (``scan``, ``fori_loop`` over literal bounds) ignore it. The computation
+    stays the same.
 
     >>> def steps(x):
     ...     with trip_count(100):
@@ -151,18 +151,18 @@ def trip_count(count: int) -> AbstractContextManager[Any]:
 
 
 def scope_of_trips(count: int) -> AbstractContextManager[Any]:
-    """The scope that says so, 0 included: it leads from a compiled loop to its count."""
+    """The name of the scope for a trip count, 0 included. It connects a compiled loop to its count."""
     return jax.named_scope(f"{_SCOPE}{count}")
 
 
 def stated_trip_count(scope: str) -> int | None:
-    """The innermost count that ``trip_count`` put into a path of scopes, None where there is none."""
+    """The innermost count of ``trip_count`` in a path of scopes, None without any."""
     found = re.findall(rf"\b{_SCOPE}(\d+)", scope)
     return int(found[-1]) if found else None
 
 
 def trips_stated_around(path: str) -> int | None:
-    """The count that was stated for a loop with this path in a compiled program, None where there is none.
+    """The stated count of a loop with this path in a compiled program, None without any.
 
     >>> trips_stated_around("jit(f)/shardplan_trips_9/while"), trips_stated_around("shardplan_trips_9/while/body/while")
     (9, None)
@@ -171,7 +171,7 @@ def trips_stated_around(path: str) -> int | None:
 
 
 def while_trip_count(params: dict[str, Any], operands: tuple[int | Constant, ...]) -> int | None:
-    """How often a while loop runs, where it is a ``fori_loop`` over literal bounds; None where nobody knows.
+    """The trip count of a while loop that is a ``fori_loop`` over literal bounds, None for other loops.
 
     Such a loop compares one carry with another one or a literal, and its body adds one to it.
     """
@@ -195,7 +195,7 @@ def while_trip_count(params: dict[str, Any], operands: tuple[int | Constant, ...
 
 
 def _literal(atom: Any, carries: Any, initial: tuple[int | Constant, ...]) -> tuple[Any, int | None]:
-    """The value of a bound before the loop, None where it is no literal, and which carry it is."""
+    """The literal value of a bound before the loop, None for others, and the number of its carry."""
     if hasattr(atom, "val"):
         return atom.val, None
     if atom not in carries:

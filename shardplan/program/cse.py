@@ -1,4 +1,4 @@
-"""What a program computes twice from the same values: XLA computes it once, and keeps the first result for all readers.
+"""Common subexpressions: results that a program computes twice from the same values, and XLA once for all readers.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -12,7 +12,7 @@
 ... }
 True
 
-A loop that stacks the same value twice stacks it once, and so do the loops that read both stacks.
+Two stacks of the same value in one loop are one, also for the loops that read both.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from shardplan.program.program import Constant, Program
 
 @memoize
 def repeated_results(program: Program) -> dict[int, int]:
-    """Values that are equal to one before, with that one: results of operations, and what enters loops.
+    """Values that are equal to an earlier one, with that one: results of operations, and operands of loops.
 
-    What passes a barrier is not known to be equal, so that what `jax.checkpoint` computes anew stays apart. What leaves
-    the program or a branch, and what a loop carries, has memory of its own.
+    Results behind a barrier count as different, so that the recomputation of `jax.checkpoint` stays. Outputs of the
+    program or a branch, and carries of a loop, have memory of their own.
     """
     loops = {o.index: links_of(program, o) for o in program.operations if o.primitive.name == "scan"}
     around = {body: operation.index for operation in program.operations for body in operation.bodies}
@@ -43,7 +43,7 @@ def repeated_results(program: Program) -> dict[int, int]:
     first: dict[Any, tuple[int, ...]] = {}
     same: dict[int, int] = {}
     entered: set[int] = set()
-    computing, literals = _computing(program), _literals(program)
+    computing, literals = _expression_numbers(program), _literals(program)
     for operation in program.operations:
         _enter(operation.region, (program, loops, around), entered, same)
         if operation.index in loops:
@@ -59,9 +59,11 @@ def repeated_results(program: Program) -> dict[int, int]:
 
 
 @memoize
-def _computing(program: Program) -> dict[int, int]:
-    """Per operation that gives equal results for equal operands, by index: a number, equal where what is computed
-    (a primitive with parameters, in one region) is known to be equal."""
+def _expression_numbers(program: Program) -> dict[int, int]:
+    """Per operation, by index, a number that is equal for operations that compute the same of equal operands.
+
+    Equal numbers need the same primitive, parameters and region. Operations with bodies or effects have none.
+    """
     numbers: dict[Any, int] = {}
     found = {}
     for operation in program.operations:
@@ -75,8 +77,9 @@ def _computing(program: Program) -> dict[int, int]:
 
 @memoize
 def _literals(program: Program) -> dict[int, tuple[bytes, Any]]:
-    """The bits and the type of each literal, by the identity of the operand. By their bits, zeros with signs are told
-    apart, and what is no number is equal to itself."""
+    """The bits and the type of each literal, by the identity of the operand. Bits distinguish zeros by their sign, and
+    make a NaN equal to itself.
+    """
     constants = (o for operation in program.operations for o in operation.operands if isinstance(o, Constant))
     return {id(constant): (np.asarray(constant.value).tobytes(), constant.aval.dtype) for constant in constants}
 
@@ -87,7 +90,7 @@ def _enter(
     entered: set[int],
     same: dict[int, int],
 ) -> None:
-    """Adds what enters a loop's body twice to ``same``, and before that what enters the loops around it."""
+    """Adds values that enter a loop's body twice to ``same``, after those of the loops around it."""
     whole, loops, around = program
     if region in entered:
         return
@@ -108,7 +111,7 @@ def _enter(
 
 
 def _equal_stacks(links: Links, leaving: set[int], same: dict[int, int]) -> None:
-    """Adds the results of a loop to ``same`` that stack what another one stacks, and do not leave."""
+    """Adds stacks of a loop to ``same`` that are equal to another stack of it, except for outputs."""
     first: dict[int, int] = {}
     for link in links.inside:
         if isinstance(link.source, int) and link.stacked and link.target not in leaving:

@@ -1,7 +1,7 @@
 """Fingerprints: a digest of a program that is the same in every process and on every machine.
 
-Shapes, types, operations with their parameters and the names of arguments enter. The values of literals and of
-closed-over arrays do not: a plan holds for any of them. Nor do source lines, addresses or the order of a set.
+It has the shapes, the types, the operations with their parameters and the names of arguments. It has no values of
+literals and closed-over arrays: a plan holds for all of them. It has no source lines, addresses or orders of sets.
 
 >>> import numpy as np
 >>> stable_text({"axes": (0, 1), "dtype": np.dtype("float32"), "sharding": None})
@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def stable_text(parameter: Any) -> str:
-    """A parameter of an operation as text, without what differs between two runs of the same program."""
+    """A parameter of an operation as text that is equal in two runs of the same program."""
     if parameter is None or isinstance(parameter, (bool, int, float, complex, str, bytes)):
         return repr(parameter)
     if isinstance(parameter, enum.Enum):

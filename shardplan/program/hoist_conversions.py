@@ -1,8 +1,8 @@
-"""Conversions out of loops: what every iteration would convert anew is converted once, before the loop.
+"""Hoisting of conversions: a conversion of a scan's constant is done once, before the loop.
 
 Gradients are often accumulated by a scan over microbatches whose loss converts the parameters to bfloat16. The scan
-reads each parameter as it is, so that a gathered one would be sent in float32, or in bfloat16 once per iteration. A
-constant of a scan that its body does nothing with but convert it to a type of no more bytes goes in converted instead.
+reads each parameter unconverted. Its all-gather would be in float32, or in bfloat16 once per iteration. A constant of a
+scan is converted before the loop if the body only converts it, to a type of no more bytes.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -36,7 +36,7 @@ def hoist_conversions(program: Program) -> Program:
 
 
 class _Hoisting:
-    """The operations taken so far, by their first result or (without one) their number, and who reads what."""
+    """The operations so far, by their first result or (without results) their number, and the readers of each value."""
 
     def __init__(self, program: Program) -> None:
         self.values: list[Value] = list(program.values)
@@ -59,7 +59,7 @@ class _Hoisting:
                 self._readers.setdefault(operand, []).append(key)
 
     def _with_converted(self, scan: Operation) -> Operation:
-        """A scan whose constants go in as its body converts them."""
+        """A scan with constants in the types to which its body converts them."""
         (body,) = scan.bodies
         operands, inputs = list(scan.operands), list(self.regions[body].inputs)
         for position in range(scan.params["num_consts"]):
@@ -77,7 +77,7 @@ class _Hoisting:
         return replace(scan, operands=tuple(operands))
 
     def _only_conversion(self, constant: int, body: int) -> Operation | None:
-        """The conversion that alone reads a constant of a body, where it makes it no larger."""
+        """The conversion that is the only reader of a body's constant and makes it no larger."""
         readers: Sequence[object] = self._readers.get(constant, ())
         if len(readers) != 1 or constant in self._leaving:
             return None

@@ -1,7 +1,7 @@
-"""Scans of one iteration: XLA runs their bodies as part of what is around them, and so does a plan.
+"""Inlining of scans of one iteration: their bodies become part of the surrounding program, as in XLA.
 
-What such a scan computes again for its gradients XLA computes once, as equal operations outside of loops are one to it.
-So what it stacks, and another one takes from the stack, is the same value.
+XLA merges the operations that such a scan recomputes for its gradients with the first ones, as all equal operations
+outside of loops. A stack of such a scan and the slice that another scan takes of it are the same value.
 
 >>> import jax, shardplan
 >>> def step(x):
@@ -23,7 +23,7 @@ from shardplan.program.program import Constant, Operation
 
 
 def body_of_single_trip(equation: _jax.Equation) -> _jax.CallBody | None:
-    """What runs in the place of a scan of one iteration; None for other equations, and where it has effects."""
+    """The body of a scan of one iteration. None for other equations, and for scans with effects."""
     params = equation.params
     if equation.primitive.name != "scan" or params["length"] != 1 or equation.effects:
         return None
@@ -42,7 +42,7 @@ def body_of_single_trip(equation: _jax.Equation) -> _jax.CallBody | None:
 def undone_by(
     equation: _jax.Equation, operands: Sequence[int | Constant], makers: Mapping[int, Operation]
 ) -> int | None:
-    """The value that an equation gives back: of one to which a dimension was added, all but this dimension."""
+    """The value that an equation recovers: it removes the dimension of one that only added this dimension."""
     maker = makers.get(operands[0]) if equation.primitive.name == "squeeze" and isinstance(operands[0], int) else None
     if maker is None or maker.primitive.name != "broadcast_in_dim" or len(maker.operands) > 1:
         return None

@@ -1,7 +1,7 @@
-"""Libraries that a program asks for and that are not here: planning does without them, compiling says what is missing.
+"""Missing libraries: plans are made without them, and an error at compilation names the operation that needs one.
 
-Attention of cuDNN, and what others register for ``jax.ffi.ffi_call``: JAX's and XLA's own words name neither the
-operation nor what to do.
+Examples are cuDNN's attention, and the targets of ``jax.ffi.ffi_call``. The errors of JAX and XLA name neither the
+operation nor a remedy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_REGISTERED = re.compile(
 
 
 def check_libraries(program: Program) -> None:
-    """Raises ShardplanError for an operation that cannot be compiled, as its library is not installed."""
+    """Raises ShardplanError for an operation that needs a library which is not installed."""
     asking = next((operation for operation in program.operations if _jax.asks_for_cudnn(operation.equation)), None)
     if asking is not None and not _jax.has_cudnn():
         raise ShardplanError(
@@ -31,8 +31,8 @@ def check_libraries(program: Program) -> None:
 
 
 @contextmanager
-def saying_what_is_missing(program: Program | None) -> Iterator[None]:
-    """Says which operation a program cannot be compiled for, where nobody registered what it calls."""
+def name_missing_library(program: Program | None) -> Iterator[None]:
+    """Names the operation in the error for an unregistered call target."""
     try:
         yield
     except RuntimeError as error:

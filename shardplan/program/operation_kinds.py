@@ -1,4 +1,4 @@
-"""Kinds of operations, and who reads a value."""
+"""Kinds of operations, and the readers of values."""
 
 from __future__ import annotations
 
@@ -38,12 +38,16 @@ def readers_of(operations: Iterable[Operation]) -> dict[int, list[Operation]]:
 
 
 def is_scatter(program: Program, operation: Operation) -> bool:
-    """Whether an operation writes to many places that data say. One place is an update of a slice, which fuses."""
+    """Whether an operation writes to many places that are data. A write to one place is an update of a slice, which
+    fuses.
+    """
     return operation.primitive.name in SCATTERS and _places(program, operation) != 1
 
 
 def is_view(program: Program, operation: Operation) -> bool:
-    """Whether a result is its operand, maybe in another shape: also where the only element of a dimension is taken."""
+    """Whether a result has its operand's elements, maybe in another shape. The only element of a dimension is such a
+    result.
+    """
     name = operation.primitive.name
     if name in VIEWS:
         return True
@@ -55,5 +59,5 @@ def is_view(program: Program, operation: Operation) -> bool:
 
 
 def _places(program: Program, operation: Operation) -> int:
-    """The number of places that the indices of a gather or a scatter say."""
+    """The number of index vectors of a gather or a scatter."""
     return prod(operand_type(program, operation.operands[1]).shape[:-1])

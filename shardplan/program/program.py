@@ -1,7 +1,7 @@
 """The program: a traced function as a flat list of operations over values.
 
-Tracing flattens the jaxpr: call-like equations (``jit``, ``custom_jvp_call``, ``remat``, ...) are inlined, equations
-whose results nobody reads are dropped, and every value keeps where it comes from.
+Tracing flattens the jaxpr. Call-like equations (``jit``, ``custom_jvp_call``, ``remat``, ...) are inlined. Equations
+without readers are dropped. Every value has its place in the source.
 
 >>> import jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -73,7 +73,7 @@ class Constant:
 class Operation:
     """One equation: a primitive with parameters, its operands (value indices or constants) and results.
 
-    ``bodies`` are the regions of a loop or of branches, ``region`` is the one that the operation runs in.
+    ``bodies`` are the regions of a loop or of branches. ``region`` is the region of the operation.
     """
 
     index: int
@@ -88,16 +88,16 @@ class Operation:
 
     @property
     def scope(self) -> str:
-        """The name that the operation carries in the compiled program's metadata."""
+        """The name of the operation in the compiled program's metadata."""
         return f"op{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The whole program (region 0), the body of a loop, or a branch: what runs ``times`` per step.
+    """The whole program (region 0), the body of a loop, or a branch, with its executions per step (``times``).
 
-    ``operations`` are those that run directly in it, by index; those of inner regions stand before the operation that
-    holds these. ``assumed`` tells that nobody knows how often it runs each time: once is what is counted.
+    ``operations`` are those directly in it, by index. Operations of inner regions come before the operation that holds
+    these regions. ``assumed`` marks an unknown trip count, which counts as one.
     """
 
     index: int
@@ -112,12 +112,12 @@ class Region:
 class Program:
     """A traced function.
 
-    ``inputs`` and ``outputs`` are value indices in the order of the flattened arguments and results (an output that is
-    a literal is a `Constant`); ``captured`` maps the values of closed-over arrays to the arrays. ``ties`` maps an
-    output position to the input position that it will be fed back to: a step's new state to its old state.
+    ``inputs`` and ``outputs`` are value indices in the order of the flattened arguments and results. A literal output
+    is a `Constant`. ``captured`` maps the values of closed-over arrays to the arrays. ``ties`` maps an output position
+    to the input position that it is fed back to: a step's new state to its old state.
 
     ``refs`` are the positions of inputs that are references (``jax.new_ref``) to arrays. ``written`` maps the outputs
-    that are left in references, which come behind the results, to the values that these had before.
+    that are left in references to the values that these had before. These outputs come after the results.
     """
 
     values: tuple[Value, ...]
@@ -133,11 +133,11 @@ class Program:
     refs: frozenset[int] = frozenset()
     written: Mapping[int, int] = field(default_factory=dict)
     name: str = "planned"
-    """That of the user's function, which is that of the compiled module too."""
+    """The name of the user's function, which the compiled module has too."""
     devices: int = 1
-    """How many run it, which is how far a compiler sees large operations split."""
+    """The number of devices: the compiler sees large operations split over as many."""
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was derived of the program, see `shardplan.memoize`."""
+    """Memoised results of functions of the program, see `shardplan.memoize`."""
 
     @property
     def captured_refs(self) -> dict[int, Any]:
@@ -150,7 +150,7 @@ class Program:
         return self.outputs[: self.out_tree.num_leaves]
 
     def on(self, devices: int) -> Program:
-        """The same program where so many devices run it."""
+        """The same program for so many devices."""
         return self if devices == self.devices else _on(self, devices)
 
     @property
@@ -160,17 +160,17 @@ class Program:
 
     @property
     def leaving(self) -> frozenset[int]:
-        """The values that the caller gets, but for the new state, which is fed back."""
+        """The values that the caller gets, without the new state, which is fed back."""
         return frozenset(o for n, o in enumerate(self.outputs) if isinstance(o, int) and n not in self.ties)
 
     @property
     def replaced(self) -> Mapping[int, int]:
-        """Per output that comes in again, or that is left in a reference, the value that it replaces."""
+        """Per output that is fed back or left in a reference, the value that it replaces."""
         return _replaced(self)
 
     @property
     def makers(self) -> Mapping[int, Operation]:
-        """The operation that gives a value, for all that operations give."""
+        """The operation that makes each value, for all results of operations."""
         return _makers(self)
 
     @property
@@ -180,25 +180,26 @@ class Program:
 
     @property
     def constraints(self) -> dict[int, PartitionSpec]:
-        """The user's own sharding constraints, by the value that each gives."""
+        """The user's own sharding constraints, by their results."""
         found = ((o.results[0], _jax.wanted_spec(o.equation)) for o in self.operations if len(o.results) == 1)
         return {value: spec for value, spec in found if spec is not None}
 
     def trips(self, loop: Operation) -> int | None:
-        """How often a loop's body runs each time; None where nobody knows."""
+        """The trip count of a loop's body each time, None if it is unknown."""
         body = self.regions[loop.bodies[-1]]
         return None if body.assumed else body.times // max(self.regions[loop.region].times, 1)
 
     def times_of_values(self) -> dict[int, int]:
-        """How often per step each value is made."""
+        """The number of times per step that each value is made."""
         found = {value: region.times for region in self.regions for value in region.inputs}
         found |= dict.fromkeys(self.captured, 1)
         return found | {result: self.regions[o.region].times for o in self.operations for result in o.results}
 
     def regions_left_out(self, spent: Mapping[int, float]) -> set[int]:
-        """The branches, with all inside, of which others spend more: one of them runs.
+        """The branches that other branches exceed in cost, with all inner regions: one branch of each operation counts.
 
-        ``spent`` are the bytes or seconds of what runs directly in a region, by its index; inner regions count too.
+        ``spent`` are the bytes or seconds of the operations directly in a region, by its index. Inner regions count
+        too.
         """
         total = {region.index: spent.get(region.index, 0.0) for region in self.regions}
         left_out: set[int] = set()
@@ -215,7 +216,7 @@ class Program:
         return left_out
 
     def fingerprint(self) -> str:
-        """A digest of names, shapes and operations with parameters: equal for equal programs, on every machine."""
+        """A digest of names, shapes and operations with parameters, equal for equal programs on every machine."""
         digest = hashlib.sha256()
         for value in self.values:
             digest.update(f"{value.shape}{value.dtype}{value.name}{value.memory_kind or ''};".encode())
@@ -246,5 +247,5 @@ def _replaced(program: Program) -> dict[int, int]:
 
 
 def operand_type(program: Program, operand: int | Constant) -> Any:
-    """What has the shape and dtype of an operand."""
+    """The shape and dtype of an operand, as a value or an abstract value."""
     return program.values[operand] if isinstance(operand, int) else operand.aval

@@ -1,12 +1,12 @@
-"""Sums that a step computes twice from the same values: they are reduced over devices once.
+"""Reuse of repeated sums: a sum that a step computes twice from the same values is reduced over devices once.
 
-XLA computes equal things once, but every partial result that the partitioner leaves is summed up by a collective of its
-own, and XLA merges no two collectives that bring the same: `x.mean()` beside `x.std()`, which computes the mean again,
-would send it twice. So a sum of one array's elements (or their largest, and so on) that equals one before is read from
-there. Products that are computed twice stay: they are large, and each may suit its readers by a layout of its own. But
-what scans of one iteration compute again (`shardplan.program.inline_single_trip_scans`) is one with what they computed
-before, all of it: a layout of its own for a little of that would have XLA compute all that follows once more, and keep
-it besides.
+XLA merges equal operations, but it reduces every partial result by a collective of its own, and does not merge
+collectives with equal results. `x.std()` computes `x.mean()` again: the mean would be sent twice. A reduction of one
+array (a sum, a maximum) that is equal to an earlier one is therefore replaced by it. Repeated dots stay: they are
+large, and each can have the layout of its readers.
+
+All results that scans of one iteration recompute (`shardplan.program.inline_single_trip_scans`) are merged with the
+first ones. A second layout for a few of them would make XLA compute and store all later results twice.
 
 >>> import jax, jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -25,8 +25,10 @@ from shardplan.program.program import Constant, Operation, Program
 
 
 def reuse_results(program: Program, every: bool) -> Program:
-    """The program whose operations read each sum where it was computed first, or ``every`` result; what nobody reads
-    any more is there."""
+    """The program whose operations read each repeated sum where it was computed first, or ``every`` repeated result.
+
+    Operations that have lost all readers stay in the program.
+    """
     same, makers = repeated_results(program), program.makers
     made = {value: found for value, found in same.items() if value in makers}
     first = {value: found for value, found in made.items() if every or _sums(program, makers[value])}
@@ -41,7 +43,7 @@ def reuse_results(program: Program, every: bool) -> Program:
 
 
 def _sums(program: Program, operation: Operation) -> bool:
-    """Whether it reduces one array, so that devices may each compute a part of its sums (or largest elements)."""
+    """Whether an operation reduces one array, so that each device may compute a partial sum (or maximum)."""
     if len(operation.operands) != 1:
         return False
     operands = [o.aval if isinstance(o, Constant) else program.values[o] for o in operation.operands]

@@ -1,12 +1,17 @@
-"""Shifted reads: a slice of what was padded, or put together of slices, is read from what went in.
+"""Shifted slices: a slice of a padded or concatenated tensor is read from the tensor before it, as a shift.
 
-A stencil written with ``jnp.pad`` and slices makes a tensor of 258 rows of one of 256, which eight devices cannot
-share, and reads 256 of them at a time. Each of these slices is the tensor itself, moved by a row: a pad by one row in
-front and minus one behind, for which every device needs one row of its neighbour. So slices are pushed through pads,
-concatenations and cheap elementwise operations, and what is left of a concatenation of slices (``jnp.roll``, a pad that
-repeats the edge) is a choice, row by row, of shifted tensors. An update of all but the edges (``x.at[1:-1].set(...)``)
-is computed from shifted tensors, and chosen where it belongs. Nothing of another size is made. Windows that begin
-inside a tensor read a shifted one, too (`shardplan.program.window_starts`).
+A stencil of ``jnp.pad`` and slices makes a tensor of 258 rows of one of 256, and reads 256 of them at a time. Eight
+devices cannot share 258 rows. Each of these slices is the tensor itself, shifted by a row: a pad by one row in front
+and minus one at the end, for which every device needs one row of its neighbour.
+
+- Slices are pushed through pads, concatenations and cheap elementwise operations.
+- The remaining concatenation of slices (``jnp.roll``, a pad that repeats the edge) becomes a choice, row by row, of
+  shifted tensors.
+- An update of all but the edges (``x.at[1:-1].set(...)``) is computed from shifted tensors, and selected where it
+  belongs.
+
+All tensors keep their size. Windows that begin inside a tensor read a shifted one, too
+(`shardplan.program.window_starts`).
 
 >>> from shardplan.program.tracing import trace_program
 >>> def difference(x):
@@ -32,19 +37,19 @@ from shardplan.program.program import Constant, Operation, Program, Value
 from shardplan.program.window_starts import WINDOWED, window_shift
 
 Window = tuple[tuple[int, int], ...]
-"""Per dimension, where a part of a tensor begins and ends."""
+"""Per dimension, the start and the end of a part of a tensor."""
 
 _CHEAP = frozenset(
     {"add", "add_any", "sub", "mul", "div", "neg", "max", "min", "square", "integer_pow"}
     | {"convert_element_type", "select_n", "copy", "copy_p"}
 )
 _SHIFTED = WINDOWED | {"slice", "pad", "concatenate"}
-_MOST_OPERATIONS = 64
-"""How many operations one slice is pushed through, at most: what several slices read is computed for each of them."""
+_MAX_OPERATIONS = 64
+"""The most operations that one slice is pushed through. Each slice computes its operands again."""
 
 
-def shift_reads(program: Program) -> Program:
-    """The program with slices pushed to where they are shifted reads; what nobody reads any more is still in it."""
+def shift_slices(program: Program) -> Program:
+    """The program with slices replaced by shifted reads. Operations that have lost all readers stay in the program."""
     if not any(o.primitive.name in _SHIFTED for o in program.operations):
         return program
     shifting = _Shifting(program)
@@ -60,7 +65,7 @@ def shift_reads(program: Program) -> Program:
 
 
 class _Shifting:
-    """The operations taken so far, with what makes each value, and the values that stand for others."""
+    """The operations so far, with the maker of each value, and the values that replace others."""
 
     def __init__(self, program: Program) -> None:
         self.values: list[Value] = list(program.values)
@@ -78,11 +83,11 @@ class _Shifting:
                 self._read_whole.update(o for o in operation.operands if isinstance(o, int))
 
     def renamed(self, operands: Sequence[int | Constant]) -> tuple[int | Constant, ...]:
-        """Operands, or the values that stand for them."""
+        """Operands, with values in the place of those that they replace."""
         return tuple(self._same.get(o, o) if isinstance(o, int) else o for o in operands)
 
     def take(self, operation: Operation) -> None:
-        """Adds an operation, or what reads the same."""
+        """Adds an operation, or a shifted equivalent."""
         self._taken = replace(operation, operands=self.renamed(operation.operands))
         self._pushed, found, operation = 0, None, self._begun_at_first_row(self._taken)
         window = _window(operation, self.values)
@@ -107,7 +112,7 @@ class _Shifting:
         return self.values[operand].shape if isinstance(operand, int) else ()
 
     def _emit(self, function: Callable[..., Any], *operands: int | Constant) -> int:
-        """Adds the operations of a function of some operands; gives its result."""
+        """Adds the operations of a function of some operands, and gives its result."""
         avals = [
             _jax.shape_of(v) if isinstance(v, Value) else v.aval
             for v in (self.values[o] if isinstance(o, int) else o for o in operands)
@@ -130,7 +135,7 @@ class _Shifting:
         return result
 
     def _begun_at_first_row(self, operation: Operation) -> Operation:
-        """The operation, of shifted operands where its windows begin inside these."""
+        """The operation on shifted operands, if its windows begin inside of these."""
         shift, operands = window_shift(operation, self.values), list(operation.operands)
         if shift is None:
             return operation
@@ -143,14 +148,14 @@ class _Shifting:
     # ---- pushing
 
     def _push(self, value: int | Constant, window: Window) -> int | None:
-        """The value that is a window of another one, without making that; None where nothing is gained."""
+        """The value that is a window of another one, without making that one. None without a gain."""
         if not isinstance(value, int):
             return None
         if window == _whole(self.values[value].shape):
             return value
         maker = self._makers.get(value)
         self._pushed += 1
-        if maker is None or maker.region != self._taken.region or self._pushed > _MOST_OPERATIONS:
+        if maker is None or maker.region != self._taken.region or self._pushed > _MAX_OPERATIONS:
             return None
         inner = _window(maker, self.values)
         if inner is not None:
@@ -165,7 +170,7 @@ class _Shifting:
         return None
 
     def _cut(self, value: int | Constant, window: Window) -> int:
-        """A window of a value, by a slice where nothing else will do."""
+        """A window of a value, by a slice where no shifted read exists."""
         found = self._push(value, window)
         if found is not None:
             return found
@@ -173,7 +178,7 @@ class _Shifting:
         return self._emit(lambda x: jax.lax.slice(x, starts, limits), value)
 
     def _shifted(self, pad: Operation, window: Window) -> int | None:
-        """A window of a padded tensor that has the tensor's own size wherever it was padded."""
+        """A window of a padded tensor that has the tensor's own size in every padded dimension."""
         shape, config, cut = self._shape(pad.operands[0]), [], []
         for size, (low, high, inner), (start, limit) in zip(shape, pad.params["padding_config"], window, strict=True):
             padded = bool(low or high or inner)
@@ -185,7 +190,7 @@ class _Shifting:
         return self._moved(source, config, pad.operands[1])
 
     def _moved(self, value: int, config: list[tuple[int, int, int]], filling: int | Constant) -> int:
-        """A padded or shifted value, the same one for all that read the same rows: XLA would merge what is sent."""
+        """A padded or shifted value, the same one for all readers of the same rows: XLA would merge their transfers."""
         if not any(low or high for low, high, _ in config):
             return value
         key = (value, tuple(config), str(filling), self._taken.region)
@@ -208,7 +213,7 @@ class _Shifting:
         return self._joined(parts, dim)
 
     def _computed(self, operation: Operation, window: Window) -> int | None:
-        """A window of what is computed element by element, where all that is read is gained by windows as well."""
+        """A window of an elementwise result, if windows of all its operands gain too."""
         shape, parts = self._shape(operation.results[0]), []
         for operand in operation.operands:
             found = operand if not self._shape(operand) else None
@@ -223,7 +228,7 @@ class _Shifting:
     # ---- concatenations
 
     def _joined(self, parts: Sequence[tuple[int | Constant, Window]], dim: int) -> int | None:
-        """Windows one after another along a dimension, most of them a tensor of the size of all, moved."""
+        """Windows one after another along a dimension, most of them a shifted tensor of the final size."""
         total, begin, moved = sum(window[dim][1] - window[dim][0] for _, window in parts), 0, []
         for value, window in parts:
             source, inner = self._source(value, window)
@@ -241,7 +246,7 @@ class _Shifting:
         return result
 
     def _row(self, part: Any, dim: int, total: int) -> int:
-        """A tensor of the size of all that has one part at its place."""
+        """A tensor of the final size with one part in its position."""
         begin, size, (value, window), found = part
         rank = len(window)
         dtype = self.values[value].dtype
@@ -252,8 +257,7 @@ class _Shifting:
         return self._moved(self._cut(value, window), _along(rank, dim, begin, total - begin - size), zero)
 
     def _source(self, value: int | Constant, window: Window) -> tuple[int, Window]:
-        """What a value is a window of, with that window: through slices, and through dimensions of size 1 that come
-        and go."""
+        """The tensor that a value is a window of, with the window: through slices, and through dimensions of size 1."""
         assert isinstance(value, int)
         maker = self._makers.get(value)
         if maker is None or maker.region != self._taken.region:
@@ -301,10 +305,11 @@ class _Shifting:
         return self._emit(lambda x, y: _inside(bounds, x, y, adds), data, whole)
 
     def _extended(self, value: int | Constant, at: list[int], shape: tuple[int, ...], gains: list[int]) -> int | None:
-        """A tensor of a larger shape with a value at a place, anything around it; ``gains`` are its shifted reads."""
+        """A tensor of a larger shape with a value at a position and any elements around it. ``gains`` are its shifted
+        reads."""
         maker = self._makers.get(value) if isinstance(value, int) else None
         self._pushed += 1
-        if maker is None or maker.region != self._taken.region or self._pushed > _MOST_OPERATIONS:
+        if maker is None or maker.region != self._taken.region or self._pushed > _MAX_OPERATIONS:
             return None
         window, source = _window(maker, self.values), maker.operands[0] if maker.operands else None
         zero = np.zeros((), self.values[maker.results[0]].dtype)
@@ -326,7 +331,7 @@ class _Shifting:
         return self._emit(bind, *parts)
 
     def _constants(self, indices: int | Constant) -> list[int] | None:
-        """The elements of a vector that is put together of literals."""
+        """The elements of a vector that is a concatenation of literals."""
         if isinstance(indices, Constant):
             return [int(indices.value)] if np.ndim(indices.value) == 0 else None
         maker = self._makers.get(indices)
@@ -338,7 +343,7 @@ class _Shifting:
 
 
 def _window(operation: Operation, values: Sequence[Value]) -> Window | None:
-    """What a slice reads, or a pad that takes rows away alone; None for all else."""
+    """The window of a slice, or of a pad that only removes rows. None for all other operations."""
     operand = operation.operands[0] if operation.operands else None
     if operation.primitive.name == "slice":
         if any(stride != 1 for stride in operation.params["strides"] or ()):
@@ -366,7 +371,7 @@ def _along(rank: int, dim: int, low: int, high: int) -> list[tuple[int, int, int
 
 
 def _before(after: int, dim: int, one: Any, other: Any) -> Any:
-    """One tensor's rows up to `after`, then another one's."""
+    """Rows of one tensor up to `after`, then rows of another one."""
     rows = jax.lax.broadcasted_iota(jnp.int32, one.shape, dim)
     return jax.lax.select(rows < after, one, other)
 

@@ -13,14 +13,14 @@ import numpy as np
 from shardplan import _jax, rules
 from shardplan.errors import EnclosingTraceError
 from shardplan.program.call_arguments import memory_kind_of, name_of
-from shardplan.program.clone_broadcasts import spread_for_each
+from shardplan.program.clone_broadcasts import clone_broadcasts
 from shardplan.program.control_flow import stated_trip_count, while_trip_count
 from shardplan.program.hoist_conversions import hoist_conversions
 from shardplan.program.inline_single_trip_scans import body_of_single_trip, undone_by
 from shardplan.program.program import Constant, Operation, Program, Region, Value
 from shardplan.program.regions._jax import without_unused
 from shardplan.program.reuse_sums import reuse_results
-from shardplan.program.shifted_slices import shift_reads
+from shardplan.program.shifted_slices import shift_slices
 
 
 def trace_program(
@@ -30,7 +30,7 @@ def trace_program(
 ) -> Program:
     """Traces ``fn`` on arrays or ``ShapeDtypeStruct``s.
 
-    What ``fn`` itself raises while it is traced reaches the caller unchanged.
+    Exceptions of ``fn`` reach the caller unchanged.
     """
     kwargs = kwargs or {}
     traced = _jax.trace(fn, args, kwargs)
@@ -75,12 +75,12 @@ def trace_program(
             written={number: values[position] for number, position in written.items()},
         )
     )
-    hoisted = hoist_conversions(_prune(shift_reads(program)))
-    return _prune(spread_for_each(_prune(reuse_results(_prune(hoisted), every=builder.unrolled))))
+    hoisted = hoist_conversions(_prune(shift_slices(program)))
+    return _prune(clone_broadcasts(_prune(reuse_results(_prune(hoisted), every=builder.unrolled))))
 
 
 class _Builder:
-    """Collects the values and operations of a jaxpr and of what it calls."""
+    """The values and operations of a jaxpr and of the jaxprs that it calls."""
 
     def __init__(self) -> None:
         self.values: list[Value] = []
@@ -110,7 +110,7 @@ class _Builder:
         if primitive is _jax.optimization_barrier and equation.primitive is not primitive:
             avals = [self.values[o] if isinstance(o, int) else o.aval for o in operands]
         results = tuple(self.new_value(aval, None) for aval in avals)
-        # JAX's own functions are traced once: what is inside leads back to the user by its call alone
+        # JAX's own functions are traced once: only their call has the user's source line
         source, region = _jax.source_line(equation) or self.called_from or "unknown source", self.region
         number = len(self.operations)
         made = Operation(number, primitive, params, tuple(operands), results, source, equation, region, bodies)
@@ -179,14 +179,14 @@ class _Builder:
         return tuple(bodies)
 
     def _trips_of_while(self, equation: _jax.Equation, operands: tuple[int | Constant, ...]) -> int | None:
-        """What its bounds say, or what the user says, or None."""
+        """The trip count of a while loop: by its bounds, or as stated by the user, or None."""
         found = while_trip_count(equation.params, operands)
         stated = stated_trip_count(_jax.module_path(equation)) or self.stated_trips
         return stated if found is None else found
 
     @contextmanager
     def _calling(self, equation: _jax.Equation, trips: int | None) -> Iterator[None]:
-        """Inlines the body of a call, whose own loops run as often as the user says around it."""
+        """Inlines the body of a call. The user's trip count around the call holds for the loops in it."""
         outside = self.stated_trips, self.called_from
         self.stated_trips, self.called_from = trips, _jax.source_line(equation) or self.called_from
         yield
@@ -196,10 +196,10 @@ class _Builder:
         return self._barrier(operands, _jax.barrier_mask(equation), equation)
 
     def _released_together(self, results: Sequence[int | Constant], equation: _jax.Equation) -> list[int | Constant]:
-        """What a rematerialised region gives, none of it before all of it is made.
+        """The results of a rematerialised region, behind a barrier that releases them together.
 
-        The region's gradients of weights are needed at the end of the step alone, and XLA computes them there: what was
-        computed again for them, layer by layer so that it need not be kept, would be kept for all layers at once.
+        The region's gradients of weights are needed only at the end of the step. Without the barrier XLA computes them
+        there, and the recomputed activations of all layers are live at once.
         """
         return self._barrier(list(results), (len(results) > 1,) * len(results), equation)
 
@@ -218,16 +218,16 @@ class _Builder:
 
 
 def _undescribed_body(equation: _jax.Equation) -> _jax.CallBody | None:
-    """What runs in the place of a primitive that nobody described, where JAX lowers it as a function of others."""
+    """The jaxpr of a primitive without a rule, if JAX lowers it as a function of other primitives."""
     primitive, params = equation.primitive, equation.params
-    if not _jax.runs_a_function(primitive) or rules.stands_apart(primitive):
+    if not _jax.runs_a_function(primitive) or rules.is_without_rule(primitive):
         return None
     types = [[var.aval for var in side] for side in (equation.invars, equation.outvars)]
     return None if rules.derive(primitive, params, *types).known else _jax.body_of_function(equation)
 
 
 def _prune(program: Program) -> Program:
-    """Drops operations whose results nobody reads and that have no effect."""
+    """Drops operations without readers and without effects."""
     needed = {output for output in program.outputs if isinstance(output, int)} | {*program.written.values()}
     kept = []
     for operation in reversed(program.operations):
@@ -256,11 +256,11 @@ def _paths(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]
 
 
 def path_name(path: Any) -> str:
-    """The path of a leaf in a tree, as plans say it."""
+    """The path of a leaf in a tree, as plans have it."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-# Operations by which a step makes its new state of the old one, element by element or in place.
+# Operations of an update of the state, elementwise or in place.
 _ELEMENTWISE = {"add", "sub", "mul", "div", "neg", "max", "min", "add_any", "select_n", "clamp", "integer_pow", "sqrt"}
 _UNCHANGED = {"convert_element_type", "copy", "copy_p", "device_put", "optimization_barrier", "sharding_constraint"}
 _UPDATES = _ELEMENTWISE | _UNCHANGED | {"scatter", "scatter-add", "dynamic_update_slice", "cond", "scan", "while"}
@@ -274,11 +274,11 @@ def _find_ties(
     builder: _Builder,
     refs: set[int],
 ) -> dict[int, int]:
-    """Pairs each result with the input that it replaces in the next step, which is none of ``refs``, by position.
+    """Pairs each result with the input that it replaces in the next step, except for ``refs``, by position.
 
-    The paths must agree whole (``step(params, x) -> params, loss``) or behind the argument's position
-    (``step(state, x) -> state``), and so must shape, dtype and memory kind. An input is used once; whole agreement goes
-    first. Where the path says little (a bare array, or a part of it) the output must be an update of the input besides:
+    The whole paths must agree (``step(params, x) -> params, loss``), or the paths after the argument's position
+    (``step(state, x) -> state``). Shape, dtype and memory kind must agree as well. An input is used once. Whole paths
+    have precedence. For a short path (a bare array, or a part of it) the output must also be an update of the input:
     gradients have the paths of the parameters, but do not replace them.
     """
     ties: dict[int, int] = {}
@@ -294,8 +294,8 @@ def _find_ties(
         if not isinstance(output, int) or position in taken:
             return False
         value, replaced = builder.values[output], builder.values[inputs[position]]
-        alike = value.shape == replaced.shape and value.dtype == replaced.dtype
-        return alike and value.kind_as_result == replaced.memory_kind
+        same_type = value.shape == replaced.shape and value.dtype == replaced.dtype
+        return same_type and value.kind_as_result == replaced.memory_kind
 
     def updates(output: int | Constant, position: int) -> bool:
         return isinstance(output, int) and inputs[position] in _updated(output, builder.values, makers)
@@ -322,7 +322,7 @@ def _find_ties(
 
 
 def _updated(output: int, values: Sequence[Value], makers: dict[int, Operation]) -> set[int]:
-    """The values of an output's shape that it is an update of, itself included."""
+    """The values of an output's shape that the output is an update of, itself included."""
     found = {output}
     waiting = [output]
     while waiting:

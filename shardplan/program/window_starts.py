@@ -1,12 +1,12 @@
-"""Windows that begin inside a tensor: a negative low padding is a shift of the tensor, and the rest is high padding.
+"""Windows that begin inside a tensor: a negative low padding becomes a shift of the tensor and high padding.
 
 Convolutions, poolings and dilating pads may leave out rows in front of their first window. XLA 0.10.2 splits such
-windows over dilated rows with wrong values or by a failed check, and its CPU backend reads past the end of an image, on
-one device as well. No window begins so once the tensor is shifted to the front by these rows. It keeps its size: the
-rows filled in behind are padding, of which the window then needs less.
+windows over dilated rows with wrong values or by a failed check. Its CPU backend reads past the end of an image, on one
+device as well. A shift of the tensor to the front by these rows removes the negative padding. The tensor keeps its
+size: the rows that the shift fills in at the end are padding, and the high padding shrinks by as many.
 
-Windows of single elements that end inside a tensor (a negative high padding) lose the rows behind as well: XLA 0.10.2
-takes a pooling by them for an elementwise operation, and fails a check of its own where a padding is negative.
+Windows of single elements that end inside a tensor (a negative high padding) lose the last rows by a shift as well. XLA
+0.10.2 takes a pooling by them for an elementwise operation, and fails a check of its own on a negative padding.
 
 >>> import jax.numpy as jnp
 >>> from shardplan.program.tracing import trace_program
@@ -33,15 +33,15 @@ WINDOWED = frozenset(
     {"conv_general_dilated", "select_and_gather_add", "reduce_window"}
     | {"reduce_window_sum", "reduce_window_max", "reduce_window_min"}
 )
-"""Operations with windows that may begin inside what they read, other than pads."""
+"""Operations other than pads whose windows may begin inside of their operands."""
 
 Padding = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class WindowShift:
-    """The pad that shifts what windows move over, its filling by position of the operand, and the parameters of the
-    operation that reads the shifted operands."""
+    """The pad that shifts the operands of windows, its fill value by position of the operand, and the parameters of the
+    operation on the shifted operands."""
 
     config: list[tuple[int, int, int]]
     fillings: dict[int, int | Constant]
@@ -49,8 +49,11 @@ class WindowShift:
 
 
 def window_shift(operation: Operation, values: Sequence[Value]) -> WindowShift | None:
-    """The shift after which an operation has no negative low padding, and of single elements no negative high one; None
-    where it has none, or is a shift itself."""
+    """The shift after which an operation has no negative low padding, and single-element windows no negative high
+    padding.
+
+    None for an operation without such padding, and for a shift itself.
+    """
     paddings, dilations = _paddings(operation)
     single = set(operation.params.get("window_dimensions", ())) == {1}
     config, begun = [], []
@@ -66,7 +69,7 @@ def window_shift(operation: Operation, values: Sequence[Value]) -> WindowShift |
 
 
 def _paddings(operation: Operation) -> tuple[list[Padding], list[int]]:
-    """Per dimension of what windows move over: the low and high padding, and the distance of rows once dilated."""
+    """Per windowed dimension, the low and high padding, and the distance of rows after dilation."""
     name, params = operation.primitive.name, operation.params
     if name == "pad" and any(inner for *_, inner in params["padding_config"]):
         config = params["padding_config"]
@@ -83,7 +86,7 @@ def _paddings(operation: Operation) -> tuple[list[Padding], list[int]]:
 
 
 def _with_paddings(operation: Operation, paddings: Sequence[Padding]) -> dict[str, Any]:
-    """The parameter of an operation that says how it pads."""
+    """The parameter of an operation that has its padding, with a new value."""
     name, params = operation.primitive.name, operation.params
     if name == "pad":
         inner = [own for *_, own in params["padding_config"]]
@@ -93,7 +96,7 @@ def _with_paddings(operation: Operation, paddings: Sequence[Padding]) -> dict[st
 
 
 def _fillings(operation: Operation, values: Sequence[Value]) -> dict[int, int | Constant]:
-    """The value that an operation pads with, by position of each operand that windows move over."""
+    """The fill value of an operation's padding, by position of each windowed operand."""
     name, count = operation.primitive.name, len(operation.results)
     if name in ("pad", "reduce_window"):
         return {position: operation.operands[count + position] for position in range(count)}

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from shardplan.hardware import HardwareProfile, load
 from shardplan.layout.collectives import CollectiveKind
-from shardplan.layout.prices import Prices, Timing
+from shardplan.layout.objectives import Prices, Timing
+from shardplan.layout.objectives.step_seconds import StepSeconds
 from shardplan.memory import whole_kernels
 from shardplan.problem.cost_network import Problem
 from shardplan.problem.schedule import Schedule, Sent
@@ -98,7 +99,7 @@ def step_time(schedule: Schedule) -> StepTime:
 
 def time_prices(problem: Problem, hardware: HardwareProfile | str | Path | None = None) -> Prices:
     """The prices in seconds on a problem's mesh, by default of the hardware that it is planned for."""
-    return Prices("time", problem.prices.hardware if hardware is None else load(hardware), problem.space.mesh)
+    return StepSeconds(problem.prices.hardware if hardware is None else load(hardware), problem.space.mesh)
 
 
 def work_seconds(problem: Problem, prices: Prices, operation: Operation, degree: float = 1) -> float:

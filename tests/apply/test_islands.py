@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import shardplan
 from shardplan.audits.audit import measure
 from shardplan.compiled.target import gpu_mesh
-from shardplan.problem.xla_limits import runs_apart
+from shardplan.problem.xla_limits import needs_shard_map
 from tests.helpers.random_programs import assert_equal_trees, mesh_of, run, scrambled
 
 
@@ -41,7 +41,7 @@ def test_blocks_in_islands(program: str):
     plan = shardplan.plan(function, mesh, *SHAPES, pins={"0": PartitionSpec("x")})
     operations = [o for o in plan.schedule.program.operations if o.primitive.name == program]
     assert operations
-    assert all(runs_apart(o, plan.schedule.assignment.strategies[o.index]) for o in operations)
+    assert all(needs_shard_map(o, plan.schedule.assignment.strategies[o.index]) for o in operations)
     x = jax.random.normal(jax.random.key(0), SHAPES[0].shape)
     for start in (40, -5)[: 2 if program == "dynamic_slice" else 1]:
         assert_equal_trees(run(plan, mesh, x, jnp.int32(start)), function(x, jnp.int32(start)))

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import pytest
 
 import shardplan
-from shardplan.common.atomic_files import replacing
+from shardplan.common.atomic_files import atomic_write
 from shardplan.plans.cache import Cache
 
 KILLED = """
 import os, runpy, signal, sys
 from pathlib import Path
 # without JAX, which takes seconds to import
-replacing = runpy.run_path("shardplan/common/atomic_files.py")["replacing"]
-with replacing(Path(sys.argv[1])) as file:
+atomic_write = runpy.run_path("shardplan/common/atomic_files.py")["atomic_write"]
+with atomic_write(Path(sys.argv[1])) as file:
     file.write("half of it")
     file.flush()
     print("written", flush=True)
@@ -84,7 +84,7 @@ def test_threads_do_not_remove_what_others_write(tmp_path: Path) -> None:
     def write(number: int) -> None:
         try:
             for _ in range(30):
-                with replacing(target) as file:
+                with atomic_write(target) as file:
                     file.write(str(number) * 1000)
         except BaseException as error:
             failed.append(error)
@@ -103,7 +103,7 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
     """An error, or Ctrl-C, leaves the file as it was."""
     target = tmp_path / "plan.json"
     target.write_text("before")
-    with pytest.raises(KeyboardInterrupt), replacing(target) as file:
+    with pytest.raises(KeyboardInterrupt), atomic_write(target) as file:
         file.write("half")
         raise KeyboardInterrupt
     assert target.read_text() == "before"

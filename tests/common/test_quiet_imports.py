@@ -96,8 +96,8 @@ def test_what_takes_long_is_shown(stream: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_SECONDS_BEFORE", 0.0)
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN", 0.01)
-    with progress.shown("step"):
-        progress.doing("searching 7 choices")
+    with progress.show_progress("step"):
+        progress.set_stage("searching 7 choices")
         deadline = time.perf_counter() + 5
         while stream.isatty() and "step, searching 7 choices, 0 s" not in stream.getvalue():
             assert time.perf_counter() < deadline

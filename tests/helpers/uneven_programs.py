@@ -15,7 +15,7 @@ import shardplan
 from shardplan.hardware import load
 from shardplan.layout.layout import LayoutSpace
 from shardplan.layout.mesh import mesh_axes
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives.bytes_sent import BytesSent
 from shardplan.options import Options
 from shardplan.plans.pipeline import plan_problem
 from shardplan.problem.cost_network import Problem
@@ -32,7 +32,7 @@ def padded_plan(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, args: Any, se
     program = trace_program(fn, args)
     axes = mesh_axes(mesh)
     sizes = frozenset(size for value in program.values for size in value.shape)
-    problem = Problem(program, LayoutSpace(axes, sizes), Prices("bytes", load("h100"), axes), {})
+    problem = Problem(program, LayoutSpace(axes, sizes), BytesSent(load("h100"), axes), {})
     plan = shardplan.Plan.of(plan_problem(problem, mesh, Options()))
     network, costs = problem.network, list(problem.network.costs)
     draw = np.random.default_rng(seed)

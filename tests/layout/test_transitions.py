@@ -22,7 +22,7 @@ from shardplan.compiled.target import compile_for, gpu_mesh
 from shardplan.hardware import load
 from shardplan.layout.collectives import Step
 from shardplan.layout.layout import Domain, Layout, LayoutSpace, MeshAxes, replicated, to_spec
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives.bytes_sent import BytesSent
 from shardplan.layout.shortest_paths import cheapest_paths
 from shardplan.layout.transitions import Partial, Reductions, Transitions
 from shardplan.problem.operation_collectives import halo_steps
@@ -44,9 +44,7 @@ class Case:
     def __init__(self, sizes: tuple[int, ...], padded: tuple[int, ...] = ()) -> None:
         self.axes = MeshAxes(NAMES[: len(sizes)], sizes)
         self.mesh: Mesh = gpu_mesh("h100", sizes, self.axes.names)
-        self.transitions = Transitions(
-            LayoutSpace(self.axes, frozenset(padded)), Prices("bytes", load("h100"), self.axes)
-        )
+        self.transitions = Transitions(LayoutSpace(self.axes, frozenset(padded)), BytesSent(load("h100"), self.axes))
         self.reductions = Reductions(self.transitions)
 
     def domain(self, rank: int) -> Domain:
@@ -136,9 +134,9 @@ def check_transitions(case: Case, rank: int, count: int | None, at_once: int) ->
 def test_the_dimension_that_is_gathered_last_is_told_of_all_transitions_at_once() -> None:
     """A gather leaves the dimension first that it goes over: what was split over several, the one that goes last."""
     axes = MeshAxes(NAMES[:2], (2, 4))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((64, 64, 64))
-    dims = transitions.gathered_last(domain)
+    dims = transitions.last_gathered_dimension(domain)
     assert dims[domain.position[(1,), (), (0,)], domain.position[(), (), ()]] == 0
     for source, target in pairs_of(domain, 200):
         steps = transitions.path(domain, source, target)
@@ -149,7 +147,7 @@ def test_the_dimension_that_is_gathered_last_is_told_of_all_transitions_at_once(
 
 def test_what_begins_with_a_slice_is_told_of_all_targets_at_once() -> None:
     axes = MeshAxes(NAMES, (2, 2, 2))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain(SHAPES[2])
     for source in domain.layouts:
         begins = transitions.begins_with_slice(domain, source)
@@ -294,7 +292,7 @@ def test_reductions_compile_to_what_they_cost(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 def test_paths_cost_what_the_tables_say_and_go_no_detour(sizes: tuple[int, ...]) -> None:
     axes = MeshAxes(NAMES[: len(sizes)], sizes)
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((16, 32))
     table = transitions.table(domain, domain.layouts, 1 << 20)
     assert (np.diag(table) == 0).all()
@@ -309,7 +307,7 @@ def test_paths_cost_what_the_tables_say_and_go_no_detour(sizes: tuple[int, ...])
 
 def test_what_is_replicated_is_split_for_nothing() -> None:
     axes = MeshAxes(("x", "y"), (2, 4))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     domain = transitions.space.domain((16, 32))
     row = transitions.table(domain, domain.layouts, 1 << 20)[domain.position[replicated(2)]]
     assert (row < 1e-4).all()  # only that shorter paths go first
@@ -332,7 +330,7 @@ def test_what_is_replicated_is_split_for_nothing() -> None:
 )
 def test_recipes(source: Layout, target: Layout, kinds: list[str], fraction: float) -> None:
     axes = MeshAxes(("x", "y"), (2, 4))
-    transitions = Transitions(LayoutSpace(axes), Prices("bytes", load("h100"), axes))
+    transitions = Transitions(LayoutSpace(axes), BytesSent(load("h100"), axes))
     steps = transitions.path(transitions.space.domain((16, 32)), source, target)
     assert [step.kind for step in steps] == kinds
     assert sum(step.fraction for step in steps) == pytest.approx(fraction)

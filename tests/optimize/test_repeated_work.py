@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 import shardplan
 from shardplan.hardware import load
 from shardplan.layout.layout import MeshAxes
-from shardplan.layout.prices import Prices
+from shardplan.layout.objectives.bytes_sent import BytesSent
 from shardplan.optimize import repeated_work as repeating
 from shardplan.plans.pipeline import rebuild
 from tests.problem.test_cost_network import priced_anew
@@ -30,7 +30,7 @@ def square(size: int) -> jax.ShapeDtypeStruct:
 def test_the_price_of_repeated_work() -> None:
     """It is the bytes that a device could send in the longer time of FLOPs and memory traffic."""
     profile = load("h100")
-    prices = Prices("bytes", profile, MeshAxes(("x",), (8,)))
+    prices = BytesSent(profile, MeshAxes(("x",), (8,)))
     rates = profile.flops_per_second("float32"), profile.memory_bytes_per_second
     for flops, memory_bytes in ((1e12, 0), (1e12, 1e9), (1e9, 1e10)):
         seconds = max(flops / rates[0], memory_bytes / rates[1]) * (1 / 2 - 1 / 8)

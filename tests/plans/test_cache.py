@@ -63,7 +63,7 @@ def assert_same(one: shardplan.Plan, other: shardplan.Plan) -> None:
 def test_second_planning_does_not_search(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = make()
     assert not first.statistics["cached"] and len(list(folder.iterdir())) == 1
-    monkeypatch.setattr("shardplan.plans.pipeline.search_with_repeated_work", None)
+    monkeypatch.setattr("shardplan.plans.pipeline.SEARCHES", None)
     second = make()
     assert second.statistics["cached"] and second.statistics["seconds"]["search"] == 0
     assert_same(first, second)

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import shardplan
 from benchmarks.hosts import across_hosts, slower_between_hosts
 from shardplan.hardware import load
+from shardplan.layout.mesh import axes_across_hosts
 from shardplan.models import mlp
 
 
@@ -46,6 +48,32 @@ def test_a_slow_network():
     flat = sent((16,), ("device",), hardware=replace(load("h100"), devices_per_host=16))
     apart = sent((2, 8), ("host", "device"), hardware=slower_between_hosts())
     assert flat > 0 and apart <= flat / 2
+
+
+def test_a_byte_between_hosts_counts_as_its_link_is_slower():
+    """The plan sends less over the hosts than the plan of devices with equal links, and says how it counts."""
+    training = mlp.training(mlp.BENCHMARK)
+
+    def planned(**options):
+        mesh = AbstractMesh((2, 8), ("host", "device"))
+        return shardplan.plan(training.train_step, mesh, training.state, training.batch, donate_argnums=0, **options)
+
+    weighed, plain = planned(), planned(hardware=replace(load("h100"), devices_per_host=16))
+    assert across_hosts(weighed, (2, 8))[0] <= across_hosts(plain, (2, 8))[0]
+    assert weighed.communication_bytes >= plain.communication_bytes
+    assert weighed.objective > weighed.communication_bytes
+    assert "over `host` 9 times" in str(weighed)
+    assert "a byte counts" not in str(plain)
+
+
+@pytest.mark.parametrize(("names", "crossing"), [(("a", "b"), {"a": True, "b": False}), (("c",), {"c": True})])
+def test_axes_that_lead_to_another_host(names, crossing):
+    """Those along which the host of a device changes."""
+    devices = np.array([SimpleNamespace(process_index=n // 4) for n in range(8)])
+    mesh = SimpleNamespace(devices=devices.reshape((2, 4)[: len(names)] if len(names) > 1 else (8,)), axis_names=names)
+    assert axes_across_hosts(mesh) == crossing
+    one = SimpleNamespace(devices=devices[:4], axis_names=("a",))
+    assert axes_across_hosts(one) is None
 
 
 def _hierarchical():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import shardplan
-from shardplan.problem.canonical_axis_order import _turned, straightened
+from shardplan.problem.canonical_axis_order import canonical_choices, canonicalize_axis_order
 
 _MESH = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
 
@@ -55,12 +55,12 @@ def test_what_costs_no_more_is_turned_as_a_whole():
     plan = _plan()
     problem, straight = plan.schedule.problem, _choices(plan)
     other = straight.copy()
-    for variable, to in _turned(problem).items():
+    for variable, to in canonical_choices(problem).items():
         alike = [choice for choice, turned in enumerate(to) if turned == straight[variable]]
         other[variable] = max(alike, key=lambda choice: choice != straight[variable])
     assert (other != straight).any()
     assert problem.network.cost(other) == pytest.approx(problem.network.cost(straight))
-    assert (straightened(problem, other) == straight).all()
+    assert (canonicalize_axis_order(problem, other) == straight).all()
 
 
 def test_what_is_pinned_stays_and_nothing_becomes_dearer():
@@ -68,4 +68,4 @@ def test_what_is_pinned_stays_and_nothing_becomes_dearer():
     problem, choices = plan.schedule.problem, _choices(plan)
     cost = problem.network.cost(choices)
     assert cost < np.inf
-    assert problem.network.cost(straightened(problem, choices)) <= cost
+    assert problem.network.cost(canonicalize_axis_order(problem, choices)) <= cost

@@ -20,7 +20,7 @@ import shardplan
 from shardplan import rules
 from shardplan.layout.layout import LayoutSpace, MeshAxes
 from shardplan.problem.strategies import StrategyMaker
-from shardplan.problem.xla_limits import axes_apart
+from shardplan.problem.xla_limits import shard_map_axes
 from shardplan.program.tracing import trace_program
 from tests.helpers.convolution_programs import Drawn, compares, drawn, plans_of
 from tests.helpers.random_programs import assert_equal_trees, mesh_of, run
@@ -157,7 +157,7 @@ def test_uneven_rows_are_not_summed_beside_an_unused_axis() -> None:
         if any(n % blocks for n, blocks in divided):
             found += 1
             assert strategy.padded
-            assert not axes_apart(operation, strategy, mesh.splitting)
+            assert not shard_map_axes(operation, strategy, mesh.splitting)
     assert found
 
 

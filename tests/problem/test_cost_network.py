@@ -200,8 +200,8 @@ def priced_anew(plan: shardplan.Plan) -> float:
     """The objective of a plan, from its collectives, what is stored, and what work is repeated."""
     problem: Problem = plan.schedule.problem
     prices, assignment = problem.prices, plan.schedule.assignment
-    total = plan.step_time.seconds if prices.objective == "time" else 0.0
-    for sent in plan.schedule.collectives() if prices.objective == "bytes" else ():
+    total = plan.step_time.seconds if prices.counts_time else 0.0
+    for sent in plan.schedule.collectives() if not prices.counts_time else ():
         each = sent.bytes * prices.per_byte(sent.step.axes) + prices.per_collective(sent.step.kind, sent.step.axes)
         total += each * sent.times
     for value, layout in assignment.values.items():
@@ -211,7 +211,7 @@ def priced_anew(plan: shardplan.Plan) -> float:
     for operation in plan.program.operations:
         choices = problem.choices.get(operation.index)
         strategy = assignment.strategies.get(operation.index)
-        if choices is not None and strategy is not None and prices.objective == "bytes":
+        if choices is not None and strategy is not None and not prices.counts_time:
             work = prices.work(choices.flops, problem.traffic.get(operation.index, 0), choices.dtype, strategy.degree)
             total += work * problem.times(operation)
     return total

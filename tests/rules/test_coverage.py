@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from shardplan import rules
-from shardplan.rules import apart, table
+from shardplan.rules import table, without_rule
 from shardplan.rules._jax import lowered_primitives
 from shardplan.rules.coverage import Row
 
@@ -20,7 +20,7 @@ SINCE_THEN = {
     *("pbroadcast_dynamic", "reduced_vary_cast", "relayout", "unreduced_pmax", "unreduced_pmin"),
     "vary_unreduced_cast",
 }
-"""What is set apart of JAX 0.11 and 0.12, which 0.10.2 does not have."""
+"""Primitives without a rule of JAX 0.11 and 0.12, which 0.10.2 does not have."""
 
 
 _PRINT = (
@@ -58,7 +58,7 @@ def test_nearly_all_of_them_split(rows: list[Row]) -> None:
 
 
 def test_what_is_set_apart_exists_and_has_no_rule() -> None:
-    names = [name for group in apart.APART.values() for name in group]
+    names = [name for group in without_rule.WITHOUT_RULE.values() for name in group]
     assert max(Counter(names).values()) == 1
     assert not set(names) & set(table.TABLE)
     if jax.__version__ == "0.10.2":

@@ -1,1 +1,1 @@
-"""Operations whose splits need code of their own on the blocks."""
+"""Operations that run on blocks by code of their own: lookups, slices, updates, ragged dots."""

@@ -1,16 +1,16 @@
-"""Lookups in a table whose rows are split: the rows are added up first, and filled where there is none afterwards.
+"""Row lookups in a table with split rows: partial rows are reduced first, and missing rows are filled afterwards.
 
-JAX fills what is looked up outside of a table (the default of ``table[ids]`` and ``jnp.take``) behind its gather. Where
-the devices hold different rows of the table, the gather ends in a sum over them; XLA cannot take the planned slice of
-that sum through the filling, and sends the whole sum to everyone. So the gather is run as if nothing were outside,
-its sum is reduced as planned, and the filling comes last.
+JAX fills rows for indices outside of a table (the default of ``table[ids]`` and ``jnp.take``) after its gather. If the
+devices hold different rows of the table, the gather ends in a sum over them. XLA cannot move the planned slice of that
+sum through the fill, and sends the whole sum to every device. The gather therefore runs as if all indices were inside,
+its sum is reduced as planned, and the fill comes last.
 
-Where that sum waits for others (the eight corners of a cell in a grid of features, a bag of words), or is reduced in
-several steps, each device looks up what its block has, and zeros for the rest; the first one fills. The zeros take the
-sign of a row of -0.0, which comes back as 0.0.
+The sum may be deferred (the eight corners of a cell in a grid of features, a bag of words), or be reduced in several
+steps. Each device then looks up the rows of its block and gives zeros for all others. The first device fills. The zeros
+have the sign of a row of -0.0, which becomes 0.0.
 
-The gradient of a lookup adds rows to a table of zeros. Where the rows are split, each device adds up its own, and the
-devices' tables are the parts of a sum; of a table that is not zeros the first one has it in its part.
+The gradient of a lookup adds rows to a table of zeros. If the rows are split, each device adds up its own rows, and the
+devices' tables are partial sums. A table other than zeros is in the part of the first device.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from shardplan.program.program import Operation
 
 
 def fills(operation: Operation) -> bool:
-    """Whether the operation looks up rows, and gives another value where there is none.
+    """Whether the operation looks up rows, and fills missing ones.
 
-    Single elements (a loss that looks up one logit of each row) are no rows: there is little to send, and XLA would
-    merge their scattered sum with those of gradients, for which all logits would have to wait.
+    Single elements (a loss that looks up one logit of each row) are no rows. They have few bytes, and XLA would merge
+    their scattered sum with those of gradients, for which all logits would have to wait.
     """
     return _has_filling(operation) and prod(operation.params["slice_sizes"]) > 1
 
 
 def fills_elements(operation: Operation) -> bool:
-    """Whether the operation looks up single elements, and gives another value where there is none.
+    """Whether the operation looks up single elements, and fills missing ones.
 
-    Their sum over devices is sent whole to each of them: XLA sees no reduce-scatter through the filling.
+    Their sum is sent whole to each device: XLA finds no reduce-scatter through the fill.
     """
     return _has_filling(operation) and prod(operation.params["slice_sizes"]) == 1
 
@@ -51,12 +51,12 @@ def _has_filling(operation: Operation) -> bool:
 
 
 def unfilled_params(operation: Operation) -> dict[str, Any]:
-    """The parameters of the lookup as if no index were outside; what it then gives for one that is, is not said."""
+    """The parameters of the lookup as if all indices were inside. Its result for an index outside is undefined."""
     return {**operation.params, "mode": GatherScatterMode.PROMISE_IN_BOUNDS, "fill_value": None}
 
 
 def filled(operation: Operation, table_shape: tuple[int, ...], indices: Any, found: Any) -> Any:
-    """What was looked up, with the operation's fill value where an index is outside of the table.
+    """The looked-up rows, with the operation's fill value for indices outside of the table.
 
     `indices` are `[..., one per indexed dimension]`, `found` has their leading dimensions and those of the slices.
     """
@@ -70,7 +70,7 @@ def filled(operation: Operation, table_shape: tuple[int, ...], indices: Any, fou
 
 
 def looks_up_rows(operation: Operation, strategy: Strategy) -> bool:
-    """Whether each device can look up what its own block of the table has: rows, none of which lies across two."""
+    """Whether each device can look up rows in its own block of the table: no row may cross two blocks."""
     if operation.primitive.name != "gather" or prod(operation.params["slice_sizes"]) == 1:
         return False
     sizes, data = operation.params["slice_sizes"], strategy.operands[0] or ()
@@ -79,7 +79,7 @@ def looks_up_rows(operation: Operation, strategy: Strategy) -> bool:
 
 
 def lookup_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Callable[..., Any]:
-    """What a device does with its blocks inside of a ``shard_map``: its part of the sum that is the lookup."""
+    """The lookup on one device's blocks inside of a ``shard_map``: its result is a partial sum."""
     numbers, axes = operation.params["dimension_numbers"], strategy.operands[0] or ()
     whole = operation.equation.invars[0].aval.shape  # type: ignore[attr-defined]
     windows = operation.params["slice_sizes"]
@@ -90,7 +90,7 @@ def lookup_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Ca
         places = []
         for column, dim in enumerate(numbers.start_index_map):
             given = indices[..., column]
-            place = between(given, whole[dim] - windows[dim])
+            place = clamp(given, whole[dim] - windows[dim])
             inside &= place == given
             place = place.astype(jnp.int32 if whole[dim] < 2**31 else jnp.int64)
             if axes[dim]:
@@ -113,14 +113,14 @@ def lookup_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Ca
 
 
 def adds_whole_rows(operation: Operation, strategy: Strategy) -> bool:
-    """Whether each device can add its own rows to its block of the table: one whose rows are all there."""
+    """Whether each device can add its own rows to its block of the table: it needs these rows whole."""
     data = strategy.operands[0] or ()
     indexed = operation.params["dimension_numbers"].scatter_dims_to_operand_dims
     return not any(data[dim] for dim in indexed)
 
 
 def adding_block(strategy: Strategy, mesh: MeshAxes, add: Callable[..., Any]) -> Callable[..., Any]:
-    """What a device does with its blocks inside of a ``shard_map``: its part of the sum that is the updated table.
+    """The addition of rows on one device's blocks inside of a ``shard_map``: its result is a partial sum of the table.
 
     ``add`` runs the operation on blocks.
     """
@@ -133,20 +133,20 @@ def adding_block(strategy: Strategy, mesh: MeshAxes, add: Callable[..., Any]) ->
     return blocks
 
 
-def starting_inside(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands of a slice whose start is data, its starts moved so that all of it lies inside, as the slice does.
+def clamp_start(operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:
+    """The operands of a slice at a start that is data, with the start moved so that the slice is inside.
 
-    XLA 0.10.2 was measured to join such a slice with the one that takes a device's block of it, and to move the start
-    of both together: where the first would have been moved, the blocks were wrong.
+    The slice moves it in the same way. XLA 0.10.2 was measured to merge such a slice with the slice of a device's
+    block, and to move the start of both together. If the first one had to be moved, the blocks were wrong.
     """
     if operation.primitive.name != "dynamic_slice":
         return operands
     source, *starts = operands
     last = (size - window for size, window in zip(source.shape, operation.params["slice_sizes"], strict=True))
-    return [source, *(between(start, most) for start, most in zip(starts, last, strict=True))]
+    return [source, *(clamp(start, most) for start, most in zip(starts, last, strict=True))]
 
 
-def between(start: Any, last: int) -> Any:
-    """A start of a window, moved to lie in 0 to `last`, of the type that it has."""
+def clamp(start: Any, last: int) -> Any:
+    """A window's start, moved into 0 to `last`, of the same type."""
     dtype = jnp.result_type(start)
     return jnp.clip(start, 0, min(last, jnp.iinfo(dtype).max)).astype(dtype)

@@ -1,14 +1,15 @@
-"""Products of rows in groups (``jax.lax.ragged_dot``), each device with some of the rows and some of the groups.
+"""Ragged dots: products of rows in groups (``jax.lax.ragged_dot``), each device with some of the rows and the groups.
 
-Which rows a group has depends on the sizes of all groups before it, so XLA gathers what is split along rows or groups.
-But every device knows all sizes, hence where each group begins and ends, and which part of it lies in its own rows:
+The rows of a group depend on the sizes of all groups before it, and XLA does an all-gather of operands that are split
+along rows or groups. Every device has all sizes. It therefore knows the start and the end of each group, and the part
+of it in its own rows:
 
 >>> import jax.numpy as jnp
 >>> sizes = jnp.array([3, 0, 4])                       # of 8 rows; the last one belongs to no group
 >>> [rows_of_groups(sizes, first, 4)[1].tolist() for first in (0, 4)]      # per half of the rows, rows of each group
 [[3, 0, 1], [0, 0, 3]]
 
-With its own groups alone, a device gives zeros in the rows of the others: so the product is a sum over the devices.
+With its own groups alone, a device gives zeros in the rows of other groups: the product is a sum over the devices.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from shardplan.program.program import Operation
 
 RAGGED = "ragged_dot_general"
 MATRICES = 1
-"""The position of the matrices, or of the other rows of which these are a sum, among a product's operands."""
+"""The position of the matrices among a product's operands, or of the other rows that the matrices are a sum of."""
 
 
 def axes_of_rows(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
-    """The mesh axes that split the rows, none where these are batches that have groups."""
+    """The mesh axes that split the rows, none if these are batches that have groups."""
     rows = strategy.operands[0]
     numbers = operation.params["ragged_dot_dimension_numbers"]
     (ragged,) = numbers.lhs_ragged_dimensions
@@ -37,7 +38,7 @@ def axes_of_rows(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
 
 
 def axes_of_groups(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
-    """The mesh axes that split the groups: those of the matrices, or those of the result that has one matrix each."""
+    """The mesh axes that split the groups: those of the matrices, or those of the result with one matrix per group."""
     numbers = operation.params["ragged_dot_dimension_numbers"]
     if numbers.rhs_group_dimensions:
         matrices = strategy.operands[1]
@@ -48,7 +49,8 @@ def axes_of_groups(operation: Operation, strategy: Strategy) -> tuple[int, ...]:
 def splits_rows_or_groups(operation: Operation, strategy: Strategy) -> bool:
     """Whether a strategy splits the rows or the groups of a product.
 
-    XLA gathers rows and matrices then, and repeats the work of a gradient of the matrices that is split by group.
+    XLA does an all-gather of rows and matrices then, and repeats the work of a gradient of the matrices that is split
+    by group.
     """
     if operation.primitive.name != RAGGED:
         return False
@@ -62,8 +64,8 @@ def sums_rows(operation: Operation) -> bool:
     return ragged in numbers.dot_dimension_numbers[0][0]
 
 
-def turns_matrices(operation: Operation) -> bool:
-    """Whether a product reads a transposition of its matrices: it does not add over the dimension behind the groups."""
+def reads_transposed_matrices(operation: Operation) -> bool:
+    """Whether a product reads a transpose of its matrices: it does not sum over the dimension after the groups."""
     numbers = operation.params["ragged_dot_dimension_numbers"]
     if not numbers.rhs_group_dimensions:
         return False
@@ -72,17 +74,17 @@ def turns_matrices(operation: Operation) -> bool:
 
 
 def rows_of_groups(sizes: Any, first: Any, count: int) -> tuple[Any, Any]:
-    """Of `count` rows from row `first` on: where each group begins among them, and how many each has, both int32."""
+    """The start of each group in `count` rows from row `first` on, and its number of these rows, both int32."""
     ends = jnp.clip(jnp.cumsum(sizes.astype(jnp.int32)) - first, 0, count)
     begins = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
     return begins, ends - begins
 
 
 def on_blocks(operation: Operation, strategy: Strategy, mesh: MeshAxes, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What a device computes of its blocks inside a ``shard_map``: ``run`` is the operation on whole arrays.
+    """The product on one device's blocks inside a ``shard_map``. ``run`` is the operation on whole arrays.
 
-    Rows of the device's first group are turned to the front, where the operation expects them; its zeros, in rows of
-    no group, come to stand in those of the other devices.
+    The rows are rotated so that those of the device's first group come first, as the operation expects. Rows of no
+    group give zeros, which are the device's parts of other devices' rows.
     """
     numbers = operation.params["ragged_dot_dimension_numbers"]
     (ragged,) = numbers.lhs_ragged_dimensions

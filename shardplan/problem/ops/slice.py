@@ -1,8 +1,8 @@
-"""Reads of one window of a tensor (``x[k]``, ``x[:, 3:7]``, ``lax.dynamic_slice``) that is split along it.
+"""Slices at one place (``x[k]``, ``x[:, 3:7]``, ``lax.dynamic_slice``) of a tensor that is split along the slice.
 
-Each device takes what its block has of the window, and zeros for what others have; the sum of these is the window. XLA
-0.10.2 was measured to gather the operand instead, or to move it to another split. A tensor of 8 rows on 2 devices,
-read at row 5: the first device gives zeros and the second its row 1.
+Each device takes the part of the window in its block, and zeros for the rest. The window is the sum over devices. XLA
+0.10.2 was measured to do an all-gather of the operand instead, or to reshard it. An example is a tensor of 8 rows on 2
+devices, read at row 5: the first device gives zeros and the second its row 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from shardplan.layout.layout import MeshAxes
-from shardplan.problem.ops.gather import between, lookup_block
+from shardplan.problem.ops.gather import clamp, lookup_block
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Operation
 
@@ -25,9 +25,9 @@ SLICES = frozenset({"slice", "dynamic_slice"})
 
 
 def windows_read(operation: Operation) -> dict[int, int]:
-    """Per dimension along which the operation reads a part of its first operand, the part's size.
+    """The window's size per dimension of the first operand of which the operation reads a part.
 
-    Nothing, unless the operation reads one window.
+    Empty, unless the operation reads one window.
     """
     name, params = operation.primitive.name, operation.params
     if name not in SLICES and name != "gather":
@@ -44,7 +44,8 @@ def windows_read(operation: Operation) -> dict[int, int]:
 
 
 def reads_place(operation: Operation, strategy: Strategy) -> bool:
-    """Whether a strategy splits a dimension along which the operation reads one window, so that its parts add up."""
+    """Whether a strategy splits a dimension of which the operation reads one window, so that its parts are partial
+    sums."""
     data = strategy.operands[0] if strategy.operands else None
     if not data or not any(strategy.pending):
         return False
@@ -52,7 +53,7 @@ def reads_place(operation: Operation, strategy: Strategy) -> bool:
 
 
 def gives_whole_windows(operation: Operation, strategy: Strategy) -> bool:
-    """Whether the window comes out whole along the dimensions in which it is read."""
+    """Whether the result has the window whole along the dimensions in which it is read."""
     kept = list(range(operation.equation.invars[0].aval.ndim))  # type: ignore[attr-defined]
     given = dict(zip(kept, kept, strict=True))
     if operation.primitive.name == "gather":
@@ -62,11 +63,11 @@ def gives_whole_windows(operation: Operation, strategy: Strategy) -> bool:
     return not any(strategy.results[0][given[dim]] for dim in windows_read(operation) if dim in given)
 
 
-def reads_poorly(rule: Any, split: Any, n: int) -> bool:
-    """Whether a split of a slice into n blocks is of no use.
+def is_useless_split(rule: Any, split: Any, n: int) -> bool:
+    """Whether a split of a slice into n blocks has no use.
 
-    A window larger than a block would send more as a sum than moving the blocks does, and what is no number does not
-    add up. Of a window that all devices have whole, XLA was measured to exchange parts.
+    A window larger than a block sends more bytes as a sum than resharding the blocks does. Elements other than numbers
+    cannot be summed. XLA was measured to exchange parts of a window that all devices have whole.
     """
     dim, reducer = split.operands[0].dim, split.results[0].reducer
     if reducer is None:
@@ -76,8 +77,7 @@ def reads_poorly(rule: Any, split: Any, n: int) -> bool:
 
 
 def read_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Callable[..., Any]:
-    """What a device does with its blocks inside of a ``shard_map``: its part of the sum that is the window, or the
-    lookup."""
+    """The slice or lookup on one device's blocks inside of a ``shard_map``: its result is a partial sum."""
     if not reads_place(operation, strategy):
         return lookup_block(operation, strategy, mesh)
     moved, axes = windows_read(operation), strategy.operands[0] or ()
@@ -89,8 +89,8 @@ def read_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Call
         sizes, padding, first = list(data.shape), [(0, 0, 0)] * data.ndim, jnp.bool_(True)
         for dim, window in moved.items():
             inside &= (starts[dim] >= 0) & (starts[dim] <= whole[dim] - window)
-            starts[dim], sizes[dim] = between(starts[dim], whole[dim] - window), window
-            if axes[dim]:  # a window that lies outside of the block reads the zeros around it
+            starts[dim], sizes[dim] = clamp(starts[dim], whole[dim] - window), window
+            if axes[dim]:  # a window outside of the block reads the zeros around it
                 number = jax.lax.axis_index(tuple(mesh.names[axis] for axis in axes[dim]))
                 padding[dim], first = (window, window, 0), first & (number == 0)
                 own = starts[dim].astype(jnp.int32) - number * data.shape[dim] + window
@@ -100,7 +100,7 @@ def read_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Call
         found = jax.lax.dynamic_slice(jax.lax.pad(data, zero, padding), starts, sizes)
         if operation.primitive.name != "gather":
             return found
-        if operation.params["mode"] == GatherScatterMode.FILL_OR_DROP:  # added up, one device's filling is all of it
+        if operation.params["mode"] == GatherScatterMode.FILL_OR_DROP:  # the fill of one device is the sum
             filling = jnp.asarray(operation.params["fill_value"], data.dtype)
             found = jnp.where(inside, found, jnp.where(first, filling, zero))
         return _as_gathered(operation, found)
@@ -109,7 +109,7 @@ def read_block(operation: Operation, strategy: Strategy, mesh: MeshAxes) -> Call
 
 
 def _starts(operation: Operation, places: Sequence[Any]) -> list[Any]:
-    """Where the window begins in each dimension of the whole tensor, as integers that can be negative."""
+    """The start of the window in each dimension of the whole tensor, as integers that can be negative."""
     rank = operation.equation.invars[0].aval.ndim  # type: ignore[attr-defined]
     starts: list[Any] = [jnp.int32(0)] * rank
     if operation.primitive.name == "slice":
@@ -130,7 +130,7 @@ def _signed(place: Any) -> Any:
 
 
 def _strided(operation: Operation, strategy: Strategy, mesh: MeshAxes, data: Any) -> Any:
-    """A block with the dimensions of which a slice reads every n-th row alone, blocks of them where they are split."""
+    """A block with only every n-th row in the dimensions of a strided slice, of whole blocks if they are split."""
     params = operation.params
     strides = params.get("strides") or () if operation.primitive.name == "slice" else ()
     for dim, stride in enumerate(strides):
@@ -142,7 +142,7 @@ def _strided(operation: Operation, strategy: Strategy, mesh: MeshAxes, data: Any
 
 
 def _as_gathered(operation: Operation, window: Any) -> Any:
-    """A window of the operand, with the dimensions in the order in which a gather gives them."""
+    """A window of the operand, with the dimensions in the order of a gather's result."""
     numbers = operation.params["dimension_numbers"]
     found = jax.lax.squeeze(window, numbers.collapsed_slice_dims)
     rank = operation.equation.outvars[0].aval.ndim  # type: ignore[attr-defined]

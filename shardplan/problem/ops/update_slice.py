@@ -1,9 +1,9 @@
-"""Updates of one place of a tensor (``x.at[k].set(row)``, ``lax.dynamic_update_slice``) that is split along it.
+"""Updates at one place (``x.at[k].set(row)``, ``lax.dynamic_update_slice``) of a tensor that is split along it.
 
-Only the devices whose block has the place have anything to do. XLA:GPU turns a scatter with one index into slices
-before it partitions, and then gathers the operand; XLA:CPU 0.10.2 was measured to join the slice that it updates with
-the one that the block came from, and to write rows of other devices into the blocks that lack the place. So such an
-update runs in a ``shard_map``, in which every device looks whether the place is its own.
+Only devices with the place in their block have work. XLA:GPU turns a scatter with one index into slices before it
+partitions, and then does an all-gather of the operand. XLA:CPU 0.10.2 was measured to merge the updated slice with the
+slice of a device's block, and to write rows of other devices into blocks without the place. Such an update therefore
+runs in a ``shard_map``, in which every device tests whether the place is its own.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from shardplan.layout.layout import MeshAxes
-from shardplan.problem.ops.gather import between
+from shardplan.problem.ops.gather import clamp
 from shardplan.problem.strategy import Strategy
 from shardplan.program.program import Operation
 
 Bind = Callable[[dict[str, Any], Sequence[Any]], Any]
-"""Runs the operation with other parameters on some operands; gives its result."""
+"""The result of the operation with other parameters on some operands."""
 
 
 def windows(operation: Operation) -> dict[int, int]:
-    """Per dimension along which the operation moves a window over its first operand, the window's size.
+    """The window's size per dimension of the first operand along which the operation moves a window.
 
-    Nothing, unless the operation updates one place.
+    Empty, unless the operation updates one place.
     """
     shapes = [variable.aval.shape for variable in operation.equation.invars]  # type: ignore[attr-defined]
     if operation.primitive.name == "dynamic_update_slice":
@@ -56,29 +56,33 @@ def splits_places(operation: Operation, strategy: Strategy) -> bool:
 
 
 def splits_moved_windows(operation: Operation, strategy: Strategy) -> bool:
-    """Whether a scatter's updates are split along a window that its indices move: the indices say where the window
-    begins, and a block of it begins elsewhere."""
+    """Whether a scatter's updates are split along a window that its indices move.
+
+    The indices have the start of the window, and a block of it has another start.
+    """
     if not operation.primitive.name.startswith("scatter"):
         return False
     data, _, updates = (variable.aval.shape for variable in operation.equation.invars)  # type: ignore[attr-defined]
     numbers, layout = operation.params["dimension_numbers"], strategy.operands[2] or ()
-    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    kept = (dim for dim in range(len(data)) if dim not in apart)
+    outside_window = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = (dim for dim in range(len(data)) if dim not in outside_window)
     windows = zip(kept, numbers.update_window_dims, strict=True)
     moved = [
         place for dim, place in windows if dim in numbers.scatter_dims_to_operand_dims and updates[place] < data[dim]
     ]
-    return bool(layout) and any(layout[place - len(updates)] for place in moved)  # of a sum, parts lie in front
+    return bool(layout) and any(layout[place - len(updates)] for place in moved)  # a partial sum has its parts in front
 
 
 def runs_by_place(strategy: Strategy) -> bool:
-    """Whether `update_block` gives what the strategy says, of those without windows across blocks (`split_runs`): all
-    blocks are equal, and nothing is left to add up."""
+    """Whether `update_block` computes a strategy without windows across blocks (`split_runs`).
+
+    It does if all blocks are equal, and no result is partial.
+    """
     return not (strategy.halos or strategy.padded or any(strategy.pending))
 
 
 def update_block(operation: Operation, strategy: Strategy, mesh: MeshAxes, bind: Bind) -> Callable[..., Any]:
-    """What a device does with its blocks inside of a ``shard_map``."""
+    """The update on one device's blocks inside of a ``shard_map``."""
     data = strategy.operands[0] or ()
     split = {dim: tuple(mesh.names[axis] for axis in data[dim]) for dim in windows(operation) if data[dim]}
     blocks = {dim: mesh.degree(data[dim]) for dim in split}
@@ -91,7 +95,7 @@ def update_block(operation: Operation, strategy: Strategy, mesh: MeshAxes, bind:
 
 
 First = Callable[[int, int], Any]
-"""Where a device's block of this size begins in a dimension of the whole tensor; 0 where it is not split."""
+"""The start of a device's block of this size in a dimension of the whole tensor, 0 without a split."""
 
 
 def _scattered(
@@ -102,11 +106,11 @@ def _scattered(
     if params["mode"] == GatherScatterMode.CLIP:
         sizes, moved = [data.shape[dim] * blocks.get(dim, 1) for dim in dims], windows(operation)
         limits = [size - moved.get(dim, size) for dim, size in zip(dims, sizes, strict=True)]
-        starts = [between(start, limit) for start, limit in zip(starts, limits, strict=True)]
+        starts = [clamp(start, limit) for start, limit in zip(starts, limits, strict=True)]
     signed = jnp.promote_types(indices.dtype, jnp.int32)
     local = [start.astype(signed) - first(dim, data.shape[dim]) for start, dim in zip(starts, dims, strict=True)]
     params = {**params, "mode": GatherScatterMode.FILL_OR_DROP}
-    # behind a barrier the block is no slice, which XLA could join with the one that is updated
+    # after a barrier the block is no slice that XLA could merge with the updated one
     return bind(params, (jax.lax.optimization_barrier(data), jnp.stack(local, -1), updates))
 
 
@@ -117,7 +121,7 @@ def _slice_updated(
     signed = jnp.promote_types(jnp.result_type(*starts), jnp.int32)
     for dim, start in enumerate(starts):
         size, window = data.shape[dim], update.shape[dim]
-        place = between(start, size * blocks.get(dim, 1) - window).astype(signed) - first(dim, size)
+        place = clamp(start, size * blocks.get(dim, 1) - window).astype(signed) - first(dim, size)
         own.append(jnp.clip(place, 0, size - window))
         inside &= own[-1] == place
     data = jax.lax.optimization_barrier(data)

@@ -1,1 +1,1 @@
-"""Regions: the parts of a program that the user splits by hand, each a ``shard_map``."""
+"""Regions: parts of a program that the user splits by hand, each a ``shard_map``."""

@@ -1,4 +1,4 @@
-"""What JAX may change of a ``shard_map``: its parameters, and how it is lowered."""
+"""JAX internals of ``shard_map``: its parameters and its lowering, which may change between versions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from shardplan.rules._jax import take_as_ours
 
 @dataclass(frozen=True, slots=True)
 class ShardMapSpecs:
-    """The mesh axes of a ``shard_map`` with their sizes, its ``PartitionSpec``s, which name those that it splits by
-    hand, and its body."""
+    """The specs of a ``shard_map``: its mesh axes with sizes, its ``PartitionSpec``s with the manual axes, and its
+    body.
+    """
 
     axes: dict[str, int]
     manual: frozenset[str]
@@ -38,12 +39,12 @@ def shard_map_specs(equation: _jax.Equation) -> ShardMapSpecs | None:
 
 
 def _manual_axes(params: dict[str, Any]) -> str:
-    """The name of a ``shard_map``'s parameter that lists the axes that it splits by hand."""
+    """The parameter of a ``shard_map`` that lists its manual axes."""
     return "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
 
 
 REGION = _jax.Primitive("shard_map_region")
-"""A traced ``shard_map`` that is split by hand over all axes of its mesh, those that its specs leave out too."""
+"""A traced ``shard_map`` in which all mesh axes are manual, also those that its specs leave out."""
 REGION.multiple_results = True
 
 
@@ -52,7 +53,7 @@ def _types_of_region(*_: Any, equation: _jax.Equation, **__: Any) -> tuple[list[
 
 
 def _lower_region(ctx: Any, *operands: Any, equation: _jax.Equation, **params: Any) -> Any:
-    """JAX's own lowering of a ``shard_map``, but for what it says of the axes that are split by no hand."""
+    """JAX's own lowering of a ``shard_map``, except for the axes that are not manual."""
     overridden: list[tuple[Any, Any]] = [(sharding_constraint_p, lambda _, operand, **__: [operand])]
     overridden += [(primitive, _lower_reduction) for primitive in _WITH_REDUCERS]
     settings = replace(ctx.module_context.lowering_parameters, override_lowering_rules=tuple(overridden))
@@ -70,7 +71,7 @@ _WITH_REDUCERS = [
 
 
 def _lower_reduction(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """A sum in whose reducer nothing is constrained: with a constraint there XLA:CPU aborts on narrow sums."""
+    """A reduction without constraints in its reducer: XLA:CPU aborts on narrow sums with a constraint there."""
     mesh = jax.sharding.get_abstract_mesh()
     by_hand = dict.fromkeys(mesh.axis_names, jax.sharding.AxisType.Manual)
     with jax.sharding.use_abstract_mesh(mesh.update_axis_types(by_hand)):
@@ -84,7 +85,7 @@ take_as_ours(REGION)
 
 
 def scopes_of_region(equation: _jax.Equation) -> list[str]:
-    """The scopes that a ``shard_map`` has inside, nothing for every other equation."""
+    """The scopes inside a ``shard_map``, empty for every other equation."""
     specs = shard_map_specs(equation)
     return [] if specs is None else list(_scopes(specs.body))
 
@@ -96,17 +97,17 @@ def _scopes(jaxpr: _jax.Jaxpr) -> Iterator[str]:
 
 
 def has_region(jaxpr: _jax.Jaxpr) -> bool:
-    """Whether there is a ``shard_map`` in a jaxpr."""
+    """Whether a jaxpr has a ``shard_map``."""
     names = {equation.primitive.name for equation in jaxpr.eqns}
     return "shard_map" in names or any(map(has_region, jax_core.subjaxprs(jaxpr)))
 
 
-def by_hand(equation: _jax.Equation) -> tuple[_jax.Primitive, dict[str, Any]]:
-    """A `REGION` that does what a ``shard_map`` does, on the devices that the step runs on.
+def manual_region(equation: _jax.Equation) -> tuple[_jax.Primitive, dict[str, Any]]:
+    """A `REGION` that computes a ``shard_map`` on the devices of the step.
 
-    Each device computes all of it along the axes that the ``shard_map`` leaves out. XLA's partitioner would split
-    along these: it sends what no plan knows of, and fails for some collectives (narrow sums on CPUs, sums in loops).
-    One that holds another ``shard_map`` over these axes is left to it.
+    Each device computes all of it along the axes that are not manual. XLA's partitioner would split along these: it
+    sends bytes that no plan predicts, and fails for some collectives (narrow sums on CPUs, sums in loops). A
+    ``shard_map`` that has another one over these axes inside is left to XLA.
     """
     params = equation.params | {"mesh": equation.params["mesh"].abstract_mesh}
     if has_region(params["jaxpr"]):
@@ -115,7 +116,7 @@ def by_hand(equation: _jax.Equation) -> tuple[_jax.Primitive, dict[str, Any]]:
 
 
 def without_unused(jaxpr: _jax.Jaxpr) -> list[_jax.Equation]:
-    """The equations of a jaxpr, each ``shard_map`` without the results that nobody reads, and what these alone need."""
+    """The equations of a jaxpr, each ``shard_map`` without its unread results and their equations."""
     used = {atom for one in jaxpr.eqns for atom in one.invars if not isinstance(atom, _jax.Literal)}
     used |= {atom for atom in jaxpr.outvars if not isinstance(atom, _jax.Literal)}
     return [_without_unused(equation, used) for equation in jaxpr.eqns]

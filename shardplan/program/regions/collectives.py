@@ -1,4 +1,4 @@
-"""The collectives that a ``shard_map`` region calls by name: they run as they are written, and count as what they send.
+"""The collectives that a ``shard_map`` region calls by name, with the bytes that they send.
 
 >>> import jax
 >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -38,9 +38,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A collective over named mesh axes; ``bytes`` are what one device sends in one run of the region.
+    """A collective over named mesh axes. ``bytes`` is the number that one device sends in one run of the region.
 
-    ``assumed`` tells that nobody knows how often a loop around it runs: once is what is counted.
+    ``assumed`` marks a collective in a loop of unknown trip count, which counts as one.
     """
 
     kind: CollectiveKind
@@ -54,7 +54,7 @@ def layouts_of(own: MeshAxes, tensors: Sequence[Any], specs: Sequence[PartitionS
 
 
 def gathers(mesh: MeshAxes, tensors: Iterable[tuple[Any, Layout]]) -> Iterator[Named]:
-    """What makes tensors whole that have these layouts."""
+    """The all-gathers that make tensors of these layouts whole."""
     gather = CollectiveKind.ALL_GATHER
     for var, layout in tensors:
         axes = [axis for dim in layout for axis in dim]
@@ -68,15 +68,15 @@ def _bytes(var: Any) -> int:
 
 
 def collectives_of_region(jaxpr: Any, sizes: Mapping[str, int]) -> tuple[Named, ...]:
-    """The collectives in a region's jaxpr, by the ring costs of plans: loops by their length, as known or stated.
+    """The collectives in a region's jaxpr, by the ring costs of plans: loops by their known or stated length.
 
-    Of branches, those of the one that sends most. A loop of unknown length counts once.
+    Of branches, the one that sends most counts. A loop of unknown length counts once.
     """
     return tuple(_collectives(getattr(jaxpr, "jaxpr", jaxpr), sizes, None))
 
 
 def _collectives(jaxpr: _jax.Jaxpr, sizes: Mapping[str, int], stated: int | None) -> Iterator[Named]:
-    """``stated`` is the length of loops directly in the jaxpr, where the user says it around them."""
+    """The collectives of a jaxpr. ``stated`` is the length that the user states for loops directly in it."""
     for equation in jaxpr.eqns:
         here = stated_trip_count(_jax.module_path(equation)) or stated
         call, specs = _jax.call_body(equation), shard_map_specs(equation)
@@ -107,7 +107,7 @@ def _of_control(equation: _jax.Equation, sizes: Mapping[str, int], stated: int |
 
 
 def _trips(equation: _jax.Equation, stated: int | None) -> int | None:
-    """The length of a while loop: what its bounds say, or what the user says, or None."""
+    """The length of a while loop: by its bounds, or as stated by the user, or None."""
     operands = (Constant(v.val, v.aval) if isinstance(v, _jax.Literal) else 0 for v in equation.invars)
     found = while_trip_count(equation.params, tuple(operands))
     return stated if found is None else found

@@ -1,4 +1,5 @@
-"""How a ``shard_map`` runs on the mesh of a plan: by hand over all mesh axes, operands and results as its specs say."""
+"""A ``shard_map`` on the mesh of a plan: all mesh axes are manual, operands and results have the layouts of its
+specs."""
 
 from __future__ import annotations
 
@@ -16,21 +17,24 @@ from shardplan.program.regions.collectives import Named, collectives_of_region, 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A ``shard_map`` on a mesh: layouts of its operands and results, the collectives that it calls, and the mesh axes
-    that it leaves out, along which every device computes the same."""
+    """A ``shard_map`` on a mesh: layouts of its operands and results, its collectives, and the mesh axes that it leaves
+    out.
+
+    All devices along these axes compute the same.
+    """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     calls: tuple[Named, ...]
     left_out: tuple[int, ...]
     inexact: str = ""
-    """Why XLA may send something else, empty where it sends what is called."""
+    """The reason for which XLA may send other bytes than those of the calls, empty without one."""
 
 
 def region_of(mesh: MeshAxes, operation: Operation) -> Region | None:
-    """How a ``shard_map`` runs on a mesh; None for every other operation.
+    """A ``shard_map`` operation on a mesh. None for every other operation.
 
-    Its own mesh may have other axes. What its specs split over blocks that this mesh has not is whole outside.
+    Its own mesh may have other axes. A split into blocks that this mesh cannot make is whole outside of the region.
 
     Raises ArgumentError for a mesh of more or fewer devices.
     """
@@ -70,7 +74,8 @@ def orders_of_region(mesh: MeshAxes, operation: Operation) -> set[tuple[int, ...
 
 
 def _axes_on(mesh: MeshAxes, own: MeshAxes, axes: Iterable[int]) -> tuple[int, ...] | None:
-    """The axes of a mesh that make the same blocks as ``axes`` of another mesh of the same devices; None without such.
+    """The axes of a mesh that make the same blocks as ``axes`` of another mesh of the same devices, None without such
+    axes.
 
     >>> _axes_on(MeshAxes(("x", "y"), (2, 4)), MeshAxes(("a", "b", "c"), (2, 2, 2)), (1, 2))
     (1,)
@@ -92,7 +97,7 @@ def _axes_on(mesh: MeshAxes, own: MeshAxes, axes: Iterable[int]) -> tuple[int, .
 
 
 def _layout_on(mesh: MeshAxes, own: MeshAxes, layout: Layout) -> Layout | None:
-    """A layout of another mesh of the same devices, None where this one has not such blocks."""
+    """A layout of another mesh of the same devices, None if this mesh cannot make its blocks."""
     found = tuple(_axes_on(mesh, own, axes) for axes in layout)
     return None if None in found else found  # type: ignore[return-value]
 
@@ -103,6 +108,6 @@ def _whole_without(layouts: Sequence[Layout | None], tensors: Sequence[Any]) -> 
 
 
 def _names_on(mesh: MeshAxes, own: MeshAxes, call: Named) -> tuple[str, ...]:
-    """The mesh axes that a collective runs over, all where it runs over parts of axes."""
+    """The mesh axes of a collective: all of them if it runs over a part of an axis."""
     axes = _axes_on(mesh, own, sorted(map(own.names.index, call.axes)))
     return tuple(mesh.names[axis] for axis in (mesh.splitting if axes is None else axes))

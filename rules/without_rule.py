@@ -1,9 +1,9 @@
-"""Primitives that have no rule because there is nothing to split, and why; by group."""
+"""Primitives without a rule, since they have no tensor to split, grouped by reason."""
 
 from collections.abc import Mapping
 from typing import Any
 
-APART: Mapping[str, tuple[str, ...]] = {
+WITHOUT_RULE: Mapping[str, tuple[str, ...]] = {
     "loops, whose bodies the planner plans": ("scan", "while"),
     "calls without a body to look into, or of functions that refer to memory or to devices": (
         *("call_exported", "core_map", "custom_lin", "mpmd_map", "remat_opt", "run_scoped"),
@@ -45,6 +45,6 @@ APART: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def stands_apart(primitive: Any) -> bool:
+def is_without_rule(primitive: Any) -> bool:
     """Whether a primitive has no rule because there is nothing to split."""
-    return any(primitive.name in names for names in APART.values())
+    return any(primitive.name in names for names in WITHOUT_RULE.values())
